@@ -1,0 +1,66 @@
+"""Generates the default project into build/demo, trains it there, and shows what came out."""
+
+import csv
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from cookiecutter.main import cookiecutter
+
+ROOT = Path(__file__).resolve().parent.parent
+DEMO = ROOT / "build" / "demo"
+ROWS = 5
+
+
+def number(text):
+    try:
+        return f"{float(text):.6g}" if "." in text or "e" in text else text
+    except ValueError:
+        return text
+
+
+def table(path):
+    with open(path, newline="") as file:
+        head, *rows = csv.reader(file)
+    rows = [head] + [[number(cell) for cell in row] for row in rows[-ROWS:]]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.rjust, row, widths)) for row in rows)
+
+
+def generate():
+    """The project that the defaults give, from the template as a fresh clone has it."""
+    ignore = shutil.ignore_patterns("__pycache__", ".*_cache", "*.egg-info", "runs")
+    with tempfile.TemporaryDirectory() as copy:
+        shutil.copy(ROOT / "cookiecutter.json", copy)
+        for name in ("hooks", "{{cookiecutter.project_slug}}"):
+            shutil.copytree(ROOT / name, Path(copy, name), ignore=ignore)
+        return Path(cookiecutter(copy, no_input=True, default_config=True, output_dir=str(DEMO)))
+
+
+def run(command, folder):
+    """Ctrl-C reaches the command too, which ends in its own way; this only waits for it."""
+    signal.signal(signal.SIGINT, lambda *_: None)
+    with subprocess.Popen(command, cwd=folder) as process:
+        return process.wait()
+
+
+def main():
+    shutil.rmtree(DEMO, ignore_errors=True)
+    project = generate()
+    print(f"\n$ cd {os.path.relpath(project)} && ./run.sh\n", flush=True)
+    status = run(["./run.sh"], project)
+    if status:
+        sys.exit(status if status > 0 else 128 - status)
+    (metrics,) = project.glob("runs/*/metrics.csv")
+    output = metrics.parent
+    print(f"\nThe end of {os.path.relpath(metrics)}:\n\n{table(metrics)}\n")
+    print(f"In {os.path.relpath(output)}: {', '.join(sorted(os.listdir(output)))}")
+    print(f"The project is yours to look at: {os.path.relpath(project)}")
+
+
+if __name__ == "__main__":
+    main()
