@@ -1,0 +1,82 @@
+"""``scale_loss``, the one call of amp in the training loop."""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ._state import _amp_state, disable_casts
+from .optimizer import after_backward, before_backward
+
+
+@contextlib.contextmanager
+def scale_loss(
+    loss: Tensor,
+    optimizers: Optimizer | list[Optimizer],
+    loss_id: int = 0,
+    model: nn.Module | None = None,
+    delay_unscale: bool = False,
+    delay_overflow_check: bool = False,
+) -> Iterator[Tensor]:
+    """Yields ``loss.float() × scale`` for the backward pass, and makes its gradients true again.
+
+    On leaving, the new gradients are divided by the scale and added to those that were there
+    before, so that they can be clipped, accumulated and stepped as if there were no scale; and
+    if one of them is inf or nan, the next step of each of `optimizers` is skipped.
+
+    Args:
+        loss: of any shape, usually a scalar.
+        optimizers: those whose parameters this backward pass gives gradients to.
+        loss_id: which of the ``num_losses`` scalers of ``initialize`` to use.
+        model: accepted as in Apex, and unused.
+        delay_unscale: leaves the gradients scaled; a later block without it unscales them all.
+        delay_overflow_check: leaves the scale as it is, and skips no step.
+
+    Raises RuntimeError if ``initialize`` was not called, or not with one of `optimizers`.
+    """
+    properties = _amp_state.opt_properties
+    if properties is None:
+        raise RuntimeError("amp.scale_loss needs amp.initialize(model, optimizer) to come first.")
+    if not properties.enabled:
+        yield loss
+        return
+
+    optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+    for optimizer in optimizers:
+        if not hasattr(optimizer, "_amp_stash"):
+            raise RuntimeError(
+                "amp.scale_loss was given an optimizer that amp.initialize did not return."
+            )
+    scaler = _amp_state.loss_scalers[loss_id]
+
+    # The gradients' types were settled in the forward pass: the backward pass runs without casts.
+    if not (scaler.dynamic or properties.master_weights) and scaler.factor == 1.0:
+        with disable_casts():
+            yield loss.float()
+        return
+
+    scaler.report()
+    if not delay_unscale:
+        for optimizer in optimizers:
+            if not optimizer._amp_stash.has_scaled_gradients:
+                before_backward(optimizer)
+
+    with disable_casts():
+        yield loss.float() * scaler.factor
+
+    if delay_unscale:
+        for optimizer in optimizers:
+            optimizer._amp_stash.has_scaled_gradients = True
+        return
+
+    found = [after_backward(optimizer, scaler) for optimizer in optimizers]
+    if delay_overflow_check:
+        return
+    found_inf = torch.stack(found).amax(dim=0) if scaler.dynamic else None
+    scaler.update_(found_inf)
+    if scaler.dynamic:
+        for stash in (optimizer._amp_stash for optimizer in optimizers):
+            earlier = stash.found_inf
+            stash.found_inf = found_inf if earlier is None else earlier.maximum(found_inf)

@@ -1,0 +1,114 @@
+"""Loss scales: static, or dynamic and kept on the device so that no step waits for the GPU."""
+
+import torch
+from torch import Tensor
+
+from ._state import say_if_verbose
+
+
+class LossScaler:
+    """The scale of one loss.
+
+    A dynamic scale starts at 2^16 (or `max_loss_scale`, if lower), halves when a gradient
+    overflows and doubles after 2,000 clean backward passes in a row, within the two limits. A
+    static one never changes, and nothing is checked for it.
+
+    Source: Micikevicius et al., "Mixed Precision Training", ICLR 2018; the constants are Apex's.
+    """
+
+    INITIAL, FACTOR, WINDOW = 2.0**16, 2.0, 2000
+
+    def __init__(
+        self,
+        loss_scale: float | str,
+        device: torch.device,
+        index: int = 0,
+        min_loss_scale: float | None = None,
+        max_loss_scale: float = 2.0**24,
+    ) -> None:
+        self.dynamic = loss_scale == "dynamic"
+        self.index = index
+        self.limits = (min_loss_scale, max_loss_scale)
+        start = min(self.INITIAL, max_loss_scale) if self.dynamic else float(loss_scale)
+        self._scale = torch.full((), start, dtype=torch.float32, device=device)
+        self._unskipped = torch.zeros((), dtype=torch.int32, device=device)
+        self._static = None if self.dynamic else start
+        self._pending: list[tuple[torch.cuda.Event | None, Tensor]] = []
+
+    @property
+    def factor(self) -> Tensor | float:
+        """What the loss is multiplied by: a tensor on the device if dynamic, else a number."""
+        return self._scale if self.dynamic else self._static
+
+    def loss_scale(self) -> float:
+        """The scale as a number. Waits for the device if the scale is dynamic."""
+        return self._scale.item() if self.dynamic else self._static
+
+    def unscale_(self, grads: list[Tensor]) -> Tensor | None:
+        """Divides `grads` by the scale in place.
+
+        Returns a float tensor without dimensions, as torch's fused optimizers want it: 1 if any
+        gradient was inf or nan and else 0. Or None for a static scale.
+        """
+        if not self.dynamic:
+            if self._static != 1.0 and grads:
+                torch._foreach_mul_(grads, 1.0 / self._static)
+            return None
+        found_inf = torch.zeros((), dtype=torch.float32, device=self._scale.device)
+        inverse = self._scale.double().reciprocal().float()
+        for same in _by_device_and_dtype(grads):
+            found = found_inf.to(same[0].device)
+            scale = inverse.to(same[0].device)
+            if same[0].dtype == torch.bfloat16:  # which torch's fused kernel does not take
+                norms = torch.stack(torch._foreach_norm(same, float("inf")))
+                found = torch.maximum(found, (~norms.isfinite()).any().float())
+                torch._foreach_mul_(same, scale)
+            else:
+                torch._amp_foreach_non_finite_check_and_unscale_(same, found, scale)
+            found_inf = torch.maximum(found_inf, found.to(found_inf.device))
+        return found_inf
+
+    def update_(self, found_inf: Tensor | None) -> None:
+        """Moves the scale after a backward pass; `found_inf` is what `unscale_` returned."""
+        if not self.dynamic:
+            return
+        torch._amp_update_scale_(
+            self._scale, self._unskipped, found_inf, self.FACTOR, 1.0 / self.FACTOR, self.WINDOW
+        )
+        self._scale.clamp_(*self.limits)
+        event = None
+        outcome = torch.stack([found_inf, self._scale]).to("cpu", non_blocking=True)
+        if found_inf.is_cuda:
+            event = torch.cuda.Event()
+            event.record()
+        self._pending.append((event, outcome))
+        self.report()
+
+    def report(self) -> None:
+        """Prints the overflows that the device has told of by now; waits for nothing."""
+        while self._pending and (self._pending[0][0] is None or self._pending[0][0].query()):
+            _, outcome = self._pending.pop(0)
+            overflowed, scale = outcome.tolist()
+            if overflowed:
+                say_if_verbose(
+                    f"Gradient overflow.  Skipping step, loss scaler {self.index} "
+                    f"reducing loss scale to {scale}"
+                )
+
+    def state_dict(self) -> dict[str, float | int]:
+        """``{"loss_scale": float, "unskipped": int}``. Waits for the device."""
+        return {"loss_scale": self.loss_scale(), "unskipped": int(self._unskipped.item())}
+
+    def load_state_dict(self, state: dict[str, float | int]) -> None:
+        """Restores a dynamic scale; a static one stays what this run was told to use."""
+        if self.dynamic:
+            self._scale.fill_(state["loss_scale"])
+            # Apex counts for a static scale too, past where a dynamic one would have doubled.
+            self._unskipped.fill_(state["unskipped"] % self.WINDOW)
+
+
+def _by_device_and_dtype(tensors: list[Tensor]) -> list[list[Tensor]]:
+    groups: dict[tuple, list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return list(groups.values())

@@ -1,0 +1,5 @@
+"""Apex's fused optimizers, on torch's own fused kernels."""
+
+from .fused_adam import FusedAdam
+
+__all__ = ["FusedAdam"]
