@@ -1,0 +1,115 @@
+"""What a run shows and what it leaves behind: rank 0's words, progress bars, metrics, config."""
+
+import csv
+import json
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from tqdm import tqdm
+
+from engine.errors import UserError
+
+COLUMNS = ("epoch", "step", "train_loss", "val_loss", "lr", "loss_scale", "images_per_second")
+
+
+class Report:
+    """The voice and the pen of a run: does nothing on any rank but 0.
+
+    Args:
+        output: the folder for metrics.csv and config.json; made if missing.
+        rank: of this process.
+        metric: the name of the task's metric, a column of metrics.csv.
+    """
+
+    def __init__(self, output: Path, rank: int, metric: str) -> None:
+        self.output = output
+        self.active = rank == 0
+        self.columns = (*COLUMNS[:4], metric, *COLUMNS[4:])
+
+    def open(self, config: dict[str, object], resume: Path | None, step: int) -> None:
+        """Makes the folder ready, writes config.json and the head of metrics.csv.
+
+        A run that goes on in its own folder keeps the rows up to `step`, where it goes on.
+        Raises UserError if the folder can't be written, or holds a run that is not resumed.
+        """
+        if not self.active:
+            return
+        goes_on = resume is not None and resume.parent.resolve() == self.output.resolve()
+        if (self.output / "last.pt").exists() and not goes_on:
+            raise UserError(
+                f"{self.output} already holds a run: add --resume auto to go on with it, "
+                "or --output with another folder"
+            )
+        table, rows = self.output / "metrics.csv", []
+        try:
+            self.output.mkdir(parents=True, exist_ok=True)
+            if goes_on and table.exists():
+                with table.open(newline="") as file:
+                    rows = [row for row in csv.DictReader(file) if int(row["step"]) <= step]
+            with table.open("w", newline="") as file:
+                writer = csv.DictWriter(file, self.columns)
+                writer.writeheader()
+                writer.writerows(rows)
+            text = json.dumps(config, indent=2, default=str)
+            (self.output / "config.json").write_text(text + "\n")
+        except OSError as error:
+            raise UserError(
+                f"--output {self.output} can't be written ({error.strerror}): "
+                "choose another folder, or mend its permissions"
+            ) from None
+        self.say("  ".join(f"{name:>9}" for name in self.columns))
+
+    def say(self, message: str) -> None:
+        """Prints a line."""
+        if self.active:
+            print(message, flush=True)
+
+    def bar(self, batches: Iterable, description: str, total: int | None = None) -> tqdm:
+        """A progress bar over `batches`; not drawn in a log that is no terminal."""
+        hidden = not (self.active and sys.stderr.isatty())
+        return tqdm(batches, description, total, leave=False, disable=hidden, dynamic_ncols=True)
+
+    def row(self, row: dict[str, float]) -> None:
+        """Adds a row to metrics.csv, and prints it."""
+        if not self.active:
+            return
+        with (self.output / "metrics.csv").open("a", newline="") as file:
+            csv.DictWriter(file, self.columns).writerow(row)
+        self.say("  ".join(f"{row[name]:{max(9, len(name))}.5g}" for name in self.columns))
+
+
+class Meter:
+    """Loss and throughput since it was made.
+
+    The loss is summed on the device: to read it at every step, the CPU would wait for the GPU.
+    """
+
+    def __init__(self, device: torch.device, images_per_step: int) -> None:
+        self.loss_sum = torch.zeros((), device=device)
+        self.steps = 0
+        self.images_per_step = images_per_step
+        self.started = time.perf_counter()
+
+    def add(self, loss: Tensor) -> None:
+        """Counts a step."""
+        self.loss_sum += loss.detach()
+        self.steps += 1
+
+    def _speed(self) -> float:
+        return self.steps * self.images_per_step / (time.perf_counter() - self.started)
+
+    def progress(self) -> dict[str, str]:
+        """This process's mean loss and the images/s of all of them. Waits for the device."""
+        loss = self.loss_sum.item() / self.steps
+        return {"loss": f"{loss:.4f}", "images/s": f"{self._speed():.0f}"}
+
+    def results(self) -> dict[str, float]:
+        """The mean loss of all processes and their images/s. Waits for the device."""
+        dist.all_reduce(self.loss_sum)
+        loss = self.loss_sum.item() / self.steps / dist.get_world_size()
+        return {"train_loss": loss, "images_per_second": self._speed()}
