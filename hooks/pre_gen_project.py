@@ -1,0 +1,73 @@
+"""Refuse answers that cannot become a project, before any of its files is written.
+
+A refusal is one sentence that names the answer to change. cookiecutter has made the project's
+folder by now, and takes it away again when this script fails.
+"""
+
+import json
+import re
+import sys
+
+# JSON inside a raw string is the one way in: nothing typed can end the string or be run.
+ANSWERS = json.loads(
+    r"""
+{{ cookiecutter | tojson }}
+"""
+)
+
+# As in cookiecutter.json, which checks what is typed, but not what a replay file says.
+CHOICES = {
+    "opt_level": ("O1", "O0", "O2", "O3", "O4", "O5"),
+    "ddp": ("apex", "torch"),
+    "backend": ("auto", "apex", "native"),
+    "license": ("MIT", "BSD-3-Clause", "Apache-2.0", "none"),
+}
+# Before 2.7, cookiecutter hands on a yes or no from the command line as the word that it was.
+YES_OR_NO = ("1", "true", "t", "yes", "y", "on", "0", "false", "f", "no", "n", "off")
+# A folder of such a name can be imported in place of the module, and pip would take a distribution
+# of such a name for the one that the project needs.
+TAKEN = {
+    *sys.stdlib_module_names,
+    *("apex", "apex_native", "data", "engine", "launch", "main", "task", "tests"),
+    *("torch", "torchvision", "triton", "numpy", "pil", "pillow", "tqdm"),
+    *("tensorboard", "matplotlib", "torchmetrics", "sklearn"),
+    *("pytest", "ruff", "pip", "setuptools", "wheel", "cookiecutter", "jinja2"),
+}
+
+
+def refusals():
+    slug = str(ANSWERS["project_slug"])
+    # The length keeps lines of code that hold it from growing too long.
+    if not re.fullmatch("[A-Za-z]([A-Za-z0-9_-]{0,58}[A-Za-z0-9])?", slug):
+        yield (
+            f"project_slug cannot be {slug!a}: it names a folder and a Python distribution, so"
+            " choose up to 60 letters a to z, digits, _ and -, of which the first is a letter and"
+            " the last a letter or a digit."
+        )
+    # As pip compares names: Py-Torch, py_torch and py--torch are one.
+    if re.sub("[-_]+", "_", slug.lower()) in TAKEN:
+        yield (
+            f"project_slug cannot be {slug!a}: it would hide the Python module or package of that"
+            f" name, so choose another, such as 'my_{slug}'."
+        )
+    for name, choices in CHOICES.items():
+        if ANSWERS[name] not in choices:
+            yield f"{name} cannot be {ANSWERS[name]!a}: choose one of {', '.join(choices)}."
+    for name in ("fused_adam", "sync_bn"):
+        if str(ANSWERS[name]).lower() not in YES_OR_NO:
+            yield f"{name} cannot be {ANSWERS[name]!a}: answer yes or no."
+    if ANSWERS["opt_level"] in ("O4", "O5") and ANSWERS["backend"] == "apex":
+        yield (
+            f"opt_level {ANSWERS['opt_level']} does not exist in NVIDIA's Apex: set backend to auto"
+            " or native, or opt_level to O0, O1, O2 or O3."
+        )
+    for name in ("project_name", "description", "author_name"):
+        # Half of a surrogate pair: what is left of a byte that was not UTF-8. No file holds it.
+        if half := re.search("[\ud800-\udfff]", str(ANSWERS[name])):
+            yield (
+                f"{name} holds {half[0]!a}, which is half a character and cannot be written to a"
+                " file: type it again without."
+            )
+
+
+sys.exit(next(refusals(), None))
