@@ -1,0 +1,87 @@
+"""What the tests generate projects with."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from cookiecutter.generate import generate_context
+from cookiecutter.main import cookiecutter
+from cookiecutter.prompt import prompt_for_config
+
+ROOT = Path(__file__).parent.parent
+LEFTOVERS = ("__pycache__", ".pytest_cache", ".ruff_cache", "*.egg-info", "runs")
+
+
+@pytest.fixture(scope="session")
+def template(tmp_path_factory):
+    """The template as a fresh clone has it, without what working in it leaves behind."""
+    copy = tmp_path_factory.mktemp("template") / "ddp-apex-template"
+    copy.mkdir()
+    shutil.copy(ROOT / "cookiecutter.json", copy)
+    for folder in ("hooks", "{{cookiecutter.project_slug}}"):
+        shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns(*LEFTOVERS))
+    return copy
+
+
+@pytest.fixture(scope="session")
+def config(tmp_path_factory):
+    """A configuration of cookiecutter that keeps the tests out of the home folder."""
+    folder = tmp_path_factory.mktemp("home")
+    path = folder / "config.yaml"
+    folders = {name: str(folder / name) for name in ("replay_dir", "cookiecutters_dir")}
+    path.write_text(json.dumps(folders))  # which is YAML too
+    return path
+
+
+@pytest.fixture(scope="session")
+def defaults(template):
+    """The answers of someone who presses Enter at every question."""
+    context = generate_context(str(template / "cookiecutter.json"))
+    answers = prompt_for_config(context, no_input=True)
+    return {name: answer for name, answer in answers.items() if not name.startswith("_")}
+
+
+@pytest.fixture(scope="session")
+def bake(template, config, defaults, tmp_path_factory):
+    """Generate a project from the defaults and the given answers; return its folder.
+
+    The answers arrive as if typed: through a replay file, since --no-input would render them.
+    `into` is the folder to generate in (default: a new one), `source` another template, and
+    further options of cookiecutter go into `options`.
+    """
+
+    def bake(into=None, source=template, options=None, **answers):
+        unknown = answers.keys() - defaults.keys()
+        assert not unknown, f"no such question: {unknown}"
+        folder = tmp_path_factory.mktemp("bake")
+        replay = folder / "answers.json"
+        replay.write_text(json.dumps({"cookiecutter": defaults | answers}))
+        return Path(
+            cookiecutter(
+                str(source),
+                replay=str(replay),
+                config_file=str(config),
+                output_dir=str(into or folder / "out"),
+                **options or {},
+            )
+        )
+
+    return bake
+
+
+@pytest.fixture
+def image_folder(tmp_path):
+    """A folder for --data: two classes of JPEG and PNG files that can be told apart."""
+    from PIL import Image
+
+    folder = tmp_path / "images"
+    for split, count in (("train", 12), ("val", 5)):
+        for name in ("red", "blue"):
+            (folder / split / name).mkdir(parents=True)
+            for index in range(count):
+                suffix = "png" if index % 3 else "jpg"
+                image = Image.effect_noise((64, 48), 50).convert("RGB")
+                tint = Image.new("RGB", image.size, name)
+                Image.blend(image, tint, 0.5).save(folder / split / name / f"{index}.{suffix}")
+    return folder

@@ -1,0 +1,181 @@
+"""What a user gets wrong: one sentence on what to do, status 2, soon, and nothing overwritten."""
+
+import shutil
+
+import pytest
+from running import run
+
+pytestmark = pytest.mark.xdist_group("train")
+SMALL = ("--arch", "shufflenet_v2_x0_5", "--batch-size", 4, "--steps", 4)
+
+
+@pytest.fixture(scope="module")
+def project(bake):
+    return bake()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(project, tmp_path_factory):
+    """The last.pt of a short run on the digits."""
+    output = tmp_path_factory.mktemp("run")
+    assert run(project, *SMALL, "--output", output, nproc=0).returncode == 0
+    return output / "last.pt"
+
+
+def refused(project, *flags, saying, nproc=0):
+    done = run(project, *flags, nproc=nproc, timeout=60)
+    assert done.returncode == 2, done.stdout + done.stderr
+    (sentence,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    for words in saying if isinstance(saying, tuple) else (saying,):
+        assert str(words) in sentence
+    assert "Traceback" not in done.stderr
+    return sentence
+
+
+@pytest.mark.parametrize(
+    ("flags", "saying"),
+    [
+        pytest.param(["--batch-size", "5000"], "use at most 718", id="batch_size"),
+        pytest.param(["--output", "/proc/runs"], "choose another folder", id="output"),
+        pytest.param(["--resume", "missing.pt"], "there is no such file", id="resume"),
+        pytest.param(["--no-such-flag"], "--no-such-flag", id="flag"),
+    ],
+)
+def test_a_mistake_is_answered_once_for_all_processes(project, flags, saying):
+    sentence = refused(project, *flags, saying=saying, nproc=2)
+    assert flags[0] in sentence
+
+
+@pytest.mark.parametrize(
+    ("flags", "saying"),
+    [
+        pytest.param(["--opt-level", "01"], "'O0', 'O1'", id="opt_level"),
+        pytest.param(["--epochs", "0"], "at least 1", id="epochs"),
+        pytest.param(["--loss-scale", "big"], "above 0", id="loss_scale"),
+        pytest.param(["--arch", "resnet81"], "the nearest are resnet18", id="arch"),
+        pytest.param(["--backend", "apex"], "--backend native", id="apex"),
+        pytest.param(["--keep-batchnorm-fp32"], "O1 casts none", id="keep_batchnorm"),
+        pytest.param(["--data", "/no/such/folder"], "there is no folder", id="data"),
+    ],
+)
+def test_a_flag_that_can_not_be_right(project, flags, saying):
+    sentence = refused(project, *flags, saying=saying)
+    assert flags[0] in sentence
+
+
+def test_an_empty_data_folder(project, tmp_path):
+    refused(project, "--data", tmp_path, saying=(tmp_path / "train", "train/CLASS/IMAGE"))
+
+
+def test_a_data_folder_without_val(project, image_folder):
+    shutil.rmtree(image_folder / "val")
+    refused(project, "--data", image_folder, saying=image_folder / "val")
+
+
+def test_a_train_folder_without_images(project, image_folder):
+    for image in (image_folder / "train").glob("*/*"):
+        image.unlink()
+    refused(project, "--data", image_folder, saying=(image_folder / "train", "holds no images"))
+
+
+def test_a_class_that_only_val_has(project, image_folder):
+    shutil.copytree(image_folder / "val" / "red", image_folder / "val" / "zebra")
+    refused(project, "--data", image_folder, saying=("zebra", "train/"))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("content", [b"no image", None], ids=["foreign", "truncated"])
+def test_a_broken_image(project, image_folder, tmp_path, content, workers):
+    image = image_folder / "train" / "red" / "0.jpg"
+    image.write_bytes(content or image.read_bytes()[:300])
+    flags = (
+        "--data",
+        image_folder,
+        "--workers",
+        workers,
+        "--steps",
+        40,
+        "--output",
+        tmp_path / "r",
+    )
+    refused(project, *SMALL, *flags, saying=(image, "mend or remove"), nproc=2)
+
+
+@pytest.mark.parametrize("damage", ["torn", "foreign", "other_project"])
+def test_a_checkpoint_that_can_not_be_resumed(project, checkpoint, tmp_path, damage):
+    import torch
+
+    bad = tmp_path / "bad.pt"
+    if damage == "torn":
+        bad.write_bytes(checkpoint.read_bytes()[:20_000])
+    elif damage == "foreign":
+        bad.write_text("not a checkpoint")
+    else:
+        torch.save({"state_dict": {}}, bad)
+    refused(project, *SMALL, "--resume", bad, "--output", tmp_path / "run", saying=bad)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_checkpoint_of_another_model(project, checkpoint, tmp_path):
+    flags = ("--resume", checkpoint, "--arch", "resnet18", "--output", tmp_path / "run")
+    refused(project, *flags, saying=("does not fit", "--arch"))
+
+
+def test_code_in_a_checkpoint_is_not_run(project, tmp_path):
+    import pickle
+
+    class Hostile:
+        def __reduce__(self):
+            return open, (str(tmp_path / "pwned"), "w")
+
+    (tmp_path / "hostile.pt").write_bytes(pickle.dumps(Hostile()))
+    refused(project, "--resume", tmp_path / "hostile.pt", saying="hostile.pt")
+    assert not (tmp_path / "pwned").exists()
+
+
+def test_a_folder_that_holds_a_run_is_not_overwritten(project, checkpoint):
+    before = {path: path.read_bytes() for path in checkpoint.parent.iterdir()}
+    refused(
+        project, *SMALL, "--output", checkpoint.parent, saying=("already holds", "--resume auto")
+    )
+    assert {path: path.read_bytes() for path in checkpoint.parent.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    ("package", "saying"),
+    [
+        pytest.param({"__init__.py": ""}, "not NVIDIA's Apex", id="unrelated"),
+        pytest.param({"__init__.py": "import pyramid_of_2013"}, "can't be imported", id="needy"),
+        pytest.param(
+            {
+                "__init__.py": "",
+                "optimizers.py": "class FusedAdam: pass",
+                "normalization.py": "",
+            },
+            "removed in May 2025",
+            id="without_amp",
+        ),
+        pytest.param(
+            {
+                "__init__.py": "",
+                "amp.py": "def initialize(): pass\ndef scale_loss(): pass",
+                "parallel.py": "class DistributedDataParallel: pass\n"
+                "def convert_syncbn_model(): pass",
+                "optimizers.py": "class FusedAdam: pass",
+            },
+            "amp_C is missing",
+            id="python_only",
+        ),
+    ],
+)
+def test_an_apex_that_can_not_serve(bake, tmp_path, package, saying):
+    project = bake()
+    (project / "apex").mkdir()
+    for name, text in package.items():
+        (project / "apex" / name).write_text(text)
+    sentence = refused(project, "--backend", "apex", saying=saying)
+    reason = sentence.removeprefix("error: --backend apex: ").split("; use --backend")[0]
+    flags = ("--eval-only", "--arch", "shufflenet_v2_x0_5", "--output", tmp_path / "run")
+    done = run(project, *flags, nproc=0)
+    assert done.returncode == 0
+    assert f"apex_native, because {reason}" in done.stdout
