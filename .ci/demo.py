@@ -12,6 +12,9 @@ from pathlib import Path
 from cookiecutter.main import cookiecutter
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+from fresh import copy_template  # noqa: E402
+
 DEMO = ROOT / "build" / "demo"
 ROWS = 5
 
@@ -32,13 +35,12 @@ def table(path):
 
 
 def generate():
-    """The project that the defaults give, from the template as a fresh clone has it."""
-    ignore = shutil.ignore_patterns("__pycache__", ".*_cache", "*.egg-info", "runs")
-    with tempfile.TemporaryDirectory() as copy:
-        shutil.copy(ROOT / "cookiecutter.json", copy)
-        for name in ("hooks", "{{cookiecutter.project_slug}}"):
-            shutil.copytree(ROOT / name, Path(copy, name), ignore=ignore)
-        return Path(cookiecutter(copy, no_input=True, default_config=True, output_dir=str(DEMO)))
+    """The project that the defaults give."""
+    with tempfile.TemporaryDirectory() as folder:
+        template = copy_template(Path(folder))
+        return Path(
+            cookiecutter(str(template), no_input=True, default_config=True, output_dir=str(DEMO))
+        )
 
 
 def run(command, folder):

@@ -1,27 +1,21 @@
 """What the tests generate projects with."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 from cookiecutter.generate import generate_context
 from cookiecutter.main import cookiecutter
 from cookiecutter.prompt import prompt_for_config
-
-ROOT = Path(__file__).parent.parent
-LEFTOVERS = ("__pycache__", ".pytest_cache", ".ruff_cache", "*.egg-info", "runs")
+from fresh import copy_template
 
 
 @pytest.fixture(scope="session")
 def template(tmp_path_factory):
-    """The template as a fresh clone has it, without what working in it leaves behind."""
-    copy = tmp_path_factory.mktemp("template") / "ddp-apex-template"
-    copy.mkdir()
-    shutil.copy(ROOT / "cookiecutter.json", copy)
-    for folder in ("hooks", "{{cookiecutter.project_slug}}"):
-        shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns(*LEFTOVERS))
-    return copy
+    """The template as a fresh clone has it."""
+    folder = tmp_path_factory.mktemp("template") / "ddp-apex-template"
+    folder.mkdir()
+    return copy_template(folder)
 
 
 @pytest.fixture(scope="session")
