@@ -13,7 +13,9 @@ import os
 import subprocess
 import sys
 import tempfile
+from itertools import combinations
 from pathlib import Path
+from statistics import fmean
 
 import matplotlib
 
@@ -21,7 +23,9 @@ matplotlib.use("Agg")
 from cookiecutter.main import cookiecutter  # noqa: E402
 from matplotlib import pyplot as plt  # noqa: E402
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent / "tests"))
+from fresh import copy_template  # noqa: E402
 
 # Stands in front of main.py in each process and writes down every loss that its loop hands to the
 # meter. The project itself runs as it is.
@@ -59,26 +63,48 @@ def losses(project: Path, backend: str, level: str, steps: int, nproc: int) -> l
         return [float(line) for line in out.read_text().split()]
 
 
+NAMES = {"apex": "real Apex", "native": "apex_native", "native 2": "apex_native, a second run"}
+STYLES = {"apex": ("C1", 2.6, "-"), "native": ("C0", 1.2, "-"), "native 2": ("C2", 0.9, "--")}
+
+
 def draw(curves: dict[tuple[str, str], list[float]], title: str) -> None:
     """One panel for each opt_level, one line for each run."""
     levels = sorted({level for level, _ in curves})
+    rows = (len(levels) + 1) // 2
     figure, panels = plt.subplots(
-        1, len(levels), figsize=(4 * len(levels), 3.6), sharey=True, squeeze=False
+        rows, 2, figsize=(11, 3.4 * rows), sharex=True, sharey=True, squeeze=False
     )
-    styles = {"apex": ("C1", 2.6, "-"), "native": ("C0", 1.2, "-"), "native 2": ("C2", 0.9, "--")}
-    for panel, level in zip(panels[0], levels, strict=True):
+    for panel, level in zip(panels.flat, levels, strict=False):
         for (of, name), values in curves.items():
             if of == level:
-                color, width, line = styles.get(name, ("C3", 0.9, ":"))
-                label = {"apex": "real Apex", "native": "apex_native"}.get(name, name)
-                panel.plot(values, color=color, lw=width, ls=line, label=label)
-        panel.set(title=level, xlabel="step", yscale="log")
+                color, width, line = STYLES.get(name, ("C3", 0.9, ":"))
+                panel.plot(values, color=color, lw=width, ls=line, label=NAMES.get(name, name))
+        panel.set(title=level, yscale="log")
         panel.grid(alpha=0.3)
-    panels[0][0].set_ylabel("training loss of rank 0")
-    panels[0][-1].legend()
+    for panel in panels[-1]:
+        panel.set_xlabel("step")
+    for panel in panels[:, 0]:
+        panel.set_ylabel("training loss of rank 0")
+    panels.flat[0].legend()
     figure.suptitle(title)
     figure.tight_layout()
-    figure.savefig(HERE / "loss_curves.png", dpi=120)
+    figure.savefig(HERE / "loss_curves.png", dpi=110)
+
+
+def distances(curves: dict[tuple[str, str], list[float]]) -> str:
+    """How far each pair of runs lies apart at each level, as a table in Markdown."""
+    levels = sorted({level for level, _ in curves})
+    runs = list(dict.fromkeys(name for _, name in curves))
+    lines = ["| mean difference of the loss | " + " | ".join(levels) + " |"]
+    lines.append("|---" * (len(levels) + 1) + "|")
+    for first, second in combinations(runs, 2):
+        cells = []
+        for level in levels:
+            pairs = zip(curves[level, first], curves[level, second], strict=True)
+            cells.append(f"{fmean(abs(one - other) for one, other in pairs):.3f}")
+        pair = f"{NAMES.get(first, first)} – {NAMES.get(second, second)}"
+        lines.append(f"| {pair} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -98,11 +124,15 @@ def main() -> None:
             for row in csv.DictReader(file):
                 curves.setdefault((row["level"], row["run"]), []).append(float(row["loss"]))
         draw(curves, args.title)
+        print(distances(curves))
         return
 
     curves = {}
     with tempfile.TemporaryDirectory() as folder:
-        project = Path(cookiecutter(str(HERE.parent), no_input=True, output_dir=folder))
+        template = Path(folder) / "template"
+        template.mkdir()
+        copy_template(template)
+        project = Path(cookiecutter(str(template), no_input=True, output_dir=folder))
         for level in args.levels:
             for index, backend in enumerate(args.backends):
                 again = args.backends[:index].count(backend)
@@ -114,6 +144,7 @@ def main() -> None:
         for (level, name), values in curves.items():
             writer.writerows([level, name, step, loss] for step, loss in enumerate(values))
     draw(curves, args.title)
+    print(distances(curves))
 
 
 if __name__ == "__main__":

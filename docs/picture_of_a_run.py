@@ -1,8 +1,9 @@
 """Draws docs/run.svg: the terminal in which a default project is in its seventh epoch.
 
-    pip install pyte && python docs/picture_of_a_run.py [GENERATED_PROJECT]
+pip install pyte && python docs/picture_of_a_run.py [GENERATED_PROJECT]
 """
 
+import io
 import os
 import pty
 import re
@@ -35,7 +36,7 @@ def screen_of(project: Path) -> list[str]:
 
 
 def main() -> None:
-    console = Console(width=WIDTH, record=True, file=open(os.devnull, "w"))
+    console = Console(width=WIDTH, record=True, file=io.StringIO())
     console.print(Text("$ ./run.sh", style="bold"))
     for line in screen_of(Path(sys.argv[1])):
         console.print(Text(line))
