@@ -1,0 +1,47 @@
+"""What all tests share."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from processes import Processes
+from torch import nn
+
+from apex_native import amp
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skips tests that are marked ``gpu`` or ``gpu(2)`` where there are fewer."""
+    for mark in item.iter_markers("gpu"):
+        needed = mark.args[0] if mark.args else 1
+        if torch.cuda.device_count() < needed:
+            pytest.skip(f"needs {needed} CUDA GPU{'s' * (needed > 1)}")
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    """The same random numbers for each test, and no casts left on by the one before."""
+    torch.manual_seed(0)
+    yield
+    amp.initialize(nn.Identity(), enabled=False)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    return torch.device(request.param)
+
+
+@pytest.fixture(scope="session")
+def two_processes() -> Iterator[Processes]:
+    """Runs functions on two processes over gloo, on the CPU."""
+    processes = Processes("gloo")
+    yield processes
+    processes.stop()
+
+
+@pytest.fixture(scope="session")
+def two_gpus() -> Iterator[Processes]:
+    """Runs functions on two processes over NCCL, each with a GPU of its own."""
+    processes = Processes("nccl")
+    yield processes
+    processes.stop()

@@ -1,0 +1,274 @@
+"""apex_native.optimizers: FusedAdam against torch, against its formula, and its checkpoints."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from apex_native.optimizers import FusedAdam
+
+FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+SHAPES = ((3, 4), (5,), (2, 3, 2, 2), ())
+
+
+def parameters(dtype=FP32, device="cpu"):
+    generator = torch.Generator().manual_seed(0)
+    made = [torch.randn(shape, generator=generator) for shape in SHAPES]
+    return [nn.Parameter(tensor.to(device, dtype)) for tensor in made]
+
+
+def gradients(steps, dtype=FP32):
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        yield [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
+
+
+def steps(optimizer, all_gradients):
+    own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for step in all_gradients:
+        for parameter, gradient in zip(own, step, strict=True):
+            parameter.grad = gradient.to(parameter.device, parameter.dtype)
+        optimizer.step()
+
+
+def same(ones, others):
+    return all(torch.equal(one, other) for one, other in zip(ones, others, strict=True))
+
+
+def adam(values, all_gradients, lr, betas, eps, weight_decay, adam_w_mode, bias_correction):
+    """The formula, written out in fp64."""
+    values = [value.detach().double() for value in values]
+    m, v = ([torch.zeros_like(value) for value in values] for _ in range(2))
+    for t, step in enumerate(all_gradients, 1):
+        for i, gradient in enumerate(step):
+            g = gradient.double()
+            if not adam_w_mode:
+                g = g + weight_decay * values[i]
+            m[i] = betas[0] * m[i] + (1 - betas[0]) * g
+            v[i] = betas[1] * v[i] + (1 - betas[1]) * g**2
+            m_hat = m[i] / (1 - betas[0] ** t) if bias_correction else m[i]
+            v_hat = v[i] / (1 - betas[1] ** t) if bias_correction else v[i]
+            update = m_hat / (v_hat.sqrt() + eps)
+            if adam_w_mode:
+                update = update + weight_decay * values[i]
+            values[i] = values[i] - lr * update
+    return values
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("bias_correction", [True, False])
+@pytest.mark.parametrize("adam_w_mode", [True, False])
+def test_formula(device, adam_w_mode, bias_correction, weight_decay):
+    options = {
+        "lr": 0.01,
+        "betas": (0.8, 0.95),
+        "eps": 1e-3,
+        "weight_decay": weight_decay,
+        "adam_w_mode": adam_w_mode,
+        "bias_correction": bias_correction,
+    }
+    own = parameters(device=device)
+    expected = adam(parameters(), gradients(6), **options)
+    steps(FusedAdam(own, **options), gradients(6))
+    for parameter, value in zip(own, expected, strict=True):
+        torch.testing.assert_close(parameter.cpu().double(), value, rtol=1e-5, atol=1e-6)
+
+
+def test_defaults_are_apexs():
+    own = parameters()
+    expected = adam(parameters(), gradients(3), 1e-3, (0.9, 0.999), 1e-8, 0.0, True, True)
+    steps(FusedAdam(own), gradients(3))
+    for parameter, value in zip(own, expected, strict=True):
+        torch.testing.assert_close(parameter.double(), value, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("adam_w_mode", "torchs"), [(True, torch.optim.AdamW), (False, torch.optim.Adam)]
+)
+def test_equals_torchs(adam_w_mode, torchs):
+    own, others = parameters(), parameters()
+    options = {"lr": 0.01, "weight_decay": 0.1}
+    steps(FusedAdam(own, adam_w_mode=adam_w_mode, **options), gradients(6))
+    steps(torchs(others, **options), gradients(6))
+    for one, other in zip(own, others, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+
+
+def test_each_group_has_its_settings():
+    a, b = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    optimizer = FusedAdam([{"params": [a]}, {"params": [b], "lr": 0.5}], lr=0.1)
+    steps(optimizer, [[torch.ones(2), torch.ones(2)]])
+    torch.testing.assert_close(a, torch.full((2,), 0.9))
+    torch.testing.assert_close(b, torch.full((2,), 0.5))
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+def test_half_parameters_have_fp32_moments(device, dtype):
+    """Each step starts at the rounded weights, as Apex's kernel does, but no moment is rounded."""
+    own, exact = parameters(dtype, device), [p.detach().float() for p in parameters(dtype)]
+    optimizer = FusedAdam(own, lr=0.01)
+    reference = FusedAdam([nn.Parameter(tensor) for tensor in exact], lr=0.01)
+    for step in gradients(4, dtype):
+        steps(optimizer, [step])
+        steps(reference, [step])
+        for one, other in zip(own, reference.param_groups[0]["params"], strict=True):
+            other.data.copy_(other.to(dtype))
+            torch.testing.assert_close(one.cpu().float(), other, rtol=1e-2, atol=1e-3)
+    for one, other in zip(own, reference.param_groups[0]["params"], strict=True):
+        for name in ("exp_avg", "exp_avg_sq"):
+            moment = optimizer.state[one][name]
+            assert moment.dtype == FP32
+            torch.testing.assert_close(moment.cpu(), reference.state[other][name])
+
+
+def test_types_may_be_mixed():
+    own = [nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in (FP32, FP16, BF16, FP32)]
+    steps(FusedAdam(own, lr=0.5), [[torch.ones(2)] * 4])
+    for parameter in own:
+        torch.testing.assert_close(parameter.float(), torch.full((2,), 0.5))
+
+
+def test_parameters_without_a_gradient_stay():
+    own = parameters()
+    optimizer = FusedAdam(own)
+    own[1].grad = torch.ones(5)
+    optimizer.step()
+    assert same([own[0], *own[2:]], [parameters()[0], *parameters()[2:]])
+    assert not torch.equal(own[1], parameters()[1])
+    assert list(optimizer.state) == [own[1]]
+
+
+def test_closure():
+    (parameter,) = own = [nn.Parameter(torch.ones(1))]
+    optimizer = FusedAdam(own, lr=0.5)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (3 * parameter).sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() == 3.0
+    torch.testing.assert_close(parameter, torch.tensor([0.5]))
+
+
+@pytest.mark.parametrize("option", ["amsgrad", "capturable", "master_weights"])
+def test_what_it_does_not_do(option):
+    with pytest.raises(RuntimeError, match="AMSGrad" if option == "amsgrad" else option):
+        FusedAdam(parameters(), **{option: True})
+
+
+def test_sparse_gradients_are_refused():
+    embedding = nn.Embedding(4, 2, sparse=True)
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(RuntimeError, match="sparse"):
+        FusedAdam(embedding.parameters()).step()
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments", "dropped"),
+    [
+        ({}, {}, True),
+        ({"set_grad_none": False}, {}, False),
+        ({}, {"set_to_none": False}, False),
+        ({"set_grad_none": False}, {"set_to_none": True}, True),
+    ],
+)
+def test_zero_grad(options, arguments, dropped):
+    own = parameters()
+    optimizer = FusedAdam(own, **options)
+    steps(optimizer, gradients(1))
+    optimizer.zero_grad(**arguments)
+    for parameter in own:
+        assert (parameter.grad is None) == dropped
+        assert dropped or not parameter.grad.any()
+
+
+# Checkpoints
+
+
+def apexs_form(state):
+    """The state as Apex's FusedAdam has it: one step count for each group."""
+    for moments in state["state"].values():
+        del moments["step"]
+    return state
+
+
+def torchs_form(state):
+    """The state as torch has it: a step count for each parameter alone."""
+    for group in state["param_groups"]:
+        del group["step"]
+    return state
+
+
+@pytest.mark.parametrize("dtype", [FP32, FP16])
+@pytest.mark.parametrize("form", [copy.deepcopy, apexs_form, torchs_form])
+def test_resumes_exactly(form, dtype):
+    data = list(gradients(6, dtype))
+    own = parameters(dtype)
+    optimizer = FusedAdam(own, lr=0.01, weight_decay=0.1)
+    steps(optimizer, data[:3])
+    state = copy.deepcopy(optimizer.state_dict())
+    assert [group["step"] for group in state["param_groups"]] == [3]
+
+    resumed = [nn.Parameter(parameter.detach().clone()) for parameter in own]
+    other = FusedAdam(resumed)
+    other.load_state_dict(form(state))
+    for one in (optimizer, other):
+        steps(one, data[3:])
+    assert same(own, resumed)
+    assert other.state_dict()["param_groups"][0]["step"] == 6
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_state_moves_between_it_and_torchs_adamw(fused):
+    def torchs(p):
+        return torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, fused=fused)
+
+    def ours(p):
+        return FusedAdam(p, lr=0.01, weight_decay=0.1)
+
+    data, expected = list(gradients(6)), parameters()
+    steps(ours(expected), data)
+    for first, second in ((torchs, ours), (ours, torchs)):
+        own = parameters()
+        optimizer = first(own)
+        steps(optimizer, data[:3])
+        resumed = [nn.Parameter(parameter.detach().clone()) for parameter in own]
+        other = second(resumed)
+        other.load_state_dict(optimizer.state_dict())
+        steps(other, data[3:])
+        for one, wanted in zip(resumed, expected, strict=True):
+            torch.testing.assert_close(one, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("to", [torch.contiguous_format, torch.channels_last])
+def test_state_moves_between_memory_formats(to):
+    """A run on GPUs in channels_last may be resumed on a CPU in NCHW."""
+    ((first, second), weight) = torch.randn(2, 2, 3, 2, 2), torch.randn(2, 3, 2, 2)
+    results = []
+    for formats in ((torch.contiguous_format,) * 2, (torch.channels_last, to)):
+        own, state = weight, None
+        for memory_format, gradient in zip(formats, (first, second), strict=True):
+            parameter = nn.Parameter(own.detach().clone(memory_format=memory_format))
+            optimizer = FusedAdam([parameter], lr=0.01)
+            if state:
+                optimizer.load_state_dict(state)
+            steps(optimizer, [[gradient.clone(memory_format=memory_format)]])
+            own, state = parameter, optimizer.state_dict()
+        results.append(own)
+    torch.testing.assert_close(*results)
+
+
+def test_loaded_state_is_a_copy():
+    own = parameters()
+    optimizer = FusedAdam(own)
+    steps(optimizer, gradients(1))
+    state = optimizer.state_dict()
+    before = copy.deepcopy(state)
+    other = FusedAdam(parameters())
+    other.load_state_dict(state)
+    steps(other, gradients(2))
+    for index, moments in before["state"].items():
+        assert same(moments.values(), state["state"][index].values())

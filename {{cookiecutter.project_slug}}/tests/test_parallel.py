@@ -1,0 +1,442 @@
+"""apex_native.parallel: gradients over two processes, and batch norms that share statistics.
+
+What begins with `on_each_rank_` runs in every one of the processes.
+"""
+
+import contextlib
+import copy
+import io
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from apex_native import amp
+from apex_native.parallel import DistributedDataParallel, SyncBatchNorm, convert_syncbn_model
+
+FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+
+
+def same(ones, others):
+    """Whether two sequences of tensors are the same to the last bit."""
+    return all(torch.equal(one, other) for one, other in zip(ones, others, strict=True))
+
+
+# Gradients
+
+
+class Weighted(nn.Module):
+    """The gradient of its weight is its input."""
+
+    def __init__(self, like):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros_like(like))
+
+    def forward(self, x):
+        return (self.weight * x).sum()
+
+
+def on_each_rank_reduce(rows, options):
+    x = rows[dist.get_rank()]
+    model = DistributedDataParallel(Weighted(x), **options)
+    for _ in range(2):  # torch lays its buckets out anew after the first pass
+        model.zero_grad()
+        model(x).backward()
+    return model.module.weight.grad
+
+
+@pytest.mark.parametrize(
+    ("options", "factor"),
+    [
+        ({}, 0.5),
+        ({"delay_allreduce": True}, 0.5),
+        ({"message_size": 1}, 0.5),
+        ({"gradient_predivide_factor": 4.0}, 0.5),
+        ({"gradient_average": False}, 1.0),
+        ({"gradient_average": False, "gradient_predivide_factor": 4.0}, 0.25),
+        ({"allreduce_always_fp32": True}, 0.5),
+    ],
+)
+def test_gradients_are_reduced(two_processes, options, factor):
+    rows = torch.tensor([[1.0, 2.0, 3.0], [3.0, 8.0, -5.0]])
+    for gradient in two_processes(on_each_rank_reduce, rows, options):
+        assert torch.equal(gradient, rows.sum(0) * factor)
+
+
+def test_half_gradients_are_reduced_in_fp32_if_asked(two_processes):
+    rows = torch.randn(2, 100).to(BF16)
+    expected = rows.float().mean(0).to(BF16)
+    options = {"gradient_predivide_factor": 3.0}  # which rounds in bf16
+    gradients = two_processes(on_each_rank_reduce, rows, options)
+    assert same(*[[gradient] for gradient in gradients])
+    assert gradients[0].dtype == BF16
+    assert not torch.equal(gradients[0], expected)
+    options["allreduce_always_fp32"] = True
+    for gradient in two_processes(on_each_rank_reduce, rows, options):
+        assert torch.equal(gradient, expected)
+
+
+def on_each_rank_wrap():
+    rank = dist.get_rank()
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    for tensor in (*model.parameters(), model[1].running_mean):
+        nn.init.constant_(tensor, rank + 1.0)
+    wrapped = DistributedDataParallel(model)
+    after_wrapping = copy.deepcopy(model.state_dict())
+    wrapped(torch.randn(4, 2) + 100 * rank)
+    return after_wrapping, model.state_dict(), list(wrapped.state_dict())
+
+
+def test_parameters_are_broadcast_and_buffers_are_not(two_processes):
+    results = two_processes(on_each_rank_wrap)
+    for rank, (wrapped, _, keys) in enumerate(results):
+        assert same([wrapped["0.weight"], wrapped["1.bias"]], [torch.ones(2, 2), torch.ones(2)])
+        assert wrapped["1.running_mean"].tolist() == [rank + 1.0] * 2
+        assert keys == [f"module.{key}" for key in wrapped]
+    first, second = (called["1.running_mean"] for _, called, _ in results)
+    assert not torch.allclose(first, second), "nor before a forward pass"
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.sometimes, self.never = (nn.Linear(2, 1) for _ in range(3))
+
+    def forward(self, x, all_branches=False):
+        return self.used(x) + (self.sometimes(x) if all_branches else 0.0)
+
+
+def on_each_rank_leave_parameters_out(only_first_rank_uses, delay_allreduce):
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Branches(), delay_allreduce=delay_allreduce)
+    rank = dist.get_rank()
+    x = torch.full((1, 2), rank + 1.0)
+    try:
+        for _ in range(2):
+            model.zero_grad()
+            model(x, only_first_rank_uses and rank == 0).sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return {name: p.grad for name, p in model.module.named_parameters()}
+
+
+@pytest.mark.parametrize("only_first_rank_uses", [False, True])
+def test_delay_allreduce_copes_with_unused_parameters(two_processes, only_first_rank_uses):
+    results = two_processes(on_each_rank_leave_parameters_out, only_first_rank_uses, True)
+    for gradients in results:
+        assert gradients["used.weight"].tolist() == [[1.5, 1.5]]
+        assert gradients["never.weight"] is None
+        if only_first_rank_uses:
+            assert gradients["sometimes.weight"].tolist() == [[0.5, 0.5]]
+
+
+def test_unused_parameters_are_named(two_processes):
+    for error in two_processes(on_each_rank_leave_parameters_out, False, False):
+        assert "sometimes.weight, sometimes.bias, never.weight, never.bias." in error
+        assert "used.bias, " not in error
+        assert "delay_allreduce=True" in error
+
+
+def on_each_rank_fail_in_forward():
+    model = DistributedDataParallel(nn.Linear(2, 1))
+    try:
+        model(torch.ones(1, 3))
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_errors_of_the_module_come_through(two_processes):
+    for error in two_processes(on_each_rank_fail_in_forward):
+        assert "shapes cannot be multiplied" in error
+
+
+def test_arguments_that_cannot_be():
+    module = nn.Linear(1, 1)
+    with pytest.raises(TypeError, match="device_ids"):
+        DistributedDataParallel(module, device_ids=[0])
+    with pytest.raises(ValueError, match="shared_param.*delay_allreduce"):
+        DistributedDataParallel(module, shared_param=True)
+    delayed = {"delay_allreduce": True}
+    with pytest.raises(ValueError, match="allreduce_trigger_params needs delay_allreduce=False"):
+        DistributedDataParallel(module, **delayed, allreduce_trigger_params=[module.weight])
+    with pytest.raises(ValueError, match="num_allreduce_streams.*needs delay_allreduce=False"):
+        DistributedDataParallel(module, **delayed, num_allreduce_streams=2)
+
+
+# With amp
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def initialize(level, **options):
+    """A model and an optimizer, in real fp16 at O2 and O3 on any CPU."""
+    on_gpu = dist.is_initialized() and dist.get_backend() == "nccl"
+    model = net().cuda() if on_gpu else net()
+    if level in ("O2", "O3") and not on_gpu:
+        options["cast_model_type"] = FP16
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+
+
+def step(model, optimizer, x, factor=1.0):
+    x = x.to(next(model.parameters()).device)
+    optimizer.zero_grad()
+    with amp.scale_loss(model(x).float().square().mean() * factor, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+
+
+def on_each_rank_train(level, data):
+    model, optimizer = initialize(level)
+    wrapped = DistributedDataParallel(model)
+    for batch in data.chunk(dist.get_world_size(), dim=1)[dist.get_rank()]:
+        step(wrapped, optimizer, batch)
+    amp.initialize(nn.Identity(), enabled=False)
+    return [tensor.cpu() for tensor in model.state_dict().values()]
+
+
+def trains_as_one_process(processes, level):
+    data = torch.randn(3, 8, 4)
+    first, second = processes(on_each_rank_train, level, data)
+    assert same(first, second)
+
+    model, optimizer = initialize(level)
+    for batch in data:
+        step(model, optimizer, batch)
+    assert not same(first, [parameter.float() for parameter in net().parameters()])
+    torch.testing.assert_close(first, list(model.state_dict().values()), rtol=0.02, atol=0.002)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_two_processes_train_as_one(two_processes, level):
+    trains_as_one_process(two_processes, level)
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("level", LEVELS)
+def test_two_gpus_train_as_one_process(two_gpus, level):
+    trains_as_one_process(two_gpus, level)
+
+
+def on_each_rank_overflow(level):
+    model, optimizer = initialize(level, loss_scale="dynamic")
+    wrapped = DistributedDataParallel(model)
+    states = [copy.deepcopy(model.state_dict())]
+    for factor in (1.0 if dist.get_rank() else float("inf"), 1e-3):
+        step(wrapped, optimizer, torch.ones(2, 4), factor)
+        states.append(copy.deepcopy(model.state_dict()))
+    return [list(state.values()) for state in states], amp.state_dict()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_an_overflow_on_one_rank_skips_the_step_of_all(two_processes, level):
+    results = two_processes(on_each_rank_overflow, level)
+    for (before, skipped, stepped), state in results:
+        assert same(before, skipped)
+        assert not same(before, stepped)
+        assert state == {"loss_scaler0": {"loss_scale": 32768.0, "unskipped": 1}}
+    assert same(results[0][0][2], results[1][0][2])
+
+
+def on_each_rank_accumulate(level, data):
+    model, optimizer = initialize(level)
+    wrapped = DistributedDataParallel(model)
+    if level == "O2":
+        amp.load_state_dict({"loss_scaler0": {"loss_scale": 256.0, "unskipped": 0}})
+    mine = data[dist.get_rank()]
+    for index, batch in enumerate(mine):
+        last = index == len(mine) - 1
+        loss = wrapped(batch).float().square().mean()
+        with (
+            contextlib.nullcontext() if last else wrapped.no_sync(),
+            amp.scale_loss(loss, optimizer, delay_unscale=not last) as scaled_loss,
+        ):
+            scaled_loss.backward()
+    return [parameter.grad.float() for parameter in amp.master_params(optimizer)]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_gradients_accumulate_under_no_sync(two_processes, level):
+    data = torch.randn(2, 3, 8, 4)
+    first, second = two_processes(on_each_rank_accumulate, level, data)
+    assert same(first, second)
+    model = net()
+    for batch in data.flatten(0, 1):
+        (model(batch).square().mean() / 2).backward()
+    expected = [parameter.grad for parameter in model.parameters()]
+    torch.testing.assert_close(first, expected, rtol=0.02, atol=0.01)
+
+
+# SyncBatchNorm
+
+
+def conv_net():
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Sequential(nn.BatchNorm2d(4))
+    )
+
+
+def test_conversion_keeps_everything_but_the_class():
+    model = conv_net()
+    model[1].weight.requires_grad_(False)
+    model[1].eval()
+    model[3][0] = nn.BatchNorm2d(4, eps=0.1, momentum=None, affine=False)
+    model.append(nn.BatchNorm1d(4, track_running_stats=False))
+    tensors = model.state_dict(keep_vars=True)
+    converted = convert_syncbn_model(model)
+
+    assert converted is model
+    after = model.state_dict(keep_vars=True)
+    assert list(after) == list(tensors)
+    assert all(after[name] is tensor for name, tensor in tensors.items())
+    assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["1.weight"]
+    norms = [module for module in model.modules() if isinstance(module, SyncBatchNorm)]
+    assert [norm.training for norm in norms] == [False, True, True]
+    assert [(norm.eps, norm.momentum, norm.affine) for norm in norms] == [
+        (1e-5, 0.1, True),
+        (0.1, None, False),
+        (1e-5, 0.1, True),
+    ]
+    assert [norm.track_running_stats for norm in norms] == [True, True, False]
+    assert not any(type(module).__name__.startswith("BatchNorm") for module in model.modules())
+
+
+def test_a_batch_norm_itself_can_be_converted():
+    norm = nn.BatchNorm1d(3)
+    converted = convert_syncbn_model(norm, channel_last=True)
+    assert isinstance(converted, SyncBatchNorm) and converted.weight is norm.weight
+    assert converted.channel_last
+
+
+def on_each_rank_convert():
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        convert_syncbn_model(conv_net())
+    return text.getvalue()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says it where there is no GPU")
+def test_rank_zero_alone_says_that_there_is_nothing_to_share(two_processes):
+    first, second = two_processes(on_each_rank_convert)
+    assert first == "SyncBatchNorm: on the CPU each process normalises over its own batch\n"
+    assert second == ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [
+        (nn.BatchNorm1d, (5, 3)),
+        (nn.BatchNorm1d, (5, 3, 4)),
+        (nn.BatchNorm2d, (5, 3, 4, 4)),
+        (nn.BatchNorm3d, (5, 3, 2, 2, 2)),
+    ],
+)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"momentum": None}, {"affine": False}, {"track_running_stats": False}, {"eps": 0.1}],
+    ids=str,
+)
+def test_in_one_process_it_is_a_plain_batch_norm(kind, shape, options):
+    plain = kind(3, **options)
+    synced = SyncBatchNorm(3, **options)
+    x, y = torch.randn(2, *shape) * 2 + 1
+    x_too = x.clone().requires_grad_()
+    x.requires_grad_()
+    outputs = [norm(first) for norm, first in ((plain, x), (synced, x_too))]
+    for output in outputs:
+        (output.cumsum(0) ** 2).sum().backward()
+    assert same(*[[output] for output in outputs])
+    assert torch.equal(x.grad, x_too.grad)
+    assert same(plain.state_dict().values(), synced.state_dict().values())
+    assert torch.equal(plain(y), synced(y))
+    assert torch.equal(plain.eval()(y), synced.eval()(y))
+    assert same(plain.state_dict().values(), synced.state_dict().values())
+
+
+def test_relu_and_sum_can_be_fused():
+    norm, x, z = SyncBatchNorm(3, fuse_relu=True), torch.randn(4, 3), torch.randn(4, 3)
+    plain = F.batch_norm(x, None, None, training=True)
+    torch.testing.assert_close(norm(x), plain.relu())
+    torch.testing.assert_close(norm(x, z), (plain + z).relu())
+    norm.fuse_relu = False
+    torch.testing.assert_close(norm(x, z), plain + z)
+
+
+def test_other_dimensions_are_refused():
+    for shape in ((3,), (2, 3, 1, 1, 1, 1)):
+        with pytest.raises(ValueError, match=f"not {len(shape)}-D"):
+            SyncBatchNorm(3)(torch.ones(shape))
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+def test_half_input_gives_half_output_of_fp32_statistics(device, dtype):
+    norm = SyncBatchNorm(3).to(device)
+    x = torch.randn(64, 3, device=device) + 3
+    output = norm(x.to(dtype))
+    assert output.dtype == dtype
+    assert norm.weight.dtype == norm.running_mean.dtype == FP32
+    expected = nn.BatchNorm1d(3).to(device)(x)
+    torch.testing.assert_close(output.float(), expected, rtol=0.02, atol=0.02)
+
+
+def on_each_rank_train_synced(data):
+    torch.manual_seed(0)
+    model = DistributedDataParallel(convert_syncbn_model(conv_net()))
+    x = data[dist.get_rank()]
+    model(x).square().mean().backward()
+    return model(x).detach(), [buffer.clone() for buffer in model.module.buffers()]
+
+
+def test_on_the_cpu_each_process_normalises_its_own_batch(two_processes):
+    """DistributedDataParallel refuses torch's own SyncBatchNorm there."""
+    data = torch.randn(2, 4, 3, 6, 6)
+    for x, (output, buffers) in zip(
+        data, two_processes(on_each_rank_train_synced, data), strict=True
+    ):
+        torch.manual_seed(0)
+        model = conv_net()
+        model(x)
+        torch.testing.assert_close(output, model(x))
+        torch.testing.assert_close(buffers, list(model.buffers()))
+
+
+def on_each_rank_compare_with_one_batch(sizes, dtype, memory_format):
+    """The synced net on this rank's part of a batch, and a plain one on all of it."""
+    torch.manual_seed(0)
+    whole = torch.randn(sum(sizes), 3, 8, 8, device="cuda").to(dtype, memory_format=memory_format)
+    weight = torch.randn(sum(sizes), 4, 6, 6, device="cuda")
+    plain = conv_net().cuda().to(memory_format=memory_format)
+    plain[0].to(dtype)
+    synced = convert_syncbn_model(copy.deepcopy(plain))
+
+    here = slice(0, sizes[0]) if dist.get_rank() == 0 else slice(sizes[0], None)
+    results = []
+    for model, part in ((plain, slice(None)), (synced, here)):
+        x = whole[part].clone(memory_format=memory_format).requires_grad_()
+        output = model(x)
+        assert output.dtype == dtype
+        (output.float() * weight[part]).sum().backward()
+        gradients = [p.grad.float() for p in model.parameters()]
+        if model is synced:
+            for gradient in gradients:
+                dist.all_reduce(gradient)
+        mine = here if model is plain else slice(None)
+        found = [output[mine], x.grad[mine], *gradients, *model.buffers()]
+        results.append([tensor.detach().float().cpu() for tensor in found])
+    return results
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("dtype", [FP32, FP16])
+@pytest.mark.parametrize("sizes", [(4, 4), (3, 5)])
+def test_two_gpus_normalise_as_over_one_large_batch(two_gpus, sizes, dtype, memory_format):
+    results = two_gpus(on_each_rank_compare_with_one_batch, sizes, dtype, memory_format)
+    tolerance = 2e-3 if dtype == FP32 else 5e-2  # TF32 and fp16 in the convolution
+    for expected, found in results:
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
