@@ -611,8 +611,9 @@ def test_delay_unscale(level):
     scaled = [parameter.grad.float() for parameter in model.parameters()]
     assert same(scaled, [256.0 * gradient for gradient in first])
     backward(losses[1](), optimizer)
+    backward(losses[0](), optimizer)
     for gradient, a, b in zip(gradients(optimizer), first, second, strict=True):
-        torch.testing.assert_close(gradient, a + b, rtol=2e-3, atol=1e-5)
+        torch.testing.assert_close(gradient, 2 * a + b, rtol=2e-3, atol=1e-5)
     before = weights(model)
     optimizer.step()
     assert not same(weights(model), before)
@@ -671,6 +672,20 @@ def test_an_overflow_skips_one_step(device, capsys, level, bad):
     assert capsys.readouterr().out == ""
 
 
+def test_bf16_gradients_are_unscaled_and_checked():
+    """Of which torch's kernel for it knows nothing."""
+    model, optimizer = prepare("O3", cast_model_type=BF16, loss_scale="dynamic")
+    x, before = torch.ones(2, 4), weights(model.eval())
+    backward(model(x).sum(), optimizer)
+    assert model.last.bias.grad.tolist() == [2.0, 2.0, 2.0]
+    for factor, skips in ((float("inf"), True), (float("nan"), True), (1.0, False)):
+        optimizer.zero_grad()
+        backward(model(x).sum() * factor, optimizer)
+        optimizer.step()
+        assert same(weights(model), before) == skips
+    assert scale() == 16384.0
+
+
 def test_an_overflow_is_silent_if_asked(capsys):
     model, optimizer = prepare("O1", verbosity=0)
     backward(model(torch.randn(4, 4)).sum() * float("inf"), optimizer)
@@ -679,7 +694,8 @@ def test_an_overflow_is_silent_if_asked(capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_an_overflow_skips_every_optimizer_that_was_named():
+@pytest.mark.parametrize("bad", [0, 1])
+def test_an_overflow_skips_every_optimizer_that_was_named(bad):
     models = [nn.Linear(2, 1) for _ in range(3)]
     models, optimizers = initialize(
         models, [sgd(m) for m in models], "O0", loss_scale="dynamic", num_losses=3
@@ -687,7 +703,8 @@ def test_an_overflow_skips_every_optimizer_that_was_named():
     x = torch.ones(1, 2)
     a, b, c = models
     before = [weights(model) for model in models]
-    backward(a(x).sum() * float("inf") + b(x).sum(), optimizers[:2])
+    factors = [float("inf") if index == bad else 1.0 for index in range(2)]
+    backward(a(x).sum() * factors[0] + b(x).sum() * factors[1], optimizers[:2])
     backward(c(x).sum(), optimizers[2], loss_id=2)
     for optimizer in optimizers:
         optimizer.step()

@@ -244,27 +244,28 @@ def test_an_overflow_on_one_rank_skips_the_step_of_all(two_processes, level):
     assert same(results[0][0][2], results[1][0][2])
 
 
-def on_each_rank_accumulate(level, data):
+def on_each_rank_accumulate(level, no_sync, data):
     model, optimizer = initialize(level)
     wrapped = DistributedDataParallel(model)
     if level == "O2":
         amp.load_state_dict({"loss_scaler0": {"loss_scale": 256.0, "unskipped": 0}})
     mine = data[dist.get_rank()]
     for index, batch in enumerate(mine):
-        last = index == len(mine) - 1
+        alone = no_sync and index < len(mine) - 1
         loss = wrapped(batch).float().square().mean()
         with (
-            contextlib.nullcontext() if last else wrapped.no_sync(),
-            amp.scale_loss(loss, optimizer, delay_unscale=not last) as scaled_loss,
+            wrapped.no_sync() if alone else contextlib.nullcontext(),
+            amp.scale_loss(loss, optimizer, delay_unscale=alone) as scaled_loss,
         ):
             scaled_loss.backward()
     return [parameter.grad.float() for parameter in amp.master_params(optimizer)]
 
 
+@pytest.mark.parametrize("no_sync", [False, True])
 @pytest.mark.parametrize("level", LEVELS)
-def test_gradients_accumulate_under_no_sync(two_processes, level):
+def test_gradients_accumulate(two_processes, level, no_sync):
     data = torch.randn(2, 3, 8, 4)
-    first, second = two_processes(on_each_rank_accumulate, level, data)
+    first, second = two_processes(on_each_rank_accumulate, level, no_sync, data)
     assert same(first, second)
     model = net()
     for batch in data.flatten(0, 1):

@@ -1,6 +1,7 @@
 """What one call of ``initialize`` leaves behind for the calls that follow it."""
 
 import contextlib
+import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -47,6 +48,19 @@ def set_function_casts(device_type: str, dtype: torch.dtype | None) -> None:
     if dtype is not None:
         torch.set_autocast_dtype(device_type, dtype)
         torch.set_autocast_enabled(device_type, True)
+
+
+def casts_are_on() -> bool:
+    """Whether functions are cast here and now."""
+    properties = _amp_state.opt_properties
+    is_cast = properties is not None and properties.patch_torch_functions
+    return is_cast and torch.is_autocast_enabled(_amp_state.device_type)
+
+
+# A data loader's worker is forked with the casts on, which are meant for the training alone.
+os.register_at_fork(
+    after_in_child=lambda: torch.set_autocast_enabled(_amp_state.device_type, False)
+)
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from . import models as casting
 from . import optimizer as stepping
 from ._state import _amp_state, say_if_verbose, set_function_casts
+from .functions import apply_registered
 from .properties import OPT_LEVELS, Properties, properties_for
 from .scaler import LossScaler
 
@@ -104,6 +105,8 @@ def initialize(
 
     casts_functions = properties.patch_torch_functions and properties.function_type != torch.float32
     set_function_casts(device.type, properties.function_type if casts_functions else None)
+    if casts_functions:
+        apply_registered()
     _amp_state.opt_properties = properties
     _amp_state.loss_scalers = [
         LossScaler(properties.loss_scale, device, index, min_loss_scale, max_loss_scale)

@@ -32,6 +32,8 @@ def scale_loss(
         loss_id: which of the ``num_losses`` scalers of ``initialize`` to use.
         model: accepted as in Apex, and unused.
         delay_unscale: leaves the gradients scaled; a later block without it unscales them all.
+            Needed under ``no_sync()``: what is unscaled is set aside during the next backward
+            pass, and would miss its reduction over the processes.
         delay_overflow_check: leaves the scale as it is, and skips no step.
 
     Raises RuntimeError if ``initialize`` was not called, or not with one of `optimizers`.

@@ -1,13 +1,14 @@
 """Adam and AdamW with Apex's signature and defaults."""
 
-from collections.abc import Callable, Iterable
-from itertools import chain
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
+from ._base import FusedOptimizer, zeros
 
-class FusedAdam(torch.optim.Optimizer):
+
+class FusedAdam(FusedOptimizer):
     """Adam with decoupled weight decay (AdamW), one kernel for many parameters.
 
     Unlike ``torch.optim.AdamW``, the weight decay defaults to 0. Moments are fp32 whatever the
@@ -48,55 +49,29 @@ class FusedAdam(torch.optim.Optimizer):
                 "amp.initialize at O2 or O5 keeps the masters."
             )
         self.adam_w_mode = adam_w_mode
-        self.set_grad_none = set_grad_none
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "bias_correction": bias_correction,
-                "betas": betas,
-                "eps": eps,
-                "weight_decay": weight_decay,
-            },
-        )
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+        }
+        super().__init__(params, defaults, set_grad_none)
         # amp hands found_inf over, and the kernel skips the update where it is set.
         self._step_supports_amp_scaling = True
 
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Drops the gradients, or zeroes them if `set_grad_none` was False."""
-        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+    def _new_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        step = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        return {"step": step, "exp_avg": zeros(parameter), "exp_avg_sq": zeros(parameter)}
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
-        """Takes one step. Raises RuntimeError for sparse gradients."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            by_kind: dict[tuple, list[Tensor]] = {}
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                if parameter.grad.is_sparse:
-                    raise RuntimeError("FusedAdam does not take sparse gradients.")
-                by_kind.setdefault((parameter.device, parameter.dtype), []).append(parameter)
-            for parameters in by_kind.values():
-                self._update(group, parameters)
-        return loss
-
-    def _update(self, group: dict, parameters: list[Tensor]) -> None:
-        """Steps `parameters`, which are of one device and one type."""
-        states = [self._state_of(parameter) for parameter in parameters]
+    def _update(
+        self, group: dict, values: list[Tensor], grads: list[Tensor], states: list[dict]
+    ) -> None:
         steps = [state["step"] for state in states]
         if group["bias_correction"]:
             counted = steps
         else:  # after so many steps the correction is a factor of one
             counted = [torch.full_like(step, 1e30) for step in steps]
-
-        is_half = parameters[0].dtype in (torch.float16, torch.bfloat16)
-        values = [p.float() for p in parameters] if is_half else list(parameters)
-        grads = [p.grad.float() if is_half else p.grad for p in parameters]
         found_inf = getattr(self, "found_inf", None)
         torch._foreach_add_(steps, 1)
         kernel = torch._fused_adamw_ if self.adam_w_mode else torch._fused_adam_
@@ -119,16 +94,6 @@ class FusedAdam(torch.optim.Optimizer):
         )
         if found_inf is not None:
             torch._foreach_sub_(steps, [found_inf] * len(steps))
-        if is_half:
-            torch._foreach_copy_(parameters, values)
-
-    def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:
-        state = self.state[parameter]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.float32)
-            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32)
-        return state
 
     def state_dict(self) -> dict:
         """As torch's, with the ``step`` of each group beside those of the parameters."""
@@ -151,17 +116,7 @@ class FusedAdam(torch.optim.Optimizer):
             for name, default in self.defaults.items():
                 group.setdefault(name, default)
             for parameter in group["params"]:
-                if parameter in self.state and group_step is not None:
-                    self.state[parameter].setdefault("step", group_step)
-        # torch casts moments to the parameter's type; here they stay fp32, at full precision. The
-        # kernel takes it that they lie in memory as the parameter does, channels last or not.
-        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        own = chain.from_iterable(group["params"] for group in self.param_groups)
-        for index, parameter in zip(saved, own, strict=True):
-            if index not in state_dict["state"]:
-                continue
-            state = self.state[parameter]
-            for name in ("exp_avg", "exp_avg_sq"):
-                moment = state_dict["state"][index][name]
-                state[name] = torch.empty_like(parameter, dtype=torch.float32).copy_(moment)
-            state["step"] = torch.tensor(float(state["step"]), device=parameter.device)
+                if parameter in self.state:
+                    state = self.state[parameter]
+                    step = float(state.get("step", group_step))
+                    state["step"] = torch.tensor(step, device=parameter.device)

@@ -13,7 +13,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     Parameters are broadcast from rank 0 once, here; buffers never are. As in Apex there is no
     ``device_ids``: the module is on its device already. This is torch's own class with Apex's
-    arguments, so ``no_sync()`` is there too.
+    arguments, so ``no_sync()`` is there too; ``amp.scale_loss`` needs ``delay_unscale=True`` in it.
 
     Args:
         module: on the device of this process, after ``amp.initialize``.

@@ -1,0 +1,84 @@
+"""Casts for functions of the user's own, and where casts end."""
+
+import types
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from apex_native import amp
+
+HALF = torch.bfloat16  # the type of O4, on any device
+
+
+def seen(*tensors):
+    """The types that it is given."""
+    return [tensor.dtype for tensor in tensors if isinstance(tensor, torch.Tensor)]
+
+
+@pytest.mark.parametrize(
+    ("decorate", "given", "expected"),
+    [
+        (amp.half_function, torch.float32, HALF),
+        (amp.bfloat16_function, torch.float32, HALF),
+        (amp.float_function, HALF, torch.float32),
+        (amp.promote_function, HALF, HALF),
+    ],
+)
+def test_a_decorated_function_is_cast_at_o4_and_nowhere_else(decorate, given, expected):
+    function = decorate(seen)
+    tensor = torch.ones(2, dtype=given)
+    assert function(tensor, 3, "word") == [given]  # before initialize
+    amp.initialize(nn.Linear(1, 1), opt_level="O4", verbosity=0)
+    assert function(tensor, 3, "word") == [expected]
+    with amp.disable_casts():
+        assert function(tensor) == [given]
+    amp.initialize(nn.Linear(1, 1), opt_level="O0", verbosity=0)
+    assert function(tensor) == [given]
+
+
+def test_promotion_goes_to_the_widest_type():
+    amp.initialize(nn.Linear(1, 1), opt_level="O4", verbosity=0)
+    function = amp.promote_function(lambda tensors, other: seen(*tensors, other))
+    half, single = torch.ones(1, dtype=HALF), torch.ones(1)
+    assert function([half, half], half) == [HALF] * 3
+    assert function([half, half], single) == [torch.float32] * 3
+    assert function([half, torch.ones(1, dtype=torch.float16)], half) == [torch.float32] * 3
+    assert function([torch.ones(1, dtype=torch.int64)], half) == [torch.int64, HALF]
+
+
+@pytest.mark.parametrize("name", ["half", "float", "promote", "bfloat16"])
+def test_a_function_can_be_registered_before_initialize(name):
+    module = types.SimpleNamespace(function=seen)
+    register = getattr(amp, f"register_{name}_function")
+    register(module, "function")
+    assert module.function is seen
+    amp.initialize(nn.Linear(1, 1), opt_level="O4", verbosity=0)
+    mixed = torch.ones(1, dtype=HALF), torch.ones(1)
+    expected = HALF if name in ("half", "bfloat16") else torch.float32
+    assert module.function(*mixed) == [expected] * 2
+    with pytest.raises(ValueError, match="no function absent"):
+        register(module, "absent")
+
+
+def test_a_function_registered_as_float_runs_in_fp32_inside():
+    amp.initialize(nn.Linear(1, 1), opt_level="O4", verbosity=0)
+    layer, x = nn.Linear(4, 4), torch.randn(2, 4)
+    assert layer(x).dtype == HALF
+    assert amp.float_function(layer.forward)(x).dtype == torch.float32
+
+
+class Product(torch.utils.data.Dataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return torch.ones(2, 2) @ torch.ones(2, 2)
+
+
+def test_a_data_loaders_worker_computes_without_casts():
+    amp.initialize(nn.Linear(1, 1), opt_level="O4", verbosity=0)
+    assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == HALF
+    (batch,) = DataLoader(Product(), batch_size=2, num_workers=1)
+    assert batch.dtype == torch.float32

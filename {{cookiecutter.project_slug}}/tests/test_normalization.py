@@ -1,0 +1,52 @@
+"""The fused norms against their definitions."""
+
+import pytest
+import torch
+
+from apex_native import normalization
+
+PLAIN = [normalization.FusedLayerNorm, normalization.FusedRMSNorm]
+MIXED = [normalization.MixedFusedLayerNorm, normalization.MixedFusedRMSNorm]
+
+
+def defined(kind, x, weight):
+    """The norm over the last two dimensions, in float64."""
+    x = x.double()
+    if "RMS" not in kind.__name__:
+        x = x - x.mean((-2, -1), keepdim=True)
+    return x / (x.square().mean((-2, -1), keepdim=True) + 1e-5).sqrt() * weight.double()
+
+
+@pytest.mark.parametrize("kind", PLAIN + MIXED)
+def test_it_is_what_its_definition_says(kind):
+    x, norm = torch.randn(4, 3, 5), kind((3, 5))
+    torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
+    torch.testing.assert_close(
+        norm(x).double(), defined(kind, x, norm.weight), rtol=1e-5, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_without_a_weight(kind):
+    x = torch.randn(4, 3, 5)
+    norm = kind((3, 5), elementwise_affine=False)
+    torch.testing.assert_close(
+        norm(x).double(), defined(kind, x, torch.ones(())), rtol=1e-5, atol=1e-5
+    )
+    assert not list(norm.parameters())
+
+
+@pytest.mark.parametrize("kind", PLAIN + MIXED)
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
+def test_plain_ones_keep_the_inputs_type_and_mixed_ones_the_parameters(kind, weights):
+    norm = kind(8).to(weights)
+    for dtype in (torch.float32, torch.bfloat16):
+        output = norm(torch.randn(2, 8, dtype=dtype, requires_grad=True))
+        assert output.dtype == (weights if kind in MIXED else dtype)
+        output.sum().backward()
+
+
+@pytest.mark.parametrize("kind", MIXED)
+def test_mixed_ones_need_parameters(kind):
+    with pytest.raises(RuntimeError, match="elementwise_affine"):
+        kind(8, elementwise_affine=False)
