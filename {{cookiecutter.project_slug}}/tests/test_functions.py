@@ -82,3 +82,21 @@ def test_a_data_loaders_worker_computes_without_casts():
     assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == HALF
     (batch,) = DataLoader(Product(), batch_size=2, num_workers=1)
     assert batch.dtype == torch.float32
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_gradients_that_never_are_finite_end_in_an_error_that_names_the_first(level):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model[0].weight.register_hook(lambda grad: grad * float("nan"))
+
+    def train():
+        for _ in range(100):
+            optimizer.zero_grad()
+            with amp.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+
+    with pytest.raises(FloatingPointError, match=r"32 backward passes.* that of 0\.weight"):
+        train()

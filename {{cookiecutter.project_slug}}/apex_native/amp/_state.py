@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ class AmpState:
     def __init__(self) -> None:
         self.opt_properties: Properties | None = None
         self.loss_scalers: list[LossScaler] = []
+        self.models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self.verbosity = 1
         self.device_type = "cpu"
 

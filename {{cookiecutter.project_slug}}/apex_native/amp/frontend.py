@@ -1,5 +1,6 @@
 """``initialize``: from plain models and optimizers to mixed precision."""
 
+import weakref
 from dataclasses import replace
 
 import torch
@@ -108,6 +109,7 @@ def initialize(
     if casts_functions:
         apply_registered()
     _amp_state.opt_properties = properties
+    _amp_state.models = weakref.WeakSet(model_list)
     _amp_state.loss_scalers = [
         LossScaler(properties.loss_scale, device, index, min_loss_scale, max_loss_scale)
         for index in range(num_losses)

@@ -36,7 +36,8 @@ def scale_loss(
             pass, and would miss its reduction over the processes.
         delay_overflow_check: leaves the scale as it is, and skips no step.
 
-    Raises RuntimeError if ``initialize`` was not called, or not with one of `optimizers`.
+    Raises RuntimeError if ``initialize`` was not called, or not with one of `optimizers`, and
+    FloatingPointError, where Apex halves the scale for ever, if every gradient overflows.
     """
     properties = _amp_state.opt_properties
     if properties is None:
@@ -78,7 +79,21 @@ def scale_loss(
         return
     found_inf = torch.stack(found).amax(dim=0) if scaler.dynamic else None
     scaler.update_(found_inf)
+    if scaler.is_exhausted:
+        raise FloatingPointError(
+            f"{scaler.PATIENCE} backward passes in a row gave gradients that are not finite, and "
+            f"the loss scale is down to {scaler.loss_scale():g}: no scale will mend that. The "
+            f"first of them is that of {_first_non_finite_gradient()}."
+        )
     if scaler.dynamic:
         for stash in (optimizer._amp_stash for optimizer in optimizers):
             earlier = stash.found_inf
             stash.found_inf = found_inf if earlier is None else earlier.maximum(found_inf)
+
+
+def _first_non_finite_gradient() -> str:
+    for model in _amp_state.models:
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None and not parameter.grad.isfinite().all():
+                return name
+    return "a parameter outside the models"

@@ -17,6 +17,7 @@ class LossScaler:
     """
 
     INITIAL, FACTOR, WINDOW = 2.0**16, 2.0, 2000
+    PATIENCE = 32  # overflows in a row; from 2^16, the scale is then 2^-16
 
     def __init__(
         self,
@@ -34,6 +35,7 @@ class LossScaler:
         self._unskipped = torch.zeros((), dtype=torch.int32, device=device)
         self._static = None if self.dynamic else start
         self._pending: list[tuple[torch.cuda.Event | None, Tensor]] = []
+        self._overflows = 0
 
     @property
     def factor(self) -> Tensor | float:
@@ -84,11 +86,17 @@ class LossScaler:
         self._pending.append((event, outcome))
         self.report()
 
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether gradients have been overflowing for so long that the scale can't be the cause."""
+        return self._overflows >= self.PATIENCE
+
     def report(self) -> None:
         """Prints the overflows that the device has told of by now; waits for nothing."""
         while self._pending and (self._pending[0][0] is None or self._pending[0][0].query()):
             _, outcome = self._pending.pop(0)
             overflowed, scale = outcome.tolist()
+            self._overflows = self._overflows + 1 if overflowed else 0
             if overflowed:
                 say_if_verbose(
                     f"Gradient overflow.  Skipping step, loss scaler {self.index} "

@@ -1,0 +1,72 @@
+"""What scripts of amp's days still took from ``apex.fp16_utils``: half networks and masters.
+
+FP16_Optimizer is not here: amp at O2 does what it did.
+"""
+
+import torch
+from torch import Tensor, nn
+
+
+class tofp16(nn.Module):  # noqa: N801, Apex's name
+    """Casts its input to fp16."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Any shape → the same shape, fp16."""
+        return input.half()
+
+
+def BN_convert_float(module: nn.Module) -> nn.Module:  # noqa: N802, Apex's name
+    """Casts the affine batch norms in `module` to fp32, in place."""
+    for layer in module.modules():
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.affine:
+            layer.float()
+    return module
+
+
+def network_to_half(network: nn.Module) -> nn.Module:
+    """`network` in fp16, but for its batch norms, with inputs cast to fp16."""
+    return nn.Sequential(tofp16(), BN_convert_float(network.half()))
+
+
+def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Casts `network` to `dtype` in place, but for its affine batch norms."""
+    network.to(dtype)
+    return BN_convert_float(network)
+
+
+def prep_param_lists(
+    model: nn.Module, flat_master: bool = False
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The trained parameters of `model`, and fp32 masters of them: one each, or one flat in all."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    masters = [parameter.detach().clone().float() for parameter in parameters]
+    if flat_master:
+        masters = [torch.cat([master.reshape(-1) for master in masters])]
+    return parameters, [nn.Parameter(master) for master in masters]
+
+
+def model_grads_to_master_grads(
+    model_params: list[Tensor], master_params: list[Tensor], flat_master: bool = False
+) -> None:
+    """Copies the gradients of `model_params` to their masters, as fp32."""
+    grads = [parameter.grad for parameter in model_params]
+    if flat_master:
+        grads = [torch.cat([grad.reshape(-1) for grad in grads])]
+    for master, grad in zip(master_params, grads, strict=True):
+        master.grad = None if grad is None else grad.detach().float()
+
+
+@torch.no_grad()
+def master_params_to_model_params(
+    model_params: list[Tensor], master_params: list[Tensor], flat_master: bool = False
+) -> None:
+    """Copies the masters' values to `model_params`."""
+    if flat_master:
+        master_params = master_params[0].split([p.numel() for p in model_params])
+    for parameter, master in zip(model_params, master_params, strict=True):
+        parameter.copy_(master.view(parameter.shape))
+
+
+def to_python_float(tensor: Tensor) -> float:
+    """The value of a tensor of one element. Waits for the device."""
+    return tensor.item()

@@ -1,0 +1,125 @@
+"""``python -m apex_native`` runs scripts that were written for Apex."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from apex_native import fp16_utils
+
+PROJECT = Path(__file__).parent.parent
+
+OLD_SCRIPT = """
+import argparse
+import torch
+import torch.distributed as dist
+import apex
+from apex import amp
+from apex.fp16_utils import *
+from apex.multi_tensor_apply import multi_tensor_applier
+from apex.normalization import FusedLayerNorm
+from apex.optimizers import FusedAdam, FusedLAMB
+from apex.parallel import DistributedDataParallel as DDP, convert_syncbn_model
+from apex.parallel.LARC import LARC
+import helper
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--local_rank", default=-1, type=int)
+parser.add_argument("--opt-level", default="O1")
+args = parser.parse_args()
+dist.init_process_group("gloo", init_method="env://")
+torch.manual_seed(args.local_rank)
+model = convert_syncbn_model(torch.nn.Sequential(torch.nn.Linear(4, 8), FusedLayerNorm(8),
+                                                 torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1)))
+optimizer = LARC(FusedAdam(model.parameters(), lr=0.01))
+model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level, verbosity=0)
+model = DDP(model, delay_allreduce=True)
+losses = []
+for _ in range(20):
+    x = torch.randn(16, 4)
+    loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+    optimizer.zero_grad()
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
+    optimizer.step()
+    losses.append(to_python_float(loss))
+assert losses[-1] < losses[0]
+assert apex.amp is amp and helper.amp is amp and not multi_tensor_applier.available
+print(f"rank {args.local_rank} done")
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    (tmp_path / "helper.py").write_text("from apex import amp")
+    path = tmp_path / "old_script.py"
+    path.write_text(OLD_SCRIPT)
+    return path
+
+
+def start(*arguments, launcher=()):
+    environment = os.environ | {"PYTHONPATH": str(PROJECT), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, *launcher, "-m", "apex_native", *map(str, arguments)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_old_script_runs_unchanged_and_gets_its_local_rank(script, level):
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = start(script, "--opt-level", level, launcher=torchrun)
+    assert done.returncode == 0, done.stderr
+    assert [done.stdout.count(f"rank {rank} done") for rank in range(2)] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("line", "nearest"),
+    [
+        ("import apex.RNN", "apex."),
+        ("from apex.optimizer import FusedAdam", "apex.optimizers"),
+        ("from apex.contrib.optimizers import FP16_Optimizer", "apex.optimizers"),
+    ],
+)
+def test_what_is_not_there_is_named_with_the_nearest_thing(tmp_path, line, nearest):
+    script = tmp_path / "old_script.py"
+    script.write_text(line)
+    done = start(script)
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert line.split()[1].split(".contrib.")[0] in last
+    assert f"the nearest thing there is {nearest}" in last
+
+
+def test_without_a_script_it_says_how_it_is_used():
+    done = start("missing.py")
+    assert done.returncode == 1
+    assert done.stderr.startswith("usage: python -m apex_native")
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_masters_by_hand(flat):
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)).bfloat16()
+    parameters, masters = fp16_utils.prep_param_lists(model, flat)
+    assert len(masters) == (1 if flat else 4)
+    optimizer = torch.optim.SGD(masters, lr=0.5)
+    before = [parameter.detach().float() for parameter in parameters]
+    model(torch.ones(4, 2, dtype=torch.bfloat16)).sum().backward()
+    fp16_utils.model_grads_to_master_grads(parameters, masters, flat)
+    optimizer.step()
+    fp16_utils.master_params_to_model_params(parameters, masters, flat)
+    for parameter, old in zip(parameters, before, strict=True):
+        expected = (old - 0.5 * parameter.grad.float()).bfloat16()
+        assert torch.equal(parameter.detach(), expected)
+
+
+def test_half_networks_keep_batch_norms_in_fp32():
+    network = fp16_utils.network_to_half(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    assert network[1][0].weight.dtype == torch.float16
+    assert network[1][1].weight.dtype == torch.float32
+    converted = fp16_utils.convert_network(nn.Sequential(nn.Linear(2, 2)), torch.bfloat16)
+    assert converted[0].weight.dtype == torch.bfloat16
