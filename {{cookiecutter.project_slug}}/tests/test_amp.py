@@ -4,7 +4,7 @@ import copy
 import io
 import pickle
 import warnings
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, defaultdict, namedtuple
 
 import pytest
 import torch
@@ -337,16 +337,18 @@ def test_inputs_and_outputs_are_cast_recursively():
     model = initialize(Echo(), None, "O2", cast_model_type=BF16)
     x, labels, other = torch.ones(2), torch.arange(2), object()
     args = (x, [x, labels], (x,), Pair(x, labels), {"a": [x]}, OrderedDict(a=x), Batch(x))
+    args = (*args, defaultdict(list, a=x))
     args_out, kwargs_out = model(*args, x.max(0), mask=x, name="name", other=other, none=None)
 
     def check(args, kwargs, dtype):
         fixed = torch.int64
         assert dtypes(args) == [
             *(dtype, [dtype, fixed], [dtype], [dtype, fixed], {"a": [dtype]}, {"a": dtype}, dtype),
+            {"a": dtype},
             [dtype, fixed],
         ]
-        kinds = [torch.Tensor, list, tuple, Pair, dict, OrderedDict, Batch, torch.return_types.max]
-        assert [type(value) for value in args] == kinds
+        kinds = [torch.Tensor, list, tuple, Pair, dict, OrderedDict, Batch, defaultdict]
+        assert [type(value) for value in args] == [*kinds, torch.return_types.max]
         assert kwargs["mask"].dtype == dtype
         assert kwargs["name"] == "name" and kwargs["other"] is other and kwargs["none"] is None
 

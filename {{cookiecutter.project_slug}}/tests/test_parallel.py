@@ -441,3 +441,11 @@ def test_two_gpus_normalise_as_over_one_large_batch(two_gpus, sizes, dtype, memo
     tolerance = 2e-3 if dtype == FP32 else 5e-2  # TF32 and fp16 in the convolution
     for expected, found in results:
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_a_batch_norm_under_two_names_is_converted_under_both():
+    norm = nn.BatchNorm1d(2)
+    model = convert_syncbn_model(nn.Sequential(norm, nn.ReLU(), norm))
+    assert isinstance(model[0], SyncBatchNorm) and isinstance(model[2], SyncBatchNorm)
+    assert model[0].weight is model[2].weight is norm.weight
+    assert model[0].running_mean is model[2].running_mean

@@ -1,5 +1,6 @@
 """Casting models: their weights, what goes in, what comes out, and what is saved of them."""
 
+from collections import defaultdict
 from collections.abc import Mapping
 from functools import partial
 
@@ -37,6 +38,8 @@ def cast_tensors(value: object, dtype: torch.dtype) -> object:
         return value
     if isinstance(value, Mapping):
         items = {key: cast_tensors(item, dtype) for key, item in value.items()}
+        if isinstance(value, defaultdict):
+            return defaultdict(value.default_factory, items)
         return items if type(value) is dict else type(value)(items)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(cast_tensors(item, dtype) for item in value))

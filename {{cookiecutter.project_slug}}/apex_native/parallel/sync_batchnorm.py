@@ -109,6 +109,7 @@ def _converted(
         synced._parameters = module._parameters
         synced._buffers = module._buffers
         return synced.train(module.training)
-    for name, child in module.named_children():
-        setattr(module, name, _converted(child, process_group, channel_last))
+    for name, child in module._modules.items():  # named_children() passes over second names
+        if child is not None:
+            module._modules[name] = _converted(child, process_group, channel_last)
     return module
