@@ -55,6 +55,11 @@ def test_a_mistake_is_answered_once_for_all_processes(project, flags, saying):
         pytest.param(["--arch", "resnet81"], "the nearest are resnet18", id="arch"),
         pytest.param(["--backend", "apex"], "--backend native", id="apex"),
         pytest.param(["--keep-batchnorm-fp32"], "O1 casts none", id="keep_batchnorm"),
+        pytest.param(["--seed", "99999999999999999999"], "2^32", id="seed"),
+        pytest.param(["--eval-only"], "--resume", id="eval_only"),
+        pytest.param(["--arch", "googlenet"], "choose another --arch", id="aux_outputs"),
+        pytest.param(["--arch", "vit_b_16"], "Wrong image height", id="image_size"),
+        pytest.param(["--batch-size", "1"], "more than 1 value per channel", id="batch_of_one"),
         pytest.param(["--data", "/no/such/folder"], "there is no folder", id="data"),
     ],
 )
@@ -121,6 +126,17 @@ def test_a_checkpoint_of_another_model(project, checkpoint, tmp_path):
     refused(project, *flags, saying=("does not fit", "--arch"))
 
 
+def test_a_checkpoint_of_another_optimizer(bake, checkpoint, tmp_path):
+    flags = ("--resume", checkpoint, "--output", tmp_path / "run")
+    refused(bake(fused_adam=False), *SMALL, *flags, saying=("betas", "momentum"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_rank_without_its_world(project, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    refused(project, saying=("WORLD_SIZE", "./run.sh"))
+
+
 def test_code_in_a_checkpoint_is_not_run(project, tmp_path):
     import pickle
 
@@ -134,11 +150,13 @@ def test_code_in_a_checkpoint_is_not_run(project, tmp_path):
 
 
 def test_a_folder_that_holds_a_run_is_not_overwritten(project, checkpoint):
+    (checkpoint.parent / "last.pt").rename(checkpoint.parent / "kept.pt")
     before = {path: path.read_bytes() for path in checkpoint.parent.iterdir()}
     refused(
         project, *SMALL, "--output", checkpoint.parent, saying=("already holds", "--resume auto")
     )
     assert {path: path.read_bytes() for path in checkpoint.parent.iterdir()} == before
+    (checkpoint.parent / "kept.pt").rename(checkpoint.parent / "last.pt")
 
 
 @pytest.mark.parametrize(
@@ -175,7 +193,6 @@ def test_an_apex_that_can_not_serve(bake, tmp_path, package, saying):
         (project / "apex" / name).write_text(text)
     sentence = refused(project, "--backend", "apex", saying=saying)
     reason = sentence.removeprefix("error: --backend apex: ").split("; use --backend")[0]
-    flags = ("--eval-only", "--arch", "shufflenet_v2_x0_5", "--output", tmp_path / "run")
-    done = run(project, *flags, nproc=0)
+    done = run(project, *SMALL, "--output", tmp_path / "run", nproc=0)
     assert done.returncode == 0
     assert f"apex_native, because {reason}" in done.stdout

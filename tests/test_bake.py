@@ -59,6 +59,7 @@ FILES = [
     "data/make_digits.py",
     "engine/__init__.py",
     "engine/backend.py",
+    "engine/check.py",
     "engine/checkpoint.py",
     "engine/cli.py",
     "engine/distributed.py",

@@ -21,6 +21,7 @@ from torch.utils.data.distributed import DistributedSampler
 import task
 from engine import checkpoint, cli, distributed
 from engine.backend import load_backend
+from engine.check import sample, try_out
 from engine.errors import UserError
 from engine.report import Meter, Report
 
@@ -30,20 +31,20 @@ OUTPUT = Path("runs/«project_slug»")
 
 
 def parse_args() -> Namespace:
-    parser = cli.ArgumentParser(prog="./run.sh", description="Trains; validates after each epoch.")
+    parser = cli.ArgumentParser(prog="./run.sh", description="Train; validate after each epoch.")
     count, amount, flag = cli.count, cli.amount, BooleanOptionalAction
 
     add = parser.add_argument_group("data").add_argument
     add("--data", type=Path, metavar="DIR", help="train/CLASS/IMAGE and val/CLASS/IMAGE")
     add("--dummy", action="store_true", help="synthetic images, made on the device")
-    add("--workers", type=cli.count_or_none, help="processes that load data, for each process")
+    add("--workers", type=cli.natural, help="processes that load data, for each process")
 
     add = parser.add_argument_group("model").add_argument
     add("--arch", default="resnet18", help="one of torchvision's models, such as resnet50")
     add("--channels-last", action=flag, help="NHWC, which tensor cores want (default: on a GPU)")
 
     add = parser.add_argument_group("optimisation").add_argument
-    add("--epochs", type=count, default=10)
+    add("--epochs", type=count, default=10, help="the learning rate is 0 at the end of them")
     add("--steps", type=count, help="stop after so many steps in all")
     add("--batch-size", type=count, default=32, help="of each process")
     # % if fused_adam
@@ -51,16 +52,18 @@ def parse_args() -> Namespace:
     add("--weight-decay", type=amount, default=1e-2, help="decoupled: FusedAdam is AdamW")
     # % else
     add("--lr", type=amount, default=0.05, help="the highest learning rate")
-    add("--momentum", type=amount, default=0.9)
-    add("--weight-decay", type=amount, default=1e-4)
+    add("--momentum", type=amount, default=0.9, help="of SGD")
+    add("--weight-decay", type=amount, default=1e-4, help="added to the gradient")
     # % endif
     add("--warmup-epochs", type=amount, default=1.0, help="of a rising learning rate")
 
     add = parser.add_argument_group("precision").add_argument
-    add("--opt-level", choices=("O0", "O1", "O2", "O3", "O4", "O5"), default="«opt_level»")
+    levels = ("O0", "O1", "O2", "O3", "O4", "O5")
+    add("--opt-level", choices=levels, default="«opt_level»", help="Apex's, see README.md")
     add("--loss-scale", type=cli.loss_scale, help="dynamic, or a number (default: the level's)")
     add("--keep-batchnorm-fp32", action=flag, help="where weights are cast (default: the level's)")
-    add("--backend", choices=("auto", "apex", "native"), default="«backend»")
+    backends = ("auto", "apex", "native")
+    add("--backend", choices=backends, default="«backend»", help="real Apex or apex_native")
 
     add = parser.add_argument_group("distributed").add_argument
     add("--local-rank", "--local_rank", type=int, help="from old launchers; LOCAL_RANK wins")
@@ -72,14 +75,16 @@ def parse_args() -> Namespace:
     add("--output", type=Path, default=OUTPUT, help="folder of checkpoints and metrics")
     add("--resume", type=Path, help="a checkpoint, or 'auto' for the last one in --output, if any")
     add("--eval-only", action="store_true", help="validate, and train nothing")
-    add("--seed", type=cli.count_or_none, default=0)
+    add("--seed", type=cli.natural, default=0, help="of weights, order and augmentations")
 
     args = parser.parse_args()
     if args.keep_batchnorm_fp32 is not None and args.opt_level in ("O1", "O4"):
         parser.error(f"--keep-batchnorm-fp32 is for cast weights; {args.opt_level} casts none")
-    if args.resume == Path("auto"):
+    if args.resume == Path("auto") or distributed.is_restart():
         last = args.output / "last.pt"
         args.resume = last if last.exists() else None
+    if args.eval_only and args.resume is None:
+        parser.error("--eval-only needs --resume with a checkpoint")
     return args
 
 
@@ -96,7 +101,9 @@ def loss_scale(apex: ModuleType) -> float:
 
 
 @torch.no_grad()
-def validate(model: nn.Module, batches: DataLoader, report: Report) -> dict[str, float]:
+def validate(
+    model: nn.Module, batches: DataLoader, memory_format: torch.memory_format, report: Report
+) -> dict[str, float]:
     """The task's results on the whole validation set, each sample counted once."""
     # Not the DDP wrapper: shards may differ in length, and it would wait for all of them.
     module = checkpoint.unwrap(model)
@@ -104,9 +111,9 @@ def validate(model: nn.Module, batches: DataLoader, report: Report) -> dict[str,
     module.eval()
     device = next(module.parameters()).device
     totals = torch.zeros_like(task.NO_TOTALS, device=device)
-    for images, targets in report.bar(batches, "validating"):
-        output = module(images.to(device, non_blocking=True))
-        totals += task.totals(output, targets.to(device, non_blocking=True))
+    for batch in report.bar(batches, "validating"):
+        images, targets = distributed.to_device(batch, device, memory_format)
+        totals += task.totals(module(images), targets)
     dist.all_reduce(totals)
     module.train()
     return task.results(totals)
@@ -133,31 +140,29 @@ def main() -> None:
         num_classes, sampler = task.DUMMY_CLASSES, None
         train_loader = [task.dummy_batch(args.batch_size, device)] * DUMMY_STEPS
         val_loader = train_loader[:1]
+        tried = task.dummy_batch(min(2, args.batch_size), torch.device("cpu"))
     else:
         train_set, val_set = task.build_datasets(args.data)
         num_classes = len(train_set.classes)
         sampler = DistributedSampler(train_set, seed=args.seed, drop_last=True)
-        if args.batch_size > len(sampler):
+        if args.batch_size > len(sampler) and not args.eval_only:
             raise UserError(
                 f"--batch-size {args.batch_size} is more than the {len(sampler)} training images "
-                f"that each process has: use at most {len(sampler)}"
+                f"of each process: use at most {max(1, len(sampler))}, or fewer processes"
             )
         workers = args.workers
         if workers is None:
             workers = min(distributed.cores(), 8) if args.data else 0
-        loading = {
-            "batch_size": args.batch_size,
-            "num_workers": workers,
-            "pin_memory": on_gpu,
-            "persistent_workers": workers > 0,
-        }
+        loading = {"batch_size": args.batch_size, "num_workers": workers, "pin_memory": on_gpu}
         train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **loading)
         val_loader = DataLoader(distributed.shard(val_set, rank, world_size), **loading)
+        tried = sample(train_set, min(2, args.batch_size, len(train_set)))
     steps_per_epoch = len(train_loader)
 
     # Model, SyncBN, device and memory format; only then the optimizer, which must see the
     # parameters that are trained; then amp, which may cast them; then DDP, which hooks them.
     model = task.build_model(args.arch, num_classes)
+    try_out(model, task.criterion, *tried)
     # % if sync_bn
     model = apex.parallel.convert_syncbn_model(model)
     # % endif
@@ -193,17 +198,18 @@ def main() -> None:
     model = nn.parallel.DistributedDataParallel(model, device_ids=[local_rank] if on_gpu else None)
     # % endif
 
-    step, best = 0, 0.0
+    step, best = 0, -math.inf
     if args.resume:
         state = checkpoint.restore(args.resume, model, optimizer, apex.amp)
         best = state["best"]
-        step = round(state["step"] / state["steps_per_epoch"] * steps_per_epoch)
-        report.say(f"resumed {args.resume} at epoch {step / steps_per_epoch:.2f}")
+        done = state["step"] / state["steps_per_epoch"]
+        step = round(done * steps_per_epoch)  # another number of processes has other steps
+        report.say(f"resumed {args.resume} after {done:.2f} epochs")
     if args.eval_only:
-        results = validate(model, val_loader, report)
+        results = validate(model, val_loader, memory_format, report)
         report.say(" ".join(f"{name} {value:.4f}" for name, value in results.items()))
         return
-    report.open(vars(args), args.resume, step)
+    report.open(vars(args), args.resume, step // steps_per_epoch)
     last_step = min(args.epochs * steps_per_epoch, args.steps or math.inf)
 
     while step < last_step:
@@ -216,9 +222,8 @@ def main() -> None:
         batches = islice(train_loader, first, end)
         bar = report.bar(batches, f"epoch {epoch + 1}/{args.epochs}", end - first)
         meter = Meter(device, args.batch_size * world_size)
-        for images, targets in bar:
-            images = images.to(device, memory_format=memory_format, non_blocking=True)
-            targets = targets.to(device, non_blocking=True)
+        for batch in bar:
+            images, targets = distributed.to_device(batch, device, memory_format)
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(args, (step + 0.5) / steps_per_epoch)
 
@@ -230,12 +235,12 @@ def main() -> None:
 
             step += 1
             meter.add(loss)
-            if step % LOG_EVERY == 0:  # here, and only here, the CPU waits for the GPU
+            if step % LOG_EVERY == 0:  # here the CPU waits for the GPU
                 bar.set_postfix(meter.progress(), loss_scale=loss_scale(apex))
 
         row = {"epoch": epoch + 1, "step": step, **meter.results()}
         row |= {"lr": optimizer.param_groups[0]["lr"], "loss_scale": loss_scale(apex)}
-        row |= validate(model, val_loader, report)
+        row |= validate(model, val_loader, memory_format, report)
         report.row(row)
         is_best, best = row[task.METRIC] > best, max(best, row[task.METRIC])
         if rank == 0:

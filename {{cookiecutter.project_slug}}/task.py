@@ -142,6 +142,8 @@ def read_image(path: str) -> Image.Image:
     """The image at `path`, as RGB."""
     try:
         with Image.open(path) as image:
-            return image.convert("RGB")
+            # PIL warns of transparent palettes unless they go through RGBA.
+            mode = "RGBA" if "transparency" in image.info else "RGB"
+            return image.convert(mode).convert("RGB")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise UserError(f"{path} can't be read as an image ({error}); mend or remove it") from None

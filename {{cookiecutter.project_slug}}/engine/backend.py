@@ -15,7 +15,7 @@ CALLS = (
     "parallel.convert_syncbn_model",
     "optimizers.FusedAdam",
 )
-"""What main.py calls. Apex's version number is always 0.1, so the calls are looked for."""
+"""What a project may call. Apex's version number is always 0.1, so the calls are looked for."""
 
 APEX_LEVELS = ("O0", "O1", "O2", "O3")
 

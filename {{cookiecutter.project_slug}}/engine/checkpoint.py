@@ -106,16 +106,26 @@ def load(path: Path) -> dict[str, object]:
             f"--resume {path}: it is not a checkpoint of this project "
             f"(it has no {', '.join(missing)})"
         )
+    counts = [state[name] for name in ("epoch", "step", "steps_per_epoch")]
+    if not all(isinstance(count, int) and count >= 0 for count in counts) or not counts[-1]:
+        raise UserError(f"--resume {path}: its epoch and step are no counts; use another one")
     return state
 
 
 def restore(path: Path, model: nn.Module, optimizer: Optimizer, amp: object) -> dict[str, object]:
     """Loads `path` into model, optimizer and amp, and returns all that it holds.
 
-    Raises UserError if it does not fit them.
+    The optimizer's settings, such as the weight decay, stay those of this run. Raises UserError if
+    the checkpoint does not fit.
     """
     state = load(path)
     try:
+        theirs, ours = _kind(state["optimizer"]["param_groups"]), _kind(optimizer.param_groups)
+        if theirs != ours:
+            raise UserError(
+                f"--resume {path}: it was made with another optimizer, one with {theirs}, where "
+                f"this project's has {ours}; use a checkpoint of this optimizer"
+            )
         module = unwrap(model)
         module.load_state_dict(state["model"])
         masters = _apex_masters(optimizer)
@@ -123,7 +133,10 @@ def restore(path: Path, model: nn.Module, optimizer: Optimizer, amp: object) -> 
             for name, parameter in module.named_parameters():
                 if parameter in masters:
                     masters[parameter].copy_(state["model"][name])
+        own = [_settings(group) for group in optimizer.param_groups]
         optimizer.load_state_dict(state["optimizer"])
+        for group, settings in zip(optimizer.param_groups, own, strict=True):
+            group.update(settings)
         amp.load_state_dict(state["amp"])
     except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = shorten(" ".join(str(error).split()), 160)
@@ -132,3 +145,12 @@ def restore(path: Path, model: nn.Module, optimizer: Optimizer, amp: object) -> 
             f"and the classes that it was made with ({reason})"
         ) from None
     return state
+
+
+def _kind(groups: list[dict]) -> str:
+    """What tells Adam's groups from SGD's; torch's SGD would load either without a word."""
+    return " and ".join(name for name in ("betas", "momentum") if name in groups[0]) or "neither"
+
+
+def _settings(group: dict) -> dict:
+    return {name: value for name, value in group.items() if name not in ("params", "step")}

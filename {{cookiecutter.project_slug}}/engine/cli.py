@@ -51,10 +51,10 @@ def _scale(text: str) -> str | float:
 
 
 count = _checked(int, lambda value: value >= 1, "a whole number of at least 1")
-count_or_none = _checked(int, lambda value: value >= 0, "a whole number of at least 0")
+natural = _checked(int, lambda value: 0 <= value < 2**32, "a whole number from 0 to 2^32 - 1")
 amount = _checked(float, lambda value: 0 <= value < math.inf, "a number of at least 0")
 loss_scale = _checked(
     _scale,
-    lambda value: value == "dynamic" or 0 < value < math.inf,
-    "'dynamic' or a number above 0",
+    lambda value: value == "dynamic" or 0 < value <= 2**64,
+    "'dynamic' or a number above 0 and up to 2^64",
 )

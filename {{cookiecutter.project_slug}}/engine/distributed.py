@@ -1,16 +1,17 @@
 """Which process this is, which device it has, and how it ends."""
 
 import os
+import signal
 import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Sequence, Sized
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from engine.errors import UserError
 
@@ -28,13 +29,25 @@ def ranks(local_rank: int | None) -> tuple[int, int, int]:
     LOCAL_RANK, which torchrun sets, wins over `local_rank`, the --local-rank that older launchers
     pass. Without a launcher this is the only process, and a free port is found for its group.
     """
-    if "RANK" not in os.environ:
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in names if name not in os.environ]
+    if "RANK" in os.environ and missing:
+        raise UserError(
+            f"RANK is set in the environment but not {', '.join(missing)}: start with ./run.sh or "
+            "torchrun, which set them all, or unset RANK"
+        )
+    if missing:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     local = os.environ.get("LOCAL_RANK", local_rank)
     return int(os.environ["RANK"]), int(local or 0), int(os.environ["WORLD_SIZE"])
+
+
+def is_restart() -> bool:
+    """Whether torchrun has started this process in place of one that failed."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
 def device_for(local_rank: int) -> torch.device:
@@ -64,7 +77,9 @@ def describe(world_size: int, device: torch.device) -> str:
 
 def cores() -> int:
     """The CPU cores that this process has for itself: those of the machine ÷ its processes."""
-    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux only
+    available = len(affinity(0)) if affinity else os.cpu_count() or 1
+    return max(1, available // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def shard(dataset: Sized, rank: int, world_size: int) -> torch.utils.data.Subset:
@@ -74,6 +89,17 @@ def shard(dataset: Sized, rank: int, world_size: int) -> torch.utils.data.Subset
     each sample once, as DistributedSampler's would not.
     """
     return torch.utils.data.Subset(dataset, range(rank, len(dataset), world_size))
+
+
+def to_device(
+    tensors: Sequence[Tensor], device: torch.device, memory_format: torch.memory_format
+) -> list[Tensor]:
+    """`tensors` on `device`; images, (N, C, H, W), in `memory_format` too."""
+    formats = (memory_format if t.dim() == 4 else torch.preserve_format for t in tensors)
+    return [
+        tensor.to(device, memory_format=layout, non_blocking=True)
+        for tensor, layout in zip(tensors, formats, strict=True)
+    ]
 
 
 @torch.no_grad()
@@ -97,6 +123,10 @@ def run(main: Callable[[], None]) -> None:
         main()
     except UserError as error:
         stop(str(error))
+    except PermissionError as error:
+        stop(f"{error.filename} can't be read or written: mend its permissions")
+    except KeyboardInterrupt:
+        _leave(128 + signal.SIGINT)
     except Exception as error:
         # A process that leaves breaks the connections of the others, which is a RuntimeError
         # there. The launcher ends them before they speak, so that the cause is what is read.

@@ -1,6 +1,7 @@
 """What a run shows and what it leaves behind: rank 0's words, progress bars, metrics, config."""
 
 import csv
+import io
 import json
 import sys
 import time
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
+from engine import distributed
 from engine.errors import UserError
 
 COLUMNS = ("epoch", "step", "train_loss", "val_loss", "lr", "loss_scale", "images_per_second")
@@ -31,32 +33,33 @@ class Report:
         self.active = rank == 0
         self.columns = (*COLUMNS[:4], metric, *COLUMNS[4:])
 
-    def open(self, config: dict[str, object], resume: Path | None, step: int) -> None:
+    def open(self, config: dict[str, object], resume: Path | None, epochs: int) -> None:
         """Makes the folder ready, writes config.json and the head of metrics.csv.
 
-        A run that goes on in its own folder keeps the rows up to `step`, where it goes on.
+        A run that goes on in its own folder keeps the rows of the `epochs` that it has finished.
         Raises UserError if the folder can't be written, or holds a run that is not resumed.
         """
         if not self.active:
             return
+        table = self.output / "metrics.csv"
         goes_on = resume is not None and resume.parent.resolve() == self.output.resolve()
-        if (self.output / "last.pt").exists() and not goes_on:
-            raise UserError(
-                f"{self.output} already holds a run: add --resume auto to go on with it, "
-                "or --output with another folder"
-            )
-        table, rows = self.output / "metrics.csv", []
         try:
+            rows = _rows(table)
+            if not goes_on and not distributed.is_restart():
+                if rows or any(self.output.glob("*.pt")):
+                    raise UserError(
+                        f"{self.output} already holds a run: add --resume auto to go on with it, "
+                        "or --output with another folder"
+                    )
+                rows = []
             self.output.mkdir(parents=True, exist_ok=True)
-            if goes_on and table.exists():
-                with table.open(newline="") as file:
-                    rows = [row for row in csv.DictReader(file) if int(row["step"]) <= step]
-            with table.open("w", newline="") as file:
-                writer = csv.DictWriter(file, self.columns)
-                writer.writeheader()
-                writer.writerows(rows)
-            text = json.dumps(config, indent=2, default=str)
-            (self.output / "config.json").write_text(text + "\n")
+            text = json.dumps(config, indent=2, default=str) + "\n"
+            _replace(self.output / "config.json", text)
+            head = io.StringIO()
+            writer = csv.DictWriter(head, self.columns, extrasaction="ignore", lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(row for row in rows if int(row["epoch"]) <= epochs)
+            _replace(table, head.getvalue())
         except OSError as error:
             raise UserError(
                 f"--output {self.output} can't be written ({error.strerror}): "
@@ -79,8 +82,23 @@ class Report:
         if not self.active:
             return
         with (self.output / "metrics.csv").open("a", newline="") as file:
-            csv.DictWriter(file, self.columns).writerow(row)
+            csv.DictWriter(file, self.columns, lineterminator="\n").writerow(row)
         self.say("  ".join(f"{row[name]:{max(9, len(name))}.5g}" for name in self.columns))
+
+
+def _rows(table: Path) -> list[dict[str, str]]:
+    """The whole rows of `table`; the last one may be torn."""
+    if not table.exists():
+        return []
+    with table.open(newline="") as file:
+        return [row for row in csv.DictReader(file) if None not in row.values() and row["epoch"]]
+
+
+def _replace(path: Path, text: str) -> None:
+    """Writes `path` whole or not at all."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_text(text)
+    temporary.rename(path)
 
 
 class Meter:

@@ -11,7 +11,7 @@ from . import models as casting
 from . import optimizer as stepping
 from ._state import _amp_state, say_if_verbose, set_function_casts
 from .functions import apply_registered
-from .properties import OPT_LEVELS, Properties, properties_for
+from .properties import Properties, properties_for
 from .scaler import LossScaler
 
 
@@ -150,6 +150,3 @@ def _for_device(properties: Properties, device: torch.device) -> Properties:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-__all__ = ["OPT_LEVELS", "initialize"]

@@ -17,6 +17,7 @@ class LossScaler:
     """
 
     INITIAL, FACTOR, WINDOW = 2.0**16, 2.0, 2000
+    LOWEST = 2.0**-64  # far below it, 1 / scale is more than fp32 holds
     PATIENCE = 32  # overflows in a row; from 2^16, the scale is then 2^-16
 
     def __init__(
@@ -29,7 +30,7 @@ class LossScaler:
     ) -> None:
         self.dynamic = loss_scale == "dynamic"
         self.index = index
-        self.limits = (min_loss_scale, max_loss_scale)
+        self.limits = (max(min_loss_scale or 0.0, self.LOWEST), max_loss_scale)
         start = min(self.INITIAL, max_loss_scale) if self.dynamic else float(loss_scale)
         self._scale = torch.full((), start, dtype=torch.float32, device=device)
         self._unskipped = torch.zeros((), dtype=torch.int32, device=device)
