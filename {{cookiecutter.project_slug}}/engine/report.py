@@ -65,7 +65,7 @@ class Report:
                 f"--output {self.output} can't be written ({error.strerror}): "
                 "choose another folder, or mend its permissions"
             ) from None
-        self.say("  ".join(f"{name:>9}" for name in self.columns))
+        self.say("  ".join(f"{name:>10}" for name in self.columns))
 
     def say(self, message: str) -> None:
         """Prints a line."""
@@ -83,7 +83,7 @@ class Report:
             return
         with (self.output / "metrics.csv").open("a", newline="") as file:
             csv.DictWriter(file, self.columns, lineterminator="\n").writerow(row)
-        self.say("  ".join(f"{row[name]:{max(9, len(name))}.5g}" for name in self.columns))
+        self.say("  ".join(f"{row[name]:{max(10, len(name))}.5g}" for name in self.columns))
 
 
 def _rows(table: Path) -> list[dict[str, str]]:

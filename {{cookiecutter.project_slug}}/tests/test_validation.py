@@ -34,7 +34,8 @@ def validated(size: int) -> dict[str, float]:
     model = build()
     for buffer in model.buffers():  # as if each rank had gone its own way in training
         buffer.add_(rank)
-    return main.validate(model, batches, Report(Path("unused"), rank, task.METRIC))
+    report = Report(Path("unused"), rank, task.METRIC)
+    return main.validate(model, batches, torch.contiguous_format, report)
 
 
 @pytest.fixture(scope="module", params=[2, 3])
