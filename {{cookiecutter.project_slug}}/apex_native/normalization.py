@@ -71,42 +71,24 @@ class FusedRMSNorm(nn.Module):
         )
 
 
-class MixedFusedLayerNorm(FusedLayerNorm):
-    """FusedLayerNorm whose output has the parameters' type. Raises RuntimeError without them."""
+class _InTheParametersType:
+    """What makes a norm a mixed one: its output has its parameters' type, not its input's."""
 
     def __init__(
         self, normalized_shape: int | Sequence[int], eps: float = 1e-5, **kwargs: bool
     ) -> None:
-        _needs_parameters(self, kwargs)
+        if not kwargs.get("elementwise_affine", True):
+            raise RuntimeError(f"{type(self).__name__} needs elementwise_affine=True.")
         super().__init__(normalized_shape, eps, **kwargs)
 
     def forward(self, input: Tensor) -> Tensor:
         """(…, *normalized_shape) → the same shape, in the parameters' type."""
-        return (
-            super()
-            .forward(input.to(torch.promote_types(input.dtype, self.weight.dtype)))
-            .to(self.weight.dtype)
-        )
+        return super().forward(input.to(self.weight.dtype))
 
 
-class MixedFusedRMSNorm(FusedRMSNorm):
+class MixedFusedLayerNorm(_InTheParametersType, FusedLayerNorm):
+    """FusedLayerNorm whose output has the parameters' type. Raises RuntimeError without them."""
+
+
+class MixedFusedRMSNorm(_InTheParametersType, FusedRMSNorm):
     """FusedRMSNorm whose output has the weight's type. Raises RuntimeError without one."""
-
-    def __init__(
-        self, normalized_shape: int | Sequence[int], eps: float = 1e-5, **kwargs: bool
-    ) -> None:
-        _needs_parameters(self, kwargs)
-        super().__init__(normalized_shape, eps, **kwargs)
-
-    def forward(self, input: Tensor) -> Tensor:
-        """(…, *normalized_shape) → the same shape, in the weight's type."""
-        return (
-            super()
-            .forward(input.to(torch.promote_types(input.dtype, self.weight.dtype)))
-            .to(self.weight.dtype)
-        )
-
-
-def _needs_parameters(module: nn.Module, kwargs: dict[str, bool]) -> None:
-    if not kwargs.get("elementwise_affine", True):
-        raise RuntimeError(f"{type(module).__name__} needs elementwise_affine=True.")
