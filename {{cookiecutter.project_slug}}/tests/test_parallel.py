@@ -14,7 +14,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from apex_native import amp
-from apex_native.parallel import DistributedDataParallel, SyncBatchNorm, convert_syncbn_model
+from apex_native.parallel import (
+    DistributedDataParallel,
+    Reducer,
+    SyncBatchNorm,
+    convert_syncbn_model,
+    create_syncbn_process_group,
+)
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
@@ -64,6 +70,58 @@ def test_gradients_are_reduced(two_processes, options, factor):
     rows = torch.tensor([[1.0, 2.0, 3.0], [3.0, 8.0, -5.0]])
     for gradient in two_processes(on_each_rank_reduce, rows, options):
         assert torch.equal(gradient, rows.sum(0) * factor)
+
+
+def on_each_rank_switch_the_reduction(rows):
+    x = rows[dist.get_rank()]
+    model = DistributedDataParallel(Weighted(x))
+    model.disable_allreduce()
+    model(x).backward()
+    alone = model.module.weight.grad.clone()
+    model.enable_allreduce()
+    model(x).backward()  # the sum of both passes is averaged
+    return alone, model.module.weight.grad
+
+
+def test_the_reduction_can_be_switched_off_and_on(two_processes):
+    rows = torch.tensor([[1.0, 2.0], [3.0, -6.0]])
+    for rank, (alone, together) in enumerate(
+        two_processes(on_each_rank_switch_the_reduction, rows)
+    ):
+        assert torch.equal(alone, rows[rank])
+        assert torch.equal(together, rows.sum(0))
+
+
+def on_each_rank_reduce_by_hand(rows):
+    x = rows[dist.get_rank()]
+    model = Weighted(x + dist.get_rank())
+    nn.init.constant_(model.weight, dist.get_rank())
+    reducer = Reducer(model)
+    started_as = model.weight.detach().clone()
+    model(x).backward()
+    reducer.reduce()
+    loose = [x.clone(), [x.double() * 2]]
+    Reducer(loose).reduce()
+    return started_as, model.weight.grad, loose[0], loose[1][0]
+
+
+def test_a_reducer_averages_when_told_to(two_processes):
+    rows = torch.tensor([[1.0, 2.0], [3.0, -6.0]])
+    mean = rows.mean(0)
+    for results in two_processes(on_each_rank_reduce_by_hand, rows):
+        assert same(results, (torch.zeros(2), mean, mean, mean.double() * 2))
+
+
+def on_each_rank_make_groups(sizes):
+    groups = [create_syncbn_process_group(size) for size in sizes]
+    return [group and dist.get_process_group_ranks(group) for group in groups]
+
+
+def test_groups_of_neighbours_normalise_together(two_processes):
+    results = two_processes(on_each_rank_make_groups, [0, 1, 2])
+    assert results == [[None, [0], [0, 1]], [None, [1], [0, 1]]]
+    with pytest.raises(Exception, match="3, which does not divide 2 processes"):
+        two_processes(on_each_rank_make_groups, [3])
 
 
 def test_half_gradients_are_reduced_in_fp32_if_asked(two_processes):

@@ -69,6 +69,14 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
                 (1.0 / gradient_predivide_factor, after, allreduce_always_fp32), _allreduce
             )
 
+    def disable_allreduce(self) -> None:
+        """Leaves gradients as they are, from the next forward pass on (in Apex, backward pass)."""
+        self.require_backward_grad_sync = False
+
+    def enable_allreduce(self) -> None:
+        """Averages gradients again, from the next forward pass on."""
+        self.require_backward_grad_sync = True
+
     def forward(self, *inputs: object, **kwargs: object) -> object:
         """The module's own. Raises RuntimeError if the last backward pass left parameters out."""
         try:
