@@ -58,6 +58,11 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _before_step(self) -> None:
         """Called once a step, before any `_update`."""
 
+    def _count_step(self) -> None:
+        """Counts the step in each group, where Apex keeps it."""
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+
     def _new_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """The state of a parameter before its first step."""
         raise NotImplementedError

@@ -59,8 +59,7 @@ class FusedLAMB(FusedOptimizer):
         return {"exp_avg": zeros(parameter), "exp_avg_sq": zeros(parameter)}
 
     def _before_step(self) -> None:
-        for group in self.param_groups:
-            group["step"] = group.get("step", 0) + 1
+        self._count_step()
         parameters = (p for group in self.param_groups for p in group["params"])
         norm = torch.nn.utils.get_total_norm(
             [p.grad.float() for p in parameters if p.grad is not None]

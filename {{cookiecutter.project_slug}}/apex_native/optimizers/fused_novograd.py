@@ -62,8 +62,7 @@ class FusedNovoGrad(FusedOptimizer):
         return {"exp_avg": zeros(parameter)}
 
     def _before_step(self) -> None:
-        for group in self.param_groups:
-            group["step"] = group.get("step", 0) + 1
+        self._count_step()
 
     def _update(
         self, group: dict, values: list[Tensor], grads: list[Tensor], states: list[dict]

@@ -19,7 +19,8 @@ class Reducer:
         self.module = module_or_grads if isinstance(module_or_grads, nn.Module) else None
         self.grads = [] if self.module else list(_tensors(module_or_grads))
         if self.module:
-            broadcast_parameters(self.module)
+            for parameter in self.module.parameters():
+                dist.broadcast(parameter.detach(), src=0)
 
     @torch.no_grad()
     def reduce(self) -> None:
@@ -34,13 +35,6 @@ class Reducer:
             flat /= dist.get_world_size()
             for grad, mean in zip(same, flat.split([grad.numel() for grad in same]), strict=True):
                 grad.copy_(mean.view(grad.shape))
-
-
-@torch.no_grad()
-def broadcast_parameters(module: nn.Module) -> None:
-    """Gives every process rank 0's parameters; buffers stay as they are."""
-    for parameter in module.parameters():
-        dist.broadcast(parameter, src=0)
 
 
 def _tensors(value: object) -> Iterable[Tensor]:
