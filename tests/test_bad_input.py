@@ -1,6 +1,7 @@
 """What a user gets wrong: one sentence on what to do, status 2, soon, and nothing overwritten."""
 
 import shutil
+from argparse import Namespace
 
 import pytest
 from running import run
@@ -106,19 +107,24 @@ def test_a_broken_image(project, image_folder, tmp_path, content, workers):
     refused(project, *SMALL, *flags, saying=(image, "mend or remove"), nproc=2)
 
 
-@pytest.mark.parametrize("damage", ["torn", "foreign", "other_project"])
+@pytest.mark.parametrize("damage", ["torn", "foreign", "weights_alone", "arguments"])
 def test_a_checkpoint_that_can_not_be_resumed(project, checkpoint, tmp_path, damage):
     import torch
 
-    bad = tmp_path / "bad.pt"
+    bad, saying = tmp_path / "bad.pt", "it is torn, or not a checkpoint"
     if damage == "torn":
         bad.write_bytes(checkpoint.read_bytes()[:20_000])
     elif damage == "foreign":
         bad.write_text("not a checkpoint")
+    elif damage == "weights_alone":
+        torch.save({"state_dict": {}, "optimizer": {}}, bad)
+        saying = "it has no model"
     else:
-        torch.save({"state_dict": {}}, bad)
-    refused(project, *SMALL, "--resume", bad, "--output", tmp_path / "run", saying=bad)
-    assert not (tmp_path / "run").exists()
+        torch.save({"model": {}, "optimizer": {}, "args": Namespace(lr=0.1)}, bad)
+        saying = ("argparse.Namespace", "if you trust the file", "weights_only=False")
+    sentence = refused(project, *SMALL, "--resume", bad, "--output", tmp_path / "r", saying=saying)
+    assert str(bad) in sentence
+    assert not (tmp_path / "r").exists()
 
 
 def test_a_checkpoint_of_another_model(project, checkpoint, tmp_path):

@@ -107,23 +107,62 @@ def test_apexs_ddp_does_mix_up_channels_last_gradients(tmp_path):
     assert torch.allclose(grads[0].sum(), grads[1].sum(), rtol=1e-2)  # the same numbers, elsewhere
 
 
+SAVE_AGAIN = """
+def restore(path, model, optimizer, amp, restore=restore):
+    state = restore(path, model, optimizer, amp)
+    if torch.distributed.get_rank() == 0:
+        save(path.with_name("again.pt"), model, optimizer, amp)
+    return state
+"""
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["FusedAdam", "SGD"])
+def saves_again(request, bake):
+    """A project that writes what it has resumed to again.pt, before it goes on."""
+    project = bake(fused_adam=request.param)
+    with (project / "engine" / "checkpoint.py").open("a") as file:
+        file.write(SAVE_AGAIN)
+    return project
+
+
+def what_training_goes_on_from(state):
+    """The parts of a checkpoint that both backends save, in the form that they share."""
+    scaler = state["amp"]["loss_scaler0"]
+    if scaler["loss_scale"] == 1.0:  # static, where Apex alone counts
+        scaler = {"loss_scale": 1.0}
+    moments = {
+        index: {name: value for name, value in held.items() if name != "step"}
+        for index, held in state["optimizer"]["state"].items()
+    }
+    steps = [group.get("step") for group in state["optimizer"]["param_groups"]]
+    return {"model": state["model"], "moments": moments, "steps": steps, "scaler": scaler}
+
+
 @pytest.mark.apex
 @needs_apex
-@pytest.mark.parametrize("gpus", [on_two])
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("gpus", [on_two if GPUS > 1 else on_one])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 @pytest.mark.parametrize(("first", "then"), [("apex", "native"), ("native", "apex")])
 def test_a_checkpoint_goes_from_one_backend_to_the_other(
-    project, tmp_path, first, then, level, gpus
+    saves_again, tmp_path, first, then, level, gpus
 ):
-    flags = ("--opt-level", level, "--epochs", 4)
-    assert not run(
-        project, *flags, "--backend", first, "--steps", 66, "--output", tmp_path, nproc=gpus
-    ).returncode
-    done = run(
-        project, *flags, "--backend", then, "--resume", "auto", "--output", tmp_path, nproc=gpus
-    )
+    exchange(saves_again, tmp_path, first, then, level, gpus)
+
+
+def exchange(project, folder, first, then, level, gpus):
+    """Trains on `first`, goes on with its checkpoint on `then`."""
+    flags = ("--opt-level", level, "--epochs", 4, "--resume", "auto", "--output", folder)
+    done = run(project, *flags, "--backend", first, "--steps", 66, nproc=gpus)
     assert done.returncode == 0, done.stderr
-    losses = [row["train_loss"] for row in metrics(tmp_path)]
+    saved = torch.load(folder / "last.pt", map_location="cpu", weights_only=True)
+    done = run(project, *flags, "--backend", then, nproc=gpus)
+    assert done.returncode == 0, done.stderr
+
+    again = torch.load(folder / "again.pt", map_location="cpu", weights_only=True)
+    parts = [what_training_goes_on_from(state) for state in (again, saved)]
+    torch.testing.assert_close(*parts, rtol=0, atol=0, check_stride=False)  # types too
+    assert parts[0]["moments"]
+    losses = [row["train_loss"] for row in metrics(folder)]
     assert len(losses) == 4
     assert losses[3] < losses[2] * 1.2  # it goes on where the other stopped
 

@@ -1,8 +1,10 @@
 """The default project from answers to accuracy, and started in every way that people start it."""
 
+import copy
 import re
 import subprocess
 import sys
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -118,6 +120,68 @@ def test_the_settings_of_a_resumed_run_are_its_own(project, tmp_path):
     assert run(project, *flags, nproc=0).returncode == 0
     state = torch.load(tmp_path / "b" / "last.pt", weights_only=True)
     assert state["optimizer"]["param_groups"][0]["weight_decay"] == 0.5
+
+
+# A checkpoint of another script
+
+EPOCHS = (*SHORT[:2], "--batch-size", 512, "--epochs", 3)  # of two steps each
+
+
+def in_apexs_form(state, prefix=""):
+    """What a script for real Apex would have saved in the place of `state`."""
+    for moments in state["optimizer"]["state"].values():
+        moments.pop("step", None)  # FusedAdam has one for each group
+    weights = OrderedDict((prefix + name, tensor) for name, tensor in state["model"].items())
+    parts = {name: state[name] for name in ("epoch", "optimizer", "amp")}
+    return {"arch": "shufflenet", "best_acc1": torch.tensor(10.0), "model": weights, **parts}
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["FusedAdam", "SGD"])
+def epochs(request, bake, tmp_path_factory):
+    """A project, its checkpoint after one epoch, and the one to which that leads after two."""
+    project, folder = bake(fused_adam=request.param), tmp_path_factory.mktemp("epochs")
+    first, second = folder / "first", folder / "second"
+    assert run_on_cpu(project, *EPOCHS, "--steps", 2, "--output", first).returncode == 0
+    flags = ("--steps", 4, "--resume", first / "last.pt", "--output", second)
+    assert run_on_cpu(project, *EPOCHS, *flags).returncode == 0
+    return project, *(torch.load(path / "last.pt", weights_only=True) for path in (first, second))
+
+
+def run_on_cpu(project, *flags):
+    """One process that computes the same each time."""
+    return run(project, *flags, nproc=0, CUDA_VISIBLE_DEVICES="")
+
+
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_a_checkpoint_of_another_script_goes_on_as_one_of_this_project(epochs, tmp_path, prefix):
+    project, first, second = epochs
+    old = tmp_path / "old.pt"
+    torch.save(in_apexs_form(copy.deepcopy(first), prefix), old)
+    done = run_on_cpu(project, *EPOCHS, "--steps", 4, "--resume", old, "--output", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    assert (
+        f"resumed {old} after 1.00 epochs, a checkpoint of another script: "
+        "its weights, optimizer, loss scale, epoch\n"
+    ) in done.stdout
+    state = torch.load(tmp_path / "run" / "last.pt", weights_only=True)
+    torch.testing.assert_close(state["model"], second["model"], rtol=0, atol=0)
+    torch.testing.assert_close(
+        state["optimizer"]["state"], second["optimizer"]["state"], rtol=0, atol=0
+    )
+    for name in ("amp", "epoch", "step"):
+        assert state[name] == second[name]
+
+
+def test_what_another_script_did_not_save_is_said(epochs, tmp_path):
+    project, first, _ = epochs
+    old = tmp_path / "old.pt"
+    torch.save({name: first[name] for name in ("model", "optimizer")}, old)
+    done = run_on_cpu(project, *EPOCHS, "--resume", old, "--eval-only")
+    assert done.returncode == 0, done.stderr
+    assert (
+        f"resumed {old} after 0.00 epochs, a checkpoint of another script: "
+        "its weights, optimizer; it has no loss scale and no epoch\n"
+    ) in done.stdout
 
 
 def test_the_readme_names_all_that_main_asks_of_the_task(project):

@@ -204,7 +204,7 @@ def main() -> None:
         best = state["best"]
         done = state["step"] / state["steps_per_epoch"]
         step = round(done * steps_per_epoch)  # another number of processes has other steps
-        report.say(f"resumed {args.resume} after {done:.2f} epochs")
+        report.say(f"resumed {args.resume} after {done:.2f} epochs{state['origin']}")
     if args.eval_only:
         results = validate(model, val_loader, memory_format, report)
         report.say(" ".join(f"{name} {value:.4f}" for name, value in results.items()))

@@ -1,10 +1,12 @@
 """Runs a script that was written for Apex, unchanged, on apex_native.
 
     python -m apex_native old_script.py [its arguments]
+    python -m apex_native -m old.package [its arguments]
     torchrun --nproc-per-node 4 -m apex_native old_script.py [its arguments]
 
-``import apex`` then finds this package, in every module that the script imports. A script that
-takes ``--local_rank`` is given it where the launcher, as torchrun, only sets LOCAL_RANK.
+``import apex`` then finds this package, in every module that the script imports and in every
+process that it starts. A script that takes ``--local_rank`` is given it where the launcher, as
+torchrun, only sets LOCAL_RANK.
 """
 
 import importlib
@@ -20,6 +22,16 @@ from pathlib import Path
 from types import ModuleType
 
 import apex_native
+
+ALIASES = {
+    "fp16_utils.fp16util": "fp16_utils",
+    "multi_tensor_apply.multi_tensor_apply": "multi_tensor_apply",
+    "normalization.fused_layer_norm": "normalization",
+    "parallel.optimized_sync_batchnorm": "parallel.sync_batchnorm",
+}
+"""Modules of Apex that scripts import from, and the modules that hold their names here."""
+
+INSTEAD = {"FP16_Optimizer": 'amp.initialize with opt_level="O2"'}
 
 
 class Refuser:
@@ -49,7 +61,30 @@ def install() -> None:
     for name, module in list(sys.modules.items()):
         if name.split(".")[0] == "apex_native":
             sys.modules["apex" + name.removeprefix("apex_native")] = module
+    for alias, name in ALIASES.items():
+        sys.modules[f"apex.{alias}"] = module = sys.modules[f"apex.{name}"]
+        if not hasattr(module, "__path__"):
+            module.__path__ = []  # a package, as in Apex: what it lacks is the Refuser's to say
     sys.meta_path.insert(0, Refuser)
+    # Processes that the script spawns take over the path, and find an `apex` there that calls this.
+    sys.path.insert(0, str(Path(__file__).with_name("_spawned")))
+
+
+def explain(error: ImportError | AttributeError) -> None:
+    """Adds to the error about a missing name of this package what there is instead of it."""
+    missing = (
+        r"name '(?P<name>\w+)' from '(?P<module>apex_native[\w.]*)'",
+        r"module '(?P<module>apex_native[\w.]*)' has no attribute '(?P<name>\w+)'",
+    )
+    found = next(filter(None, (re.search(pattern, str(error)) for pattern in missing)), None)
+    if found:
+        module, name = found["module"], found["name"]
+        public = [known for known in dir(sys.modules[module]) if not known.startswith("_")]
+        nearest = INSTEAD.get(name) or get_close_matches(name, public, n=1, cutoff=0.0)[0]
+        text = f"{module} has no {name}; the nearest thing there is {nearest}"
+        error.args = (text,)
+        if isinstance(error, ImportError):
+            error.msg = text
 
 
 def local_rank_for(script: Path, arguments: list[str]) -> list[str]:
@@ -62,15 +97,24 @@ def local_rank_for(script: Path, arguments: list[str]) -> list[str]:
 
 
 def main() -> None:
-    """Runs the script that the command line names."""
-    if len(sys.argv) < 2 or not Path(sys.argv[1]).is_file():
-        sys.exit("usage: python -m apex_native SCRIPT.py [its arguments]")
-    script = Path(sys.argv[1])
-    arguments = sys.argv[2:]
-    sys.argv = [str(script), *local_rank_for(script, arguments), *arguments]
-    sys.path.insert(0, str(script.parent))
+    """Runs the script or the module that the command line names."""
+    is_module = sys.argv[1:2] == ["-m"] and len(sys.argv) > 2
+    if not is_module and (len(sys.argv) < 2 or not Path(sys.argv[1]).is_file()):
+        sys.exit("usage: python -m apex_native SCRIPT.py [its arguments], or -m MODULE")
     install()
-    runpy.run_path(str(script), run_name="__main__")
+    try:
+        if is_module:
+            sys.argv = sys.argv[2:]
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        else:
+            script = Path(sys.argv[1])
+            arguments = sys.argv[2:]
+            sys.argv = [str(script), *local_rank_for(script, arguments), *arguments]
+            sys.path.insert(0, str(script.parent))
+            runpy.run_path(str(script), run_name="__main__")
+    except (ImportError, AttributeError) as error:
+        explain(error)
+        raise
 
 
 if __name__ == "__main__":

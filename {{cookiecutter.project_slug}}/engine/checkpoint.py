@@ -1,13 +1,17 @@
 """Checkpoints: whole or not there, of tensors and plain types only, the same on either backend."""
 
+import math
 import os
 import pickle
+import re
 import shutil
+from itertools import chain
 from pathlib import Path
 from textwrap import shorten
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.optim import Optimizer
 
 from engine.errors import UserError
@@ -88,7 +92,8 @@ def _put_in_place(temporary: Path, path: Path) -> None:
 def load(path: Path) -> dict[str, object]:
     """Reads a checkpoint into the CPU's memory, without running any code that it may hold.
 
-    Raises UserError if it is missing, torn, or not a checkpoint of this project.
+    One of another script, in the form that Apex documents (``model``, ``optimizer``, ``amp``), is
+    completed; ``origin`` says so. Raises UserError if it is missing, torn, or no checkpoint.
     """
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
@@ -96,20 +101,47 @@ def load(path: Path) -> dict[str, object]:
         raise UserError(f"--resume {path}: there is no such file") from None
     except (PermissionError, IsADirectoryError) as error:
         raise UserError(f"--resume {path}: it can't be read ({error.strerror})") from None
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError):
+    except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
+        code = re.search(r"GLOBAL (\S+)", str(error))
+        if code:
+            raise UserError(
+                f"--resume {path}: it holds {code[1]}, which can't be read without running code; "
+                "if you trust the file, torch.load it with weights_only=False and torch.save its "
+                "model, optimizer, amp and epoch alone"
+            ) from None
         raise UserError(
             f"--resume {path}: it is torn, or not a checkpoint; use another one"
         ) from None
-    missing = [part for part in PARTS if not isinstance(state, dict) or part not in state]
+    parts = state if isinstance(state, dict) else {}
+    missing = [part for part in PARTS[:2] if not isinstance(parts.get(part), dict)]
     if missing:
         raise UserError(
-            f"--resume {path}: it is not a checkpoint of this project "
-            f"(it has no {', '.join(missing)})"
+            f"--resume {path}: it is not a checkpoint, a dict of model, optimizer and amp "
+            f"(it has no {' and no '.join(missing)})"
         )
+    state["origin"] = ""
+    if any(part not in state for part in PARTS):
+        _complete(state)
     counts = [state[name] for name in ("epoch", "step", "steps_per_epoch")]
     if not all(isinstance(count, int) and count >= 0 for count in counts) or not counts[-1]:
         raise UserError(f"--resume {path}: its epoch and step are no counts; use another one")
     return state
+
+
+def _complete(state: dict[str, object]) -> None:
+    """Adds to another script's checkpoint what those of this project have beside its parts.
+
+    Its ``epoch``, if it is a count, is taken for the epochs that are done, as most scripts save it.
+    """
+    has_epoch = isinstance(state.get("epoch"), int)
+    epoch = state["epoch"] if has_epoch else 0
+    held = {"weights": True, "optimizer": True, "loss scale": "amp" in state, "epoch": has_epoch}
+    taken = [name for name, is_there in held.items() if is_there]
+    missing = [name for name in held if name not in taken]
+    state["origin"] = f", a checkpoint of another script: its {', '.join(taken)}"
+    if missing:
+        state["origin"] += f"; it has no {' and no '.join(missing)}"
+    state.update(epoch=epoch, step=epoch, steps_per_epoch=1, best=-math.inf)
 
 
 def restore(path: Path, model: nn.Module, optimizer: Optimizer, amp: object) -> dict[str, object]:
@@ -127,6 +159,8 @@ def restore(path: Path, model: nn.Module, optimizer: Optimizer, amp: object) -> 
                 f"this project's has {ours}; use a checkpoint of this optimizer"
             )
         module = unwrap(model)
+        if not hasattr(module, "module"):  # old scripts often save the model in its wrapper
+            consume_prefix_in_state_dict_if_present(state["model"], "module.")
         module.load_state_dict(state["model"])
         masters = _apex_masters(optimizer)
         with torch.no_grad():
@@ -135,10 +169,12 @@ def restore(path: Path, model: nn.Module, optimizer: Optimizer, amp: object) -> 
                     masters[parameter].copy_(state["model"][name])
         own = [_settings(group) for group in optimizer.param_groups]
         optimizer.load_state_dict(state["optimizer"])
+        _place_moments(optimizer, state["optimizer"])
         for group, settings in zip(optimizer.param_groups, own, strict=True):
             group.update(settings)
-        amp.load_state_dict(state["amp"])
-    except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if "amp" in state:
+            amp.load_state_dict(state["amp"])
+    except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
         reason = shorten(" ".join(str(error).split()), 160)
         raise UserError(
             f"--resume {path}: it does not fit this model and optimizer; resume with the --arch "
@@ -150,6 +186,20 @@ def restore(path: Path, model: nn.Module, optimizer: Optimizer, amp: object) -> 
 def _kind(groups: list[dict]) -> str:
     """What tells Adam's groups from SGD's; torch's SGD would load either without a word."""
     return " and ".join(name for name in ("betas", "momentum") if name in groups[0]) or "neither"
+
+
+def _place_moments(optimizer: Optimizer, saved: dict) -> None:
+    """Adam's moments as real Apex's kernel takes them to be, where it reads them by the address.
+
+    They are fp32, where torch loads them in the parameter's type, fp16 at O3; and they lie as the
+    parameter does, where torch leaves them channels last if they were saved so.
+    """
+    indices = chain.from_iterable(group["params"] for group in saved["param_groups"])
+    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    for index, parameter in zip(indices, parameters, strict=True):
+        for name in {"exp_avg", "exp_avg_sq"} & saved["state"].get(index, {}).keys():
+            moment = torch.empty_like(parameter, dtype=torch.float32)
+            optimizer.state[parameter][name] = moment.copy_(saved["state"][index][name])
 
 
 def _settings(group: dict) -> dict:

@@ -31,10 +31,26 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
 
 
+@pytest.fixture
+def poisoned_memory() -> Iterator[None]:
+    """Memory that nobody set holds NaN, where it mostly holds zeros or what was there before."""
+    torch.use_deterministic_algorithms(True, warn_only=True)  # an error where cuBLAS isn't set up
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.fixture(scope="session")
 def two_processes() -> Iterator[Processes]:
     """Runs functions on two processes over gloo, on the CPU."""
     processes = Processes("gloo")
+    yield processes
+    processes.stop()
+
+
+@pytest.fixture(scope="session")
+def four_processes() -> Iterator[Processes]:
+    """The same with four processes."""
+    processes = Processes("gloo", 4)
     yield processes
     processes.stop()
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from apex_native import amp
 from apex_native.amp.models import half_type
-from apex_native.optimizers import FusedAdam
+from apex_native.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
@@ -378,6 +378,23 @@ def test_state_dict_is_not_rounded():
     train(model, optimizer, batches(3))
     assert model.first.weight.dtype == FP16
     assert not torch.equal(model.state_dict()["first.weight"], model.first.weight.float())
+
+
+@pytest.mark.gpu
+def test_state_dict_lies_where_the_model_does():
+    model = nn.Linear(2, 2).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, _ = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    assert {tensor.device.type for tensor in model.cpu().state_dict().values()} == {"cpu"}
+
+
+def test_names_that_old_scripts_reach_for():
+    _, optimizer = prepare("O2")
+    optimizer._lazy_init_maybe_master_weights()
+    scaler = amp._amp_state.loss_scalers[0]
+    assert scaler._loss_scale == 2.0**16
+    scaler._loss_scale = 8.0
+    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 8.0
 
 
 def test_loading_a_model_refreshes_the_masters():
@@ -797,13 +814,17 @@ def test_a_static_scale_never_skips(capsys, level):
 
 ALL_OPTIMIZERS = OPTIMIZERS | {
     "fused SGD": lambda model: sgd(model, momentum=0.9, fused=True),
+    "FusedSGD": lambda model: FusedSGD(model.parameters(), lr=0.1, momentum=0.9),
+    "FusedLAMB": lambda model: FusedLAMB(model.parameters(), lr=0.1),
+    "FusedNovoGrad": lambda model: FusedNovoGrad(model.parameters(), lr=0.1),
+    "FusedAdagrad": lambda model: FusedAdagrad(model.parameters(), lr=0.1),
     "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01),
     "fused AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, fused=True),
 }
 
 
 @pytest.mark.parametrize("name", ALL_OPTIMIZERS)
-def test_a_skipped_step_leaves_no_trace(device, name):
+def test_a_skipped_step_leaves_no_trace(device, poisoned_memory, name):
     """Not even the first one, in which optimizers make their state."""
     results = []
     for factors in ((1.0, 2.0), (float("inf"), 1.0, float("nan"), 2.0)):
@@ -977,7 +998,7 @@ def test_gradients_arrive_after_an_evaluation(level):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_weight_can_be_used_twice(level):
+def test_a_weight_can_be_used_twice(device, level):
     class Twice(nn.Module):
         def __init__(self):
             super().__init__()
@@ -986,7 +1007,7 @@ def test_a_weight_can_be_used_twice(level):
         def forward(self, x):
             return self.layer(torch.tanh(self.layer(x)))
 
-    model, x = Twice(), torch.randn(8, 4)
+    model, x = Twice().to(device), torch.randn(8, 4, device=device)
     model(x).square().mean().backward()
     expected = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()

@@ -22,15 +22,15 @@ def start() -> list[Tensor]:
     return [torch.randn(shape, generator=generator) for shape in SHAPES]
 
 
-def trained(make, dtype: torch.dtype = torch.float32, **options) -> list[Tensor]:
+def trained(make, dtype: torch.dtype = torch.float32, device="cpu", **options) -> list[Tensor]:
     """What `make(parameters, **options)` turns the parameters into."""
-    parameters = [nn.Parameter(tensor.to(dtype)) for tensor in start()]
+    parameters = [nn.Parameter(tensor.to(device, dtype)) for tensor in start()]
     optimizer = make(parameters, **options)
     for grads in gradients():
         for parameter, grad in zip(parameters, grads, strict=True):
-            parameter.grad = grad.to(dtype)
+            parameter.grad = grad.to(device, dtype)
         optimizer.step()
-    return [parameter.detach() for parameter in parameters]
+    return [parameter.detach().cpu() for parameter in parameters]
 
 
 def expected(rule, **options) -> list[Tensor]:
@@ -45,10 +45,9 @@ def expected(rule, **options) -> list[Tensor]:
     return values
 
 
-def agree(optimizer, rule, **options) -> None:
-    for value, reference in zip(
-        trained(optimizer, **options), expected(rule, **options), strict=True
-    ):
+def agree(optimizer, rule, device: torch.device, **options) -> None:
+    values = trained(optimizer, device=device, **options)
+    for value, reference in zip(values, expected(rule, **options), strict=True):
         torch.testing.assert_close(value.double(), reference, rtol=1e-5, atol=1e-6)
 
 
@@ -77,8 +76,8 @@ def sgd(
         {"momentum": 0.9, "weight_decay": 0.1, "wd_after_momentum": True},
     ],
 )
-def test_sgd(options):
-    agree(FusedSGD, sgd, lr=0.1, **options)
+def test_sgd(device, options):
+    agree(FusedSGD, sgd, device, lr=0.1, **options)
 
 
 def test_sgd_is_torchs():
@@ -124,8 +123,8 @@ def lamb(
         {"grad_averaging": False, "max_grad_norm": 100.0},
     ],
 )
-def test_lamb(options):
-    agree(FusedLAMB, lamb, lr=0.05, **options)
+def test_lamb(device, options):
+    agree(FusedLAMB, lamb, device, lr=0.05, **options)
 
 
 def novograd(
@@ -159,8 +158,8 @@ def novograd(
         {"init_zero": True},
     ],
 )
-def test_novograd(options):
-    agree(FusedNovoGrad, novograd, lr=0.05, **options)
+def test_novograd(device, options):
+    agree(FusedNovoGrad, novograd, device, lr=0.05, **options)
 
 
 def adagrad(p, g, state, step, every, *, lr=1e-2, weight_decay=0.0, adagrad_w_mode=False):
@@ -172,8 +171,8 @@ def adagrad(p, g, state, step, every, *, lr=1e-2, weight_decay=0.0, adagrad_w_mo
 
 
 @pytest.mark.parametrize("options", [{}, {"weight_decay": 0.1}, {"adagrad_w_mode": True}])
-def test_adagrad(options):
-    agree(FusedAdagrad, adagrad, lr=0.05, **{"weight_decay": 0.1} | options)
+def test_adagrad(device, options):
+    agree(FusedAdagrad, adagrad, device, lr=0.05, **{"weight_decay": 0.1} | options)
 
 
 def larc(p, g, state, step, every, *, lr, weight_decay, trust_coefficient=0.02, clip=True):
@@ -186,13 +185,13 @@ def larc(p, g, state, step, every, *, lr, weight_decay, trust_coefficient=0.02, 
 
 @pytest.mark.parametrize("clip", [True, False])
 @pytest.mark.parametrize("trust_coefficient", [0.02, 10.0])
-def test_larc(clip, trust_coefficient):
+def test_larc(device, clip, trust_coefficient):
     def make(parameters, **options):
         inner = torch.optim.SGD(parameters, lr=0.1, weight_decay=options["weight_decay"])
         return LARC(inner, trust_coefficient=trust_coefficient, clip=clip)
 
     options = {"lr": 0.1, "weight_decay": 0.05}
-    values = trained(make, **options)
+    values = trained(make, device=device, **options)
     references = expected(larc, trust_coefficient=trust_coefficient, clip=clip, **options)
     for value, reference in zip(values, references, strict=True):
         torch.testing.assert_close(value.double(), reference, rtol=1e-5, atol=1e-6)

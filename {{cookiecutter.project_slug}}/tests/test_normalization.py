@@ -18,8 +18,8 @@ def defined(kind, x, weight):
 
 
 @pytest.mark.parametrize("kind", PLAIN + MIXED)
-def test_it_is_what_its_definition_says(kind):
-    x, norm = torch.randn(4, 3, 5), kind((3, 5))
+def test_it_is_what_its_definition_says(device, kind):
+    x, norm = torch.randn(4, 3, 5, device=device), kind((3, 5)).to(device)
     torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
     torch.testing.assert_close(
         norm(x).double(), defined(kind, x, norm.weight), rtol=1e-5, atol=1e-5
@@ -27,21 +27,21 @@ def test_it_is_what_its_definition_says(kind):
 
 
 @pytest.mark.parametrize("kind", PLAIN)
-def test_without_a_weight(kind):
-    x = torch.randn(4, 3, 5)
+def test_without_a_weight(device, kind):
+    x = torch.randn(4, 3, 5, device=device)
     norm = kind((3, 5), elementwise_affine=False)
     torch.testing.assert_close(
-        norm(x).double(), defined(kind, x, torch.ones(())), rtol=1e-5, atol=1e-5
+        norm(x).double(), defined(kind, x, torch.ones_like(x)), rtol=1e-5, atol=1e-5
     )
     assert not list(norm.parameters())
 
 
 @pytest.mark.parametrize("kind", PLAIN + MIXED)
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
-def test_plain_ones_keep_the_inputs_type_and_mixed_ones_the_parameters(kind, weights):
-    norm = kind(8).to(weights)
+def test_plain_ones_keep_the_inputs_type_and_mixed_ones_the_parameters(device, kind, weights):
+    norm = kind(8).to(device, weights)
     for dtype in (torch.float32, torch.bfloat16):
-        output = norm(torch.randn(2, 8, dtype=dtype, requires_grad=True))
+        output = norm(torch.randn(2, 8, dtype=dtype, device=device, requires_grad=True))
         assert output.dtype == (weights if kind in MIXED else dtype)
         output.sum().backward()
 

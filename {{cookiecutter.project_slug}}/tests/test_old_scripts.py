@@ -83,6 +83,7 @@ def test_an_old_script_runs_unchanged_and_gets_its_local_rank(script, level):
         ("import apex.RNN", "apex."),
         ("from apex.optimizer import FusedAdam", "apex.optimizers"),
         ("from apex.contrib.optimizers import FP16_Optimizer", "apex.optimizers"),
+        ("from apex.fp16_utils.loss_scaler import DynamicLossScaler", "apex."),
     ],
 )
 def test_what_is_not_there_is_named_with_the_nearest_thing(tmp_path, line, nearest):
@@ -93,6 +94,44 @@ def test_what_is_not_there_is_named_with_the_nearest_thing(tmp_path, line, neare
     last = done.stderr.strip().splitlines()[-1]
     assert line.split()[1].split(".contrib.")[0] in last
     assert f"the nearest thing there is {nearest}" in last
+
+
+@pytest.mark.parametrize(
+    ("line", "nearest"),
+    [
+        ("from apex.fp16_utils import FP16_Optimizer", 'amp.initialize with opt_level="O2"'),
+        ("from apex.optimizers import FusedAdamW", "FusedAdam"),
+        ("import apex; apex.amp.scale_losses", "scale_loss"),
+    ],
+)
+def test_a_missing_name_is_named_with_the_nearest_one(tmp_path, line, nearest):
+    script = tmp_path / "old_script.py"
+    script.write_text(line)
+    done = start(script)
+    assert done.returncode == 1
+    assert f"the nearest thing there is {nearest}" in done.stderr.splitlines()[-1]
+
+
+SPAWNING = """
+import torch.multiprocessing as mp
+from apex.normalization.fused_layer_norm import FusedLayerNorm
+
+def work(rank):
+    from apex import amp
+    print(amp.__name__, FusedLayerNorm(2).eps, flush=True)
+
+if __name__ == "__main__":
+    mp.spawn(work, nprocs=2)
+"""
+
+
+@pytest.mark.parametrize("as_module", [False, True])
+def test_processes_that_a_script_spawns_have_apex_too(tmp_path, as_module, monkeypatch):
+    (tmp_path / "spawning.py").write_text(SPAWNING)
+    monkeypatch.chdir(tmp_path)
+    done = start(*(["-m", "spawning"] if as_module else ["spawning.py"]))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["apex_native.amp", "1e-05"] * 2
 
 
 def test_without_a_script_it_says_how_it_is_used():

@@ -221,6 +221,29 @@ def test_resumes_exactly(form, dtype):
     assert other.state_dict()["param_groups"][0]["step"] == 6
 
 
+def test_a_state_that_apex_has_gone_on_with_has_apexs_count():
+    """Apex counts in the group, and hands a parameter's count back as it was loaded."""
+    own = parameters()
+    optimizer = FusedAdam(own)
+    steps(optimizer, gradients(3))
+    state = optimizer.state_dict()
+    state["param_groups"][0]["step"] = 5
+    optimizer.load_state_dict(state)
+    assert {state["step"].item() for state in optimizer.state.values()} == {5.0}
+
+
+def test_each_parameter_keeps_its_own_count():
+    own = parameters()
+    optimizer = FusedAdam(own)
+    steps(optimizer, gradients(2))
+    optimizer.zero_grad()
+    own[0].grad = torch.ones_like(own[0])
+    optimizer.step()
+    other = FusedAdam(own)
+    other.load_state_dict(optimizer.state_dict())
+    assert [other.state[parameter]["step"].item() for parameter in own] == [3.0, 2.0, 2.0, 2.0]
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_state_moves_between_it_and_torchs_adamw(fused):
     def torchs(p):

@@ -24,6 +24,7 @@ class AmpState:
         self.models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self.verbosity = 1
         self.device_type = "cpu"
+        self.unsynced = False  # inside DistributedDataParallel.no_sync
 
 
 _amp_state = AmpState()

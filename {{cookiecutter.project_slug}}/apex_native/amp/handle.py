@@ -32,8 +32,7 @@ def scale_loss(
         loss_id: which of the ``num_losses`` scalers of ``initialize`` to use.
         model: accepted as in Apex, and unused.
         delay_unscale: leaves the gradients scaled; a later block without it unscales them all.
-            Needed under ``no_sync()``: what is unscaled is set aside during the next backward
-            pass, and would miss its reduction over the processes.
+            So it is under ``no_sync()`` of this package's DistributedDataParallel.
         delay_overflow_check: leaves the scale as it is, and skips no step.
 
     Raises RuntimeError if ``initialize`` was not called, or not with one of `optimizers`, and
@@ -61,6 +60,8 @@ def scale_loss(
         return
 
     scaler.report()
+    # What is unscaled is set aside in the next backward pass, and would miss its reduction.
+    delay_unscale = delay_unscale or _amp_state.unsynced
     if not delay_unscale:
         for optimizer in optimizers:
             if not optimizer._amp_stash.has_scaled_gradients:

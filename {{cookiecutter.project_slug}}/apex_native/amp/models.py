@@ -147,7 +147,8 @@ def _present_as_fp32(
     """
     for key, tensor in _own_tensors(module, prefix).items():
         if key in state_dict and tensor.dtype in HALF_TYPES:
-            state_dict[key] = getattr(tensor, _MASTER, tensor).detach().float()
+            values = getattr(tensor, _MASTER, tensor).detach()
+            state_dict[key] = values.to(tensor.device, torch.float32)  # the model may have moved
 
 
 def _refresh_masters(

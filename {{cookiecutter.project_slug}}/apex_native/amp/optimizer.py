@@ -60,6 +60,11 @@ def prepare(optimizer: Optimizer, master_weights: bool) -> None:
     optimizer.step = types.MethodType(step, optimizer)
     optimizer.zero_grad = types.MethodType(zero_grad, optimizer)
     optimizer.add_param_group = types.MethodType(add_param_group, optimizer)
+    optimizer._lazy_init_maybe_master_weights = _nothing  # the masters are there from the start
+
+
+def _nothing() -> None:
+    """What scripts call before they load an optimizer, because Apex makes masters late."""
 
 
 def _adopt(optimizer: Optimizer, group: dict, master_weights: bool) -> None:

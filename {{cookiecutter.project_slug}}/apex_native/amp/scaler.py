@@ -43,6 +43,16 @@ class LossScaler:
         """What the loss is multiplied by: a tensor on the device if dynamic, else a number."""
         return self._scale if self.dynamic else self._static
 
+    @property
+    def _loss_scale(self) -> float:
+        """What scripts of Apex's days read and set, by this name."""
+        return self.loss_scale()
+
+    @_loss_scale.setter
+    def _loss_scale(self, value: float) -> None:
+        self._scale.fill_(value)
+        self._static = None if self.dynamic else float(value)
+
     def loss_scale(self) -> float:
         """The scale as a number. Waits for the device if the scale is dynamic."""
         return self._scale.item() if self.dynamic else self._static

@@ -115,8 +115,10 @@ class FusedAdam(FusedOptimizer):
             group_step = group.pop("step", None)
             for name, default in self.defaults.items():
                 group.setdefault(name, default)
-            for parameter in group["params"]:
-                if parameter in self.state:
-                    state = self.state[parameter]
-                    step = float(state.get("step", group_step))
-                    state["step"] = torch.tensor(step, device=parameter.device)
+            parameters = [parameter for parameter in group["params"] if parameter in self.state]
+            steps = [self.state[parameter].get("step", group_step) for parameter in parameters]
+            if group_step is not None and group_step not in steps:
+                # Apex counts in the group alone, and saves again the counts that it had loaded.
+                steps = [group_step] * len(steps)
+            for parameter, step in zip(parameters, steps, strict=True):
+                self.state[parameter]["step"] = torch.tensor(float(step), device=parameter.device)

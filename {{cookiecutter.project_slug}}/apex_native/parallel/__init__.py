@@ -5,7 +5,7 @@ import torch.distributed as dist
 from . import LARC
 from .distributed import DistributedDataParallel
 from .reducer import Reducer
-from .sync_batchnorm import SyncBatchNorm, convert_syncbn_model
+from .sync_batchnorm import SyncBatchNorm, convert_syncbn_model, revert_syncbn_model
 
 
 def create_syncbn_process_group(group_size: int) -> dist.ProcessGroup | None:
@@ -31,4 +31,5 @@ __all__ = [
     "SyncBatchNorm",
     "convert_syncbn_model",
     "create_syncbn_process_group",
+    "revert_syncbn_model",
 ]

@@ -1,11 +1,15 @@
 """DistributedDataParallel with Apex's signature."""
 
+import contextlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
+
+from ..amp import _amp_state
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
@@ -13,7 +17,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     Parameters are broadcast from rank 0 once, here; buffers never are. As in Apex there is no
     ``device_ids``: the module is on its device already. This is torch's own class with Apex's
-    arguments, so ``no_sync()`` is there too; ``amp.scale_loss`` needs ``delay_unscale=True`` in it.
+    arguments, so ``no_sync()`` is there too.
 
     Args:
         module: on the device of this process, after ``amp.initialize``.
@@ -62,12 +66,25 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             find_unused_parameters=delay_allreduce,
             gradient_as_bucket_view=True,
         )
-        if allreduce_always_fp32 or not gradient_average or gradient_predivide_factor != 1.0:
+        # torch divides before it sums; fp16 gradients overflow where Apex's do only the other way.
+        has_half = any(parameter.dtype == torch.float16 for parameter in module.parameters())
+        is_apexs_own = not gradient_average or gradient_predivide_factor != 1.0
+        if has_half or allreduce_always_fp32 or is_apexs_own:
             world_size = dist.get_world_size()
             after = gradient_predivide_factor / world_size if gradient_average else 1.0
             self.register_comm_hook(
                 (1.0 / gradient_predivide_factor, after, allreduce_always_fp32), _allreduce
             )
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """As torch's; ``amp.scale_loss`` leaves gradients scaled in it until they are reduced."""
+        with super().no_sync():
+            outside, _amp_state.unsynced = _amp_state.unsynced, True
+            try:
+                yield
+            finally:
+                _amp_state.unsynced = outside
 
     def disable_allreduce(self) -> None:
         """Leaves gradients as they are, from the next forward pass on (in Apex, backward pass)."""

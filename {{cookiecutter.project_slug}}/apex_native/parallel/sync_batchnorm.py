@@ -1,13 +1,19 @@
 """Batch normalisation over the batches of all processes."""
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional as F
-from torch.nn.modules._functions import SyncBatchNorm as sync_batch_norm
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .._say import say
+from ._gather import gather
+
+_PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -40,41 +46,211 @@ class SyncBatchNorm(_BatchNorm):
         self.process_group = process_group
         self.channel_last = channel_last
         self.fuse_relu = fuse_relu
+        self.converted_from: type[_BatchNorm] = nn.BatchNorm2d
 
     def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
         """(N, C, …) → the same shape and type. `z` (same shape) is added before the ReLU."""
         synced = self.training and input.is_cuda and dist.is_initialized()
         if synced and dist.get_world_size(self.process_group) > 1:
-            output = self._forward_synced(input)
+            output = self.forward_synced(input)
         else:
             output = super().forward(input)
         if z is not None:
             output = output + z
         return F.relu(output) if self.fuse_relu else output
 
-    def _forward_synced(self, input: Tensor) -> Tensor:
+    def forward_synced(self, input: Tensor) -> Tensor:
+        """`forward` in training mode, on any device; every process of the group must call it."""
         self._check_input_dim(input)
-        factor = self.momentum
+        momentum = self.momentum
         if self.track_running_stats:
             self.num_batches_tracked.add_(1)
-            if factor is None:
-                factor = 1.0 / self.num_batches_tracked.item()
-        group = self.process_group or dist.group.WORLD
-        return sync_batch_norm.apply(
+            if momentum is None:
+                momentum = self.num_batches_tracked.reciprocal()
+        composed = torch.compiler.is_compiling() or not input.is_cuda
+        return (_by_formula if composed else _ByKernels.apply)(
             input,
             self.weight,
             self.bias,
             self.running_mean,
             self.running_var,
             self.eps,
-            factor or 0.0,
-            group,
-            dist.get_world_size(group),
+            0.0 if momentum is None else momentum,
+            (self.process_group or dist.group.WORLD).group_name,
         )
 
     def _check_input_dim(self, input: Tensor) -> None:
         if not 2 <= input.dim() <= 5:
             raise ValueError(f"SyncBatchNorm takes 2-D to 5-D input, not {input.dim()}-D.")
+
+
+class _ByKernels(torch.autograd.Function):
+    """On the kernels of torch's own SyncBatchNorm, for CUDA without torch.compile.
+
+    torch's lets the CPU wait for the GPU in each layer, to sort out empty batches, and counts in
+    fp16 where the running statistics are fp16, up to 65,504 values.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        eps: float,
+        momentum: float | Tensor,
+        group: str,
+    ) -> Tensor:
+        channels = input.shape[1]
+        input = input.contiguous(memory_format=_memory_format(input))
+        if input.numel():
+            mean, invstd = torch.batch_norm_stats(input, eps)
+            count = input.numel() / channels
+        else:
+            mean, count = input.new_zeros(channels, dtype=torch.float32), 1e-30  # 0 gives nan
+            invstd = torch.ones_like(mean)
+        here = torch.cat([mean, invstd, mean.new_full((1,), count)])
+        means, invstds, counts = gather(here, group).split([channels, channels, 1], dim=1)
+        counts = counts.flatten()
+
+        # Without buffers of the type that it computes in, the kernel wants counts in half.
+        buffers = [mean, mean] if running_mean is None else [running_mean, running_var]
+        running = [buffer.to(mean.dtype) for buffer in buffers]
+        mean, invstd = torch.batch_norm_gather_stats_with_counts(
+            input, means, invstds, *running, float(momentum), eps, counts
+        )
+        for buffer, updated in zip(buffers, running, strict=True):
+            if buffer is not updated:
+                buffer.copy_(updated)
+        if weight is not None:  # the kernels want all that is per channel in one type
+            weight, bias = weight.to(mean.dtype), bias.to(mean.dtype)
+        ctx.save_for_backward(input, weight, mean, invstd, counts.int())
+        ctx.group = group
+        if not input.numel():
+            return torch.empty_like(input)
+        return torch.batch_norm_elemt(input, weight, bias, mean, invstd, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        input, weight, mean, invstd, counts = ctx.saved_tensors
+        grad = grad.contiguous(memory_format=_memory_format(input))
+        grad_input = grad_weight = grad_bias = None
+        if input.numel():
+            sum_grad, sum_product, grad_weight, grad_bias = torch.batch_norm_backward_reduce(
+                grad, input, mean, invstd, weight, *ctx.needs_input_grad[:3]
+            )
+        else:
+            sum_grad = sum_product = grad_weight = grad_bias = torch.zeros_like(mean)
+        if ctx.needs_input_grad[0]:
+            sums = gather(torch.cat([sum_grad, sum_product]), ctx.group).sum(0)
+            grad_input = torch.zeros_like(input)
+            if input.numel():
+                grad_input = torch.batch_norm_backward_elemt(
+                    grad, input, mean, invstd, weight, *sums.chunk(2), counts
+                )
+        if weight is None:
+            grad_weight = grad_bias = None
+        return grad_input, grad_weight, grad_bias, None, None, None, None, None
+
+
+def _by_formula(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    eps: float,
+    momentum: float | Tensor,
+    group: str,
+) -> Tensor:
+    """In operations that a compiler fuses with their neighbours, and that any device has."""
+    output, mean, var = _ByFormula.apply(input, weight, bias, eps, group)
+    if running_mean is not None:
+        running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+        running_var.lerp_(var.to(running_var.dtype), momentum)
+    return output
+
+
+class _ByFormula(torch.autograd.Function):
+    """The normalised input, and the mean and the unbiased variance, which carry no gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        group: str,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        x = _at_least_fp32(input)
+        channels, count = input.shape[1], input.numel() // input.shape[1]
+        if count:
+            var, mean = torch.var_mean(x, _all_but_channels(input), correction=0)
+        elif torch.compiler.is_compiling():  # it would leave out gathers whose result is not used
+            raise ValueError("SyncBatchNorm cannot be compiled for an empty batch.")
+        else:
+            var = mean = x.new_zeros(channels)
+        here = torch.cat([mean, var, x.new_full((1,), count)])
+        means, variances, counts = gather(here, group).split([channels, channels, 1], dim=1)
+        # In float64, where E[x²] − E[x]² keeps the digits that the difference needs.
+        total = counts.double().sum()
+        means, shares = means.double(), counts.double() / total
+        mean = (means * shares).sum(0)
+        var = ((variances.double() + means * means) * shares).sum(0) - mean * mean
+        invstd = (var + eps).rsqrt().to(x.dtype)
+        unbiased = var * (total / (total - 1))
+        mean = mean.to(x.dtype)
+
+        ctx.save_for_backward(input, weight, mean, invstd, total)
+        ctx.group = group
+        output = (x - _per_channel(mean, x)) * _per_channel(invstd, x)
+        if weight is not None:
+            output = output * _per_channel(weight, x) + _per_channel(bias, x)
+        ctx.mark_non_differentiable(mean, unbiased)
+        return output.to(input.dtype), mean, unbiased
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        input, weight, mean, invstd, total = ctx.saved_tensors
+        grad = _at_least_fp32(grad)
+        centred = _at_least_fp32(input) - _per_channel(mean, input)
+        sum_grad = grad.sum(_all_but_channels(input))
+        sum_product = (grad * centred).sum(_all_but_channels(input)) * invstd
+        grad_input = grad_weight = grad_bias = None
+        if weight is not None:
+            grad_weight, grad_bias = sum_product.to(weight.dtype), sum_grad.to(weight.dtype)
+        if ctx.needs_input_grad[0]:
+            sums = gather(torch.cat([sum_grad, sum_product]), ctx.group).double().sum(0)
+            mean_grad, mean_product = (sums / total).to(invstd.dtype).chunk(2)
+            scale = invstd if weight is None else invstd * weight
+            grad_input = grad - _per_channel(mean_grad, grad)
+            grad_input = grad_input - centred * _per_channel(invstd * mean_product, grad)
+            grad_input = (grad_input * _per_channel(scale, grad)).to(input.dtype)
+        return grad_input, grad_weight, grad_bias, None, None
+
+
+def _memory_format(input: Tensor) -> torch.memory_format:
+    for memory_format in (torch.channels_last, torch.channels_last_3d):
+        if input.is_contiguous(memory_format=memory_format):
+            return memory_format
+    return torch.contiguous_format
+
+
+def _at_least_fp32(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _all_but_channels(tensor: Tensor) -> list[int]:
+    return [dim for dim in range(tensor.dim()) if dim != 1]
+
+
+def _per_channel(values: Tensor, like: Tensor) -> Tensor:
+    return values.view(-1, *[1] * (like.dim() - 2))
 
 
 def convert_syncbn_model(
@@ -87,29 +263,41 @@ def convert_syncbn_model(
     Parameters, buffers, requires_grad and the training mode stay as they are (Apex makes new
     parameters, all of them trainable, in training mode).
     """
-    converted = _converted(module, process_group, channel_last)
     if not torch.cuda.is_available():
         say("SyncBatchNorm: on the CPU each process normalises over its own batch")
-    return converted
+
+    def synced(norm: _BatchNorm) -> SyncBatchNorm:
+        options = (norm.num_features, norm.eps, norm.momentum, norm.affine)
+        made = SyncBatchNorm(*options, norm.track_running_stats, process_group, channel_last)
+        made.converted_from = next(filter(partial(isinstance, norm), _PLAIN), made.converted_from)
+        return made
+
+    return _replace(module, _BatchNorm, synced)
 
 
-def _converted(
-    module: nn.Module, process_group: dist.ProcessGroup | None, channel_last: bool
-) -> nn.Module:
-    if isinstance(module, _BatchNorm):
-        synced = SyncBatchNorm(
-            module.num_features,
-            module.eps,
-            module.momentum,
-            module.affine,
-            module.track_running_stats,
-            process_group,
-            channel_last,
-        )
-        synced._parameters = module._parameters
-        synced._buffers = module._buffers
-        return synced.train(module.training)
+def revert_syncbn_model(module: nn.Module) -> nn.Module:
+    """Puts plain batch norms back, for export or for one process; it keeps what conversion keeps.
+
+    Each becomes what it was converted from, one that was not converted a BatchNorm2d. Raises
+    ValueError for one with `fuse_relu`, whose ReLU would be lost.
+    """
+
+    def plain(norm: SyncBatchNorm) -> _BatchNorm:
+        if norm.fuse_relu:
+            raise ValueError("A SyncBatchNorm with fuse_relu=True has no plain batch norm's place.")
+        options = (norm.num_features, norm.eps, norm.momentum, norm.affine)
+        return norm.converted_from(*options, norm.track_running_stats)
+
+    return _replace(module, SyncBatchNorm, plain)
+
+
+def _replace(module: nn.Module, kind: type, replacement: Callable) -> nn.Module:
+    """Puts ``replacement(norm)`` with the tensors of `norm` in the place of each `kind`."""
+    if isinstance(module, kind):
+        norm = replacement(module)
+        norm._parameters, norm._buffers = module._parameters, module._buffers
+        return norm.train(module.training)
     for name, child in module._modules.items():  # named_children() passes over second names
         if child is not None:
-            module._modules[name] = _converted(child, process_group, channel_last)
+            module._modules[name] = _replace(child, kind, replacement)
     return module

@@ -1,0 +1,35 @@
+"""The loop with Lightning Fabric, as its guide "Convert PyTorch code to Fabric" has it."""
+
+import os
+
+import torch
+from common import build_batch, build_model, build_optimizer, parse_args
+from lightning.fabric import Fabric
+from torch import nn
+
+PRECISIONS = {"fp32": "32-true", "fp16": "16-mixed", "bf16": "bf16-mixed"}
+
+
+def main() -> None:
+    args = parse_args()
+    torch.backends.cudnn.benchmark = True
+    devices = int(os.environ.get("WORLD_SIZE", "1"))
+    strategy = "ddp" if devices > 1 else "auto"
+    fabric = Fabric(devices=devices, strategy=strategy, precision=PRECISIONS[args.precision])
+    fabric.launch()
+
+    model = build_model(args).to(memory_format=torch.channels_last)
+    optimizer = build_optimizer(args, model.parameters())
+    model, optimizer = fabric.setup(model, optimizer)
+    criterion = nn.CrossEntropyLoss()
+    images, targets = build_batch(args, fabric.device)
+
+    while True:
+        optimizer.zero_grad()
+        loss = criterion(model(images), targets)
+        fabric.backward(loss)
+        optimizer.step()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""Runs a training script as it is, but lets it train in turns.
+
+    python turnstile.py PIPE WARMUP BLOCK SCRIPT [the script's flags]
+
+The script is an ordinary one that trains on and on, and knows nothing of this: torch calls a hook
+after each step of any optimizer, and this one may wait there. The script runs freely for WARMUP
+steps, then only when step.py, at the other end of the file descriptor PIPE, says so, for BLOCK
+timed steps each time. A step that an overflow skips counts only if the optimizer is called for it.
+"""
+
+import os
+import runpy
+import sys
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+SETTLE = 2  # untimed steps at the start of a turn, in which memory is taken again
+
+
+def turns(pipe: Connection, warmup: int, block: int) -> Iterator[None]:
+    """Goes on by one at each step of the script; reports seconds per step and peak memory."""
+    for _ in range(warmup):
+        yield
+    synchronize()
+    result = None
+    while True:
+        # What a script keeps between two steps is small; what it has cached for the next one is
+        # not, and others need it now.
+        torch.cuda.empty_cache()
+        try:
+            pipe.send(result)
+            pipe.recv()
+        except (EOFError, OSError):  # step.py has ended
+            os._exit(0)
+        for _ in range(SETTLE):
+            yield
+        synchronize()
+        if torch.cuda.is_initialized():
+            torch.cuda.reset_peak_memory_stats()
+        start = time.perf_counter()
+        for _ in range(block):
+            yield
+        synchronize()
+        result = (time.perf_counter() - start) / block, torch.cuda.max_memory_allocated()
+
+
+def synchronize() -> None:
+    """Waits for the GPU, if the script has one."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def main() -> None:
+    descriptor, warmup, block = map(int, sys.argv[1:4])
+    os.set_inheritable(descriptor, False)  # its end is how step.py learns that this one is dead
+    pipe = Connection(descriptor)
+    pipe.send("torch is imported")
+    pipe.recv()
+
+    turn = turns(pipe, warmup, block)
+    next(turn)
+    register_optimizer_step_post_hook(lambda *_: next(turn))
+    del sys.argv[:4]
+    sys.path[0] = str(Path(sys.argv[0]).parent)
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

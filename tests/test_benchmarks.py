@@ -1,0 +1,117 @@
+"""benchmarks/step.py on the CPU, with steps so few and small that only its workings can be seen."""
+
+import csv
+import re
+import subprocess
+import sys
+from statistics import median
+
+import pytest
+from fresh import ROOT
+from running import SCREENED
+
+pytestmark = pytest.mark.xdist_group("train")
+BENCHMARKS = ROOT / "benchmarks"
+TRAINS = """
+import torch
+weight = torch.zeros(2, requires_grad=True)
+optimizer = torch.optim.SGD([weight], lr=0.1)
+for step in range({steps}):
+    weight.sum().backward()
+    optimizer.step()
+raise RuntimeError("no more")
+"""
+
+
+@pytest.fixture
+def compete(tmp_path):
+    """Runs step.py; gives the process, its table by contestant, and the seconds of every turn."""
+
+    def compete(*names, rounds=2):
+        small = ("--arch", "shufflenet_v2_x0_5", "--image-size", 32, "--batch-size", 4)
+        short = ("--warmup", 1, "--block", 2, "--rounds", rounds, "--output", tmp_path / "step.csv")
+        flags = ("--device", "cpu", *small, *short, "--contestants", ",".join(map(str, names)))
+        done = subprocess.run(
+            [sys.executable, BENCHMARKS / "step.py", *map(str, flags)],
+            env=SCREENED,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        lines = [line for line in done.stdout.splitlines() if line.startswith("|")]
+        head, _, *rows = ([cell.strip() for cell in line[1:-1].split("|")] for line in lines)
+        table = {row[0]: dict(zip(head, row, strict=True)) for row in rows}
+        turns = {}
+        with (tmp_path / "step.csv").open() as file:
+            for row in csv.DictReader(file):
+                turns.setdefault(row["contestant"], []).append(float(row["seconds"]))
+        return done, table, turns
+
+    return compete
+
+
+def test_the_project_and_torch_take_turns(compete):
+    done, table, turns = compete("project-O0", "torch-fp32", "apex-O1")
+    assert done.returncode == 0, done.stderr
+    assert "apex-O1 is left out: " in done.stderr
+    assert list(table) == list(turns) == ["project-O0", "torch-fp32"]
+    for name, row in table.items():
+        own, torchs = turns[name], turns["torch-fp32"]
+        assert len(own) == 2
+        assert float(row["ms/step"]) == pytest.approx(median(own) * 1e3, abs=0.01)
+        ends = [float(end) for end in row["min – max"].split(" – ")]
+        assert ends == pytest.approx([min(own) * 1e3, max(own) * 1e3], abs=0.01)
+        assert float(row["images/s"]) == pytest.approx(4 / median(own), abs=1)
+        assert float(row["ratio"]) == pytest.approx(median(own) / median(torchs), abs=0.001)
+        assert row["to"] == "torch-fp32"
+        assert row["peak GiB"] == "–"  # of a CPU
+
+
+def test_the_others_go_on_when_a_contestant_ends(compete, tmp_path):
+    scripts = tmp_path / "early.py", tmp_path / "late.py", tmp_path / "never.py"
+    for script, steps in zip(scripts, (0, 7, 10**9), strict=True):
+        script.write_text(TRAINS.format(steps=steps))
+    done, table, turns = compete(*scripts, rounds=3)
+    assert done.returncode == 1
+    for name in ("early", "late"):
+        assert f"{name} ended with status 1; its last words:\n    Traceback" in done.stderr
+    assert done.stderr.count("RuntimeError: no more") == 2
+    assert {name: len(of) for name, of in turns.items()} == {"late": 1, "never": 3}
+    assert list(table) == ["never"]
+    assert table["never"]["ratio"] == "–"
+
+
+@pytest.fixture
+def step(monkeypatch):
+    """The module."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import step
+
+    return step
+
+
+@pytest.mark.parametrize(
+    ("name", "references"),
+    [
+        ("project", ["torch-fp16", "torch-fp16"]),
+        ("project-syncbn-adam-O5", ["torch-adam-syncbn-bf16", "torch-adam-bf16"]),
+        ("apex-torchddp-O0", ["torch-fp32", "torch-fp32"]),
+        ("torch-compile-fp16", ["torch-fp16"]),
+        ("fabric-adam-bf16", ["torch-adam-bf16", "torch-adam-bf16"]),
+    ],
+)
+def test_a_contestant_is_held_against_its_like(step, name, references):
+    assert step.read_name(name, "sgd").references() == references
+
+
+@pytest.mark.parametrize("name", ["jax", "apex-O4", "project-fp16", "fabric-syncbn", "none.py"])
+def test_a_name_that_is_none_is_refused(step, name):
+    with pytest.raises(ValueError, match=re.escape(name.split("-")[0])):
+        step.read_name(name, "sgd")
+
+
+def test_the_numbers_of_the_project_are_still_these(step):
+    project = ROOT / "{{cookiecutter.project_slug}}"
+    assert f"\nDUMMY_STEPS = {step.PROJECT_EPOCH} " in (project / "main.py").read_text()
+    size = f"batch_size, 3, {step.PROJECT_IMAGES}, {step.PROJECT_IMAGES}, device"
+    assert size in (project / "task.py").read_text()
