@@ -167,15 +167,36 @@ def _by_formula(
     group: str,
 ) -> Tensor:
     """In operations that a compiler fuses with their neighbours, and that any device has."""
-    output, mean, var = _ByFormula.apply(input, weight, bias, eps, group)
-    if running_mean is not None:
-        running_mean.lerp_(mean.to(running_mean.dtype), momentum)
-        running_var.lerp_(var.to(running_var.dtype), momentum)
-    return output
+    with torch.no_grad():
+        mean, var, total = _moments(input, group)
+        if running_mean is not None:
+            unbiased = var * (total / (total - 1))
+            running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+            running_var.lerp_(unbiased.to(running_var.dtype), momentum)
+        invstd = (var + eps).rsqrt()
+    return _ByFormula.apply(input, weight, bias, mean, invstd, total, group)
+
+
+def _moments(input: Tensor, group: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean and variance of each channel over the group, and of how many values; in float64."""
+    x = _at_least_fp32(input)
+    channels, count = input.shape[1], input.numel() // input.shape[1]
+    if count:
+        var, mean = torch.var_mean(x, _all_but_channels(input), correction=0)
+    elif torch.compiler.is_compiling():  # it would leave out gathers whose result is not used
+        raise ValueError("SyncBatchNorm cannot be compiled for an empty batch.")
+    else:
+        var = mean = x.new_zeros(channels)
+    here = torch.cat([mean, var, x.new_full((1,), count)])
+    means, variances, counts = gather(here, group).double().split([channels, channels, 1], dim=1)
+    total = counts.sum()
+    mean = (means * counts).sum(0) / total
+    var = ((variances + (means - mean).square()) * counts).sum(0) / total
+    return mean, var, total
 
 
 class _ByFormula(torch.autograd.Function):
-    """The normalised input, and the mean and the unbiased variance, which carry no gradient."""
+    """(input − mean) · invstd · weight + bias, where mean and invstd come from the input, too."""
 
     @staticmethod
     def forward(
@@ -183,39 +204,24 @@ class _ByFormula(torch.autograd.Function):
         input: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        eps: float,
+        mean: Tensor,
+        invstd: Tensor,
+        total: Tensor,
         group: str,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> Tensor:
         x = _at_least_fp32(input)
-        channels, count = input.shape[1], input.numel() // input.shape[1]
-        if count:
-            var, mean = torch.var_mean(x, _all_but_channels(input), correction=0)
-        elif torch.compiler.is_compiling():  # it would leave out gathers whose result is not used
-            raise ValueError("SyncBatchNorm cannot be compiled for an empty batch.")
-        else:
-            var = mean = x.new_zeros(channels)
-        here = torch.cat([mean, var, x.new_full((1,), count)])
-        means, variances, counts = gather(here, group).split([channels, channels, 1], dim=1)
-        # In float64, where E[x²] − E[x]² keeps the digits that the difference needs.
-        total = counts.double().sum()
-        means, shares = means.double(), counts.double() / total
-        mean = (means * shares).sum(0)
-        var = ((variances.double() + means * means) * shares).sum(0) - mean * mean
-        invstd = (var + eps).rsqrt().to(x.dtype)
-        unbiased = var * (total / (total - 1))
-        mean = mean.to(x.dtype)
-
+        mean, invstd = mean.to(x.dtype), invstd.to(x.dtype)
         ctx.save_for_backward(input, weight, mean, invstd, total)
         ctx.group = group
         output = (x - _per_channel(mean, x)) * _per_channel(invstd, x)
         if weight is not None:
             output = output * _per_channel(weight, x) + _per_channel(bias, x)
-        ctx.mark_non_differentiable(mean, unbiased)
-        return output.to(input.dtype), mean, unbiased
+        # A cast to the type that it has makes torch 2.11 compile a backward pass of zeros.
+        return output if output.dtype == input.dtype else output.to(input.dtype)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         input, weight, mean, invstd, total = ctx.saved_tensors
         grad = _at_least_fp32(grad)
         centred = _at_least_fp32(input) - _per_channel(mean, input)
@@ -231,7 +237,7 @@ class _ByFormula(torch.autograd.Function):
             grad_input = grad - _per_channel(mean_grad, grad)
             grad_input = grad_input - centred * _per_channel(invstd * mean_product, grad)
             grad_input = (grad_input * _per_channel(scale, grad)).to(input.dtype)
-        return grad_input, grad_weight, grad_bias, None, None
+        return grad_input, grad_weight, grad_bias, None, None, None, None
 
 
 def _memory_format(input: Tensor) -> torch.memory_format:
