@@ -53,6 +53,7 @@ FILES = [
     "apex_native/parallel/LARC.py",
     "apex_native/parallel/__init__.py",
     "apex_native/parallel/_gather.py",
+    "apex_native/parallel/_rows.py",
     "apex_native/parallel/distributed.py",
     "apex_native/parallel/reducer.py",
     "apex_native/parallel/sync_batchnorm.py",

@@ -23,7 +23,7 @@ from engine import checkpoint, cli, distributed
 from engine.backend import load_backend
 from engine.check import sample, try_out
 from engine.errors import UserError
-from engine.report import Meter, Report
+from engine.report import Report
 
 LOG_EVERY = 10  # steps
 DUMMY_STEPS = 100  # in an epoch of --dummy
@@ -41,6 +41,7 @@ def parse_args() -> Namespace:
 
     add = parser.add_argument_group("model").add_argument
     add("--arch", default="resnet18", help="one of torchvision's models, such as resnet50")
+    add("--compile", action=flag, default=False, help="compile the model: a slow start, fast steps")
     add("--channels-last", action=flag, help="NHWC, which tensor cores want (default: on a GPU)")
 
     add = parser.add_argument_group("optimisation").add_argument
@@ -129,7 +130,7 @@ def main() -> None:
     if on_gpu:
         torch.cuda.set_device(device)
         torch.backends.cudnn.benchmark = True
-    apex, reason = load_backend(args.backend, args.opt_level)
+    apex, reason = load_backend(args.backend, args.opt_level, args.compile)
     dist.init_process_group("nccl" if on_gpu else "gloo", init_method="env://")
     torch.manual_seed(args.seed)
     report = Report(args.output, rank, task.METRIC)
@@ -192,6 +193,8 @@ def main() -> None:
         keep_batchnorm_fp32=args.keep_batchnorm_fp32,
         loss_scale=args.loss_scale,
     )
+    if args.compile:
+        model.compile()
     # % if ddp == "apex"
     model = apex.parallel.DistributedDataParallel(model, delay_allreduce=args.delay_allreduce)
     # % else
@@ -221,7 +224,7 @@ def main() -> None:
         end = min(steps_per_epoch, last_step - epoch * steps_per_epoch)
         batches = islice(train_loader, first, end)
         bar = report.bar(batches, f"epoch {epoch + 1}/{args.epochs}", end - first)
-        meter = Meter(device, args.batch_size * world_size)
+        meter = report.meter(device, args.batch_size * world_size)
         for batch in bar:
             images, targets = distributed.to_device(batch, device, memory_format)
             for group in optimizer.param_groups:
@@ -239,6 +242,8 @@ def main() -> None:
                 bar.set_postfix(meter.progress(), loss_scale=loss_scale(apex))
 
         row = {"epoch": epoch + 1, "step": step, **meter.results()}
+        if meter.warm_up_s:
+            report.say(f"warm-up: {meter.warm_up_s:.1f} s, not counted in images_per_second")
         row |= {"lr": optimizer.param_groups[0]["lr"], "loss_scale": loss_scale(apex)}
         row |= validate(model, val_loader, memory_format, report)
         report.row(row)

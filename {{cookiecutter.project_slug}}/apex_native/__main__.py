@@ -56,7 +56,7 @@ def install() -> None:
     for name in [name for name in sys.modules if name.split(".")[0] == "apex"]:
         del sys.modules[name]
     for module in pkgutil.walk_packages(apex_native.__path__, "apex_native."):
-        if not module.name.endswith("__main__"):
+        if not module.name.rpartition(".")[2].startswith("_"):
             importlib.import_module(module.name)
     for name, module in list(sys.modules.items()):
         if name.split(".")[0] == "apex_native":

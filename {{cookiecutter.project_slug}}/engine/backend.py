@@ -20,19 +20,20 @@ CALLS = (
 APEX_LEVELS = ("O0", "O1", "O2", "O3")
 
 
-def load_backend(choice: str, opt_level: str) -> tuple[ModuleType, str]:
+def load_backend(choice: str, opt_level: str, compiled: bool = False) -> tuple[ModuleType, str]:
     """The package that serves Apex's calls, and one line that says which and why.
 
     Args:
         choice: "apex" (real Apex or stop), "native" (apex_native), or "auto": real Apex if it
             has every call, its compiled extensions and a GPU, else apex_native.
         opt_level: O4 and O5 are not in NVIDIA's Apex.
+        compiled: whether the model is to be compiled, which Apex's patches of torch stand against.
 
     Raises UserError if `choice` is "apex" and Apex can't serve.
     """
     if choice == "native":
         return apex_native, "apex_native, as asked"
-    problem = _problem_with_apex(opt_level)
+    problem = _problem_with_apex(opt_level, compiled)
     if problem is None:
         return importlib.import_module("apex"), "real Apex"
     if choice == "apex":
@@ -40,7 +41,7 @@ def load_backend(choice: str, opt_level: str) -> tuple[ModuleType, str]:
     return apex_native, f"apex_native, because {problem}"
 
 
-def _problem_with_apex(opt_level: str) -> str | None:
+def _problem_with_apex(opt_level: str, compiled: bool) -> str | None:
     """Why real Apex can't serve here, or None if it can."""
     try:
         apex = importlib.import_module("apex")
@@ -65,6 +66,8 @@ def _problem_with_apex(opt_level: str) -> str | None:
         return "Apex needs a GPU"
     if opt_level not in APEX_LEVELS:
         return f"NVIDIA's Apex has no {opt_level}"
+    if compiled:
+        return "torch.compile can't follow the functions that real Apex puts in place of torch's"
     return None
 
 

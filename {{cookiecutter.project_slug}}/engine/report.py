@@ -17,6 +17,7 @@ from engine import distributed
 from engine.errors import UserError
 
 COLUMNS = ("epoch", "step", "train_loss", "val_loss", "lr", "loss_scale", "images_per_second")
+WARM_UP = 3  # steps, in which kernels are chosen and compiled
 
 
 class Report:
@@ -32,6 +33,7 @@ class Report:
         self.output = output
         self.active = rank == 0
         self.columns = (*COLUMNS[:4], metric, *COLUMNS[4:])
+        self.warm_up = WARM_UP
 
     def open(self, config: dict[str, object], resume: Path | None, epochs: int) -> None:
         """Makes the folder ready, writes config.json and the head of metrics.csv.
@@ -77,6 +79,11 @@ class Report:
         hidden = not (self.active and sys.stderr.isatty())
         return tqdm(batches, description, total, leave=False, disable=hidden, dynamic_ncols=True)
 
+    def meter(self, device: torch.device, images_per_step: int) -> "Meter":
+        """A new Meter; the run's first one has a warm-up."""
+        warm_up, self.warm_up = self.warm_up, 0
+        return Meter(device, images_per_step, warm_up)
+
     def row(self, row: dict[str, float]) -> None:
         """Adds a row to metrics.csv, and prints it."""
         if not self.active:
@@ -105,21 +112,34 @@ class Meter:
     """Loss and throughput since it was made.
 
     The loss is summed on the device: to read it at every step, the CPU would wait for the GPU.
+
+    Args:
+        images_per_step: of all processes.
+        warm_up: the first so many steps, which choose and compile kernels, are timed apart.
     """
 
-    def __init__(self, device: torch.device, images_per_step: int) -> None:
+    def __init__(self, device: torch.device, images_per_step: int, warm_up: int = 0) -> None:
         self.loss_sum = torch.zeros((), device=device)
-        self.steps = 0
-        self.images_per_step = images_per_step
+        self.steps, self.untimed = 0, 0
+        self.images_per_step, self.warm_up = images_per_step, warm_up
+        self.warm_up_s = 0.0
         self.started = time.perf_counter()
 
     def add(self, loss: Tensor) -> None:
-        """Counts a step."""
+        """Counts a step. Waits for the device once, at the end of the warm-up."""
         self.loss_sum += loss.detach()
         self.steps += 1
+        if self.steps == self.warm_up:
+            self.loss_sum.item()
+            now = time.perf_counter()
+            self.warm_up_s, self.started, self.untimed = now - self.started, now, self.steps
 
     def _speed(self) -> float:
-        return self.steps * self.images_per_step / (time.perf_counter() - self.started)
+        """Images/s after the warm-up; within it, of all steps."""
+        timed = self.steps - self.untimed
+        if not timed:
+            return self.steps * self.images_per_step / self.warm_up_s
+        return timed * self.images_per_step / (time.perf_counter() - self.started)
 
     def progress(self) -> dict[str, str]:
         """This process's mean loss and the images/s of all of them. Waits for the device."""

@@ -55,6 +55,16 @@ def four_processes() -> Iterator[Processes]:
     processes.stop()
 
 
+@pytest.fixture
+def interpreted_processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Processes]:
+    """Two on the CPU that run Triton's kernels line by line."""
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    processes = Processes("gloo")
+    yield processes
+    processes.stop()
+
+
 @pytest.fixture(scope="session")
 def two_gpus() -> Iterator[Processes]:
     """Runs functions on two processes over NCCL, each with a GPU of its own."""

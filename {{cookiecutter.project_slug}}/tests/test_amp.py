@@ -161,6 +161,7 @@ def test_level_trains(device, level, name):
         ("O3", {"cast_model_type": FP16, "keep_batchnorm_fp32": True}, FP16, FP32),
         ("O3", {"cast_model_type": FP16, "keep_batchnorm_fp32": "True"}, FP16, FP32),
         ("O2", {"cast_model_type": BF16}, BF16, FP32),
+        ("O2", {"cast_model_type": False}, FP32, FP32),
         ("O1", {"cast_model_type": False}, FP32, FP32),
         ("O1", {"cast_model_type": FP32}, FP32, FP32),
     ],
@@ -300,6 +301,26 @@ def test_parameters_keep_their_identity(level):
     before = dict(model.named_parameters())
     initialize(model, sgd(model), level)
     assert all(before[name] is parameter for name, parameter in model.named_parameters())
+
+
+def test_o0_makes_fp32_of_what_is_double():
+    model = initialize(Net().double(), None, "O0")
+    output = model(torch.randn(2, 4, dtype=torch.float64))
+    assert {tensor.dtype for tensor in model.parameters()} == {FP32}
+    assert model.seen == model.offset.dtype == output.dtype == FP32
+
+
+def test_only_batch_norms_with_weights_stay_in_fp32():
+    norms = {
+        nn.BatchNorm1d(2): FP32,
+        nn.BatchNorm1d(2, affine=False): FP16,
+        nn.InstanceNorm1d(2, affine=True): FP16,
+        nn.LayerNorm(2): FP16,
+    }
+    initialize(nn.Sequential(*norms), None, "O2", cast_model_type=FP16)
+    for norm, dtype in norms.items():
+        tensors = [*norm.parameters(), *norm.buffers()]
+        assert {tensor.dtype for tensor in tensors} - {torch.int64} == {dtype}
 
 
 # What goes in and out
@@ -620,6 +641,20 @@ def test_gradients_accumulate_across_a_change_of_scale(level):
 
 
 @pytest.mark.parametrize("level", ["O0", "O2"])
+def test_clipping_after_the_block_bounds_the_step(level):
+    model, optimizer = prepare(level, lambda model: sgd(model, lr=1.0), loss_scale="dynamic")
+    set_scale(256.0)
+    first, _ = two_losses(model)
+    before = [parameter.detach().clone() for parameter in amp.master_params(optimizer)]
+    backward(first() * 100, optimizer)
+    torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 0.5)
+    optimizer.step()
+    after = zip(amp.master_params(optimizer), before, strict=True)
+    moved = torch.cat([(parameter - old).flatten() for parameter, old in after])
+    assert moved.norm().item() == pytest.approx(0.5, rel=1e-4)
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
 def test_delay_unscale(level):
     model, optimizer = prepare(level, loss_scale="dynamic")
     losses = two_losses(model)
@@ -737,6 +772,15 @@ def test_an_overflow_skips_every_optimizer_that_was_named(bad):
     assert not same(weights(a), before[0]) and not same(weights(b), before[1])
 
 
+def test_a_block_updates_its_scaler_once_for_all_optimizers():
+    models = [nn.Linear(2, 1), nn.Linear(2, 1)]
+    models, optimizers = initialize(models, [sgd(m) for m in models], "O0", loss_scale="dynamic")
+    x = torch.ones(1, 2)
+    for factor, state in ((1.0, (65536.0, 1)), (float("inf"), (32768.0, 0))):
+        backward(sum(model(x).sum() for model in models) * factor, optimizers)
+        assert tuple(amp.state_dict()["loss_scaler0"].values()) == state
+
+
 def test_each_loss_has_its_scale(capsys):
     model = nn.Linear(2, 1)
     model, optimizer = initialize(
@@ -801,6 +845,15 @@ def test_the_scale_has_a_ceiling_and_a_floor():
     assert scale() == 1024.0
 
 
+def test_the_scale_stays_where_its_inverse_is_a_number():
+    model = nn.Linear(2, 1)
+    model, optimizer = initialize(model, sgd(model), "O0", loss_scale="dynamic")
+    set_scale(2.0**-64)
+    overflow(model, optimizer)
+    assert scale() == 2.0**-64
+    assert torch.tensor(1.0 / scale(), dtype=FP32).isfinite()
+
+
 @pytest.mark.parametrize("level", ["O0", "O2"])
 def test_a_static_scale_never_skips(capsys, level):
     model, optimizer = prepare(level, loss_scale=128.0, verbosity=1)
@@ -838,6 +891,22 @@ def test_a_skipped_step_leaves_no_trace(device, poisoned_memory, name):
     assert same(*results)
     if "Adam" in name:
         assert {int(state["step"]) for state in optimizer.state.values()} == {2}
+
+
+def test_fused_sgd_steps_masters_whatever_materialize_master_grads_is():
+    results = []
+    for given in (True, False):
+        torch.manual_seed(0)
+        model, optimizer = prepare(
+            "O2",
+            lambda model, given=given: FusedSGD(
+                model.parameters(), lr=0.1, materialize_master_grads=given
+            ),
+            loss_scale=128.0,
+        )
+        train(model, optimizer, batches(2))
+        results.append(weights(model))
+    assert same(*results)
 
 
 class NoWait(TorchDispatchMode):
@@ -923,6 +992,12 @@ def test_casts_hold_outside_of_the_model(device, level, dtype):
 
 def product_type():
     return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_only_o1_and_o4_cast_functions(level):
+    initialize(Net(), None, level)
+    assert product_type() == on("cpu", {"O1": FP16, "O4": BF16}.get(level, FP32))
 
 
 class Spy(torch.optim.SGD):

@@ -244,6 +244,19 @@ def test_a_resumed_optimizer_goes_on_exactly(kind, dtype):
         assert torch.equal(one, two)
 
 
+@pytest.mark.parametrize("kind", [FusedSGD, FusedLAMB, FusedNovoGrad, FusedAdagrad])
+@pytest.mark.parametrize("set_grad_none", [None, True, False])
+def test_gradients_are_dropped_or_zeroed_as_apex_does(kind, set_grad_none):
+    parameter = nn.Parameter(torch.ones(2))
+    given = {} if set_grad_none is None else {"set_grad_none": set_grad_none}
+    optimizer = kind([parameter], lr=0.1, **given)
+    parameter.grad = torch.ones(2)
+    optimizer.zero_grad()
+    drops = kind is not FusedSGD if set_grad_none is None else set_grad_none
+    assert (parameter.grad is None) == drops
+    assert drops or not parameter.grad.any()
+
+
 @pytest.mark.parametrize("kind", [FusedLAMB, FusedNovoGrad])
 def test_amsgrad_is_refused(kind):
     with pytest.raises(RuntimeError, match="AMSGrad"):

@@ -37,6 +37,18 @@ def test_without_a_weight(device, kind):
 
 
 @pytest.mark.parametrize("kind", PLAIN + MIXED)
+def test_memory_efficient_changes_no_result(kind):
+    x, results = torch.randn(4, 8), []
+    for memory_efficient in (False, True):
+        norm, own = kind(8, memory_efficient=memory_efficient), x.clone().requires_grad_()
+        output = norm(own)
+        (output.cumsum(0) ** 2).sum().backward()
+        results.append((output, own.grad, norm.weight.grad))
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("kind", PLAIN + MIXED)
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
 def test_plain_ones_keep_the_inputs_type_and_mixed_ones_the_parameters(device, kind, weights):
     norm = kind(8).to(device, weights)

@@ -1,5 +1,6 @@
 """``python -m apex_native`` runs scripts that were written for Apex."""
 
+import inspect
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from apex_native import fp16_utils
+from apex_native import amp, fp16_utils, normalization, optimizers, parallel
 
 PROJECT = Path(__file__).parent.parent
 
@@ -110,6 +111,50 @@ def test_a_missing_name_is_named_with_the_nearest_one(tmp_path, line, nearest):
     done = start(script)
     assert done.returncode == 1
     assert f"the nearest thing there is {nearest}" in done.stderr.splitlines()[-1]
+
+
+# fmt: off
+SIGNATURES = [
+    (amp.initialize, lambda models, optimizers=None, enabled=True, opt_level="O1",
+        cast_model_type=None, patch_torch_functions=None, keep_batchnorm_fp32=None,
+        master_weights=None, loss_scale=None, cast_model_outputs=None, num_losses=1, verbosity=1,
+        min_loss_scale=None, max_loss_scale=2.0**24: None),
+    (amp.scale_loss, lambda loss, optimizers, loss_id=0, model=None, delay_unscale=False,
+        delay_overflow_check=False: None),
+    (parallel.DistributedDataParallel, lambda module, message_size=10000000,
+        delay_allreduce=False, shared_param=None, allreduce_trigger_params=None,
+        retain_allreduce_buffers=False, allreduce_always_fp32=False, num_allreduce_streams=1,
+        allreduce_communicators=None, gradient_average=True, gradient_predivide_factor=1.0,
+        gradient_average_split_factor=None, prof=False: None),
+    (parallel.convert_syncbn_model, lambda module, process_group=None, channel_last=False: None),
+    (parallel.create_syncbn_process_group, lambda group_size: None),
+    (parallel.SyncBatchNorm, lambda num_features, eps=1e-5, momentum=0.1, affine=True,
+        track_running_stats=True, process_group=None, channel_last=False, fuse_relu=False: None),
+    (parallel.LARC.LARC, lambda optimizer, trust_coefficient=0.02, clip=True, eps=1e-8: None),
+    (optimizers.FusedAdam, lambda params, lr=1e-3, bias_correction=True, betas=(0.9, 0.999),
+        eps=1e-8, adam_w_mode=True, weight_decay=0.0, amsgrad=False, set_grad_none=True,
+        capturable=False, master_weights=False: None),
+    (optimizers.FusedSGD, lambda params, lr, momentum=0.0, dampening=0.0, weight_decay=0.0,
+        nesterov=False, wd_after_momentum=False, materialize_master_grads=True,
+        set_grad_none=False: None),
+    (normalization.FusedLayerNorm, lambda normalized_shape, eps=1e-5, elementwise_affine=True,
+        memory_efficient=False: None),
+    (normalization.FusedRMSNorm, lambda normalized_shape, eps=1e-5, elementwise_affine=True,
+        memory_efficient=False: None),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("call", "apexs"), SIGNATURES, ids=[c.__name__ for c, _ in SIGNATURES])
+def test_a_call_takes_apexs_arguments_in_apexs_order(call, apexs):
+    ours, theirs = (
+        [
+            (parameter.name, parameter.default)
+            for parameter in inspect.signature(one).parameters.values()
+        ]
+        for one in (call, apexs)
+    )
+    assert ours == theirs
 
 
 SPAWNING = """

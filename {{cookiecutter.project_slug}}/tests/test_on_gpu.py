@@ -147,6 +147,7 @@ NOT_IN_SINGLE = {
     "std": lambda: torch.std(half(4)),
     "var": lambda: torch.var(half(4)),
     "interpolate, area": lambda: F.interpolate(half(1, 2, 4, 4), size=2, mode="area"),
+    "cpu": lambda: half(4).cpu(),
     "grid_sample": lambda: F.grid_sample(half(1, 2, 4, 4), half(1, 3, 3, 2), align_corners=False),
 }
 # … the same for what is inside of a function that ends in fp32 …
@@ -165,12 +166,15 @@ ONLY_IN_AUTOCAST = {
     "cdist": (lambda: torch.cdist(half(2, 4), half(2, 4)), FP32),
     "pdist": (lambda: F.pdist(half(2, 4)), FP32),
     "linalg.norm": (lambda: torch.linalg.norm(half(4)), FP32),
+    "linalg.vector_norm": (lambda: torch.linalg.vector_norm(half(4)), FP32),
+    "linalg.matrix_norm": (lambda: torch.linalg.matrix_norm(half(2, 4)), FP32),
     "einsum": (lambda: torch.einsum("ij,jk->ik", single(2, 4), single(4, 3)), FP16),
     "scaled_dot_product_attention": (
         lambda: F.scaled_dot_product_attention(*(single(1, 2, 4, 8) for _ in range(3))),
         FP16,
     ),
     "linalg.multi_dot": (lambda: torch.linalg.multi_dot([single(2, 4), single(4, 3)]), FP16),
+    "chain_matmul": (lambda: torch.chain_matmul(single(2, 4), single(4, 3)), FP16),
     "linalg.vecdot": (lambda: torch.linalg.vecdot(single(4), single(4)), FP16),
     "vdot": (lambda: torch.vdot(half(4), single(4)), FP32),
     "tensordot": (lambda: torch.tensordot(half(2, 4), single(4, 3), 1), FP32),
@@ -248,6 +252,15 @@ def test_autocast_casts_what_apex_does_not(
     o1: None, function: Callable, dtype: torch.dtype
 ) -> None:
     assert function().dtype == dtype
+
+
+def test_o1_casts_functions_of_the_users_own(o1: None) -> None:
+    def seen(tensor: Tensor) -> torch.dtype:
+        return tensor.dtype
+
+    assert amp.half_function(seen)(single(2)) == FP16
+    assert amp.bfloat16_function(seen)(single(2)) == torch.bfloat16
+    assert amp.float_function(seen)(half(2)) == FP32
 
 
 # Recurrent networks

@@ -23,6 +23,7 @@ from apex_native.parallel import (
     create_syncbn_process_group,
     revert_syncbn_model,
 )
+from apex_native.parallel.sync_batchnorm import _memory_format
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
@@ -534,7 +535,9 @@ def on_each_rank_share_statistics(whole, sizes, options, group_size=0, compiled=
     group = create_syncbn_process_group(group_size)
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     parts = [whole.split(sizes)[rank] for rank in ranks]
-    whole, here = torch.cat(parts), ranks.index(dist.get_rank())
+    memory_format = _memory_format(whole)  # which cat drops if the first part is empty
+    whole = torch.cat(parts).contiguous(memory_format=memory_format)
+    here = ranks.index(dist.get_rank())
     start = sum(map(len, parts[:here]))
     mine = slice(start, start + len(parts[here]))
     torch.manual_seed(0)
@@ -593,6 +596,27 @@ def test_processes_normalise_as_over_one_large_batch(two_processes, sizes, compi
         whole = torch.randn(sum(sizes), *shape, dtype=torch.float64) * 3 + 1000
         options = OPTIONS[len(shape) - 1]
         normalise_as_over_one_batch(two_processes, whole, sizes, options, 1e-7, compiled=compiled)
+
+
+def on_each_rank_share_in_rows(*arguments):
+    """As above, by the kernels for channels_last, which Triton's interpreter runs on the CPU."""
+    from apex_native.parallel import _rows, sync_batchnorm
+
+    sync_batchnorm._function_for = lambda input: _rows.ByRows.apply
+    assert _rows.lies_in_rows(arguments[0])
+    return on_each_rank_share_statistics(*arguments)
+
+
+@pytest.mark.parametrize("sizes", [(3, 5), (6, 0)], ids=str)
+def test_processes_normalise_rows_as_over_one_large_batch(interpreted_processes, sizes):
+    """More rows and channels than a tile has, and more than one tile a program."""
+    formats = {2: torch.contiguous_format, 4: torch.channels_last, 5: torch.channels_last_3d}
+    for shape, options in zip([(3,), (70, 5, 5), (3, 2, 4, 4)], OPTIONS, strict=False):
+        whole = torch.randn(sum(sizes), *shape) * 3 + 100
+        whole = whole.contiguous(memory_format=formats[whole.dim()])
+        arguments = (on_each_rank_share_in_rows, whole, sizes, options)
+        for expected, found in interpreted_processes(*arguments):
+            torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
 def test_groups_of_processes_normalise_apart(four_processes):
@@ -654,3 +678,53 @@ def test_a_batch_norm_under_two_names_is_converted_under_both():
     assert isinstance(model[0], SyncBatchNorm) and isinstance(model[2], SyncBatchNorm)
     assert model[0].weight is model[2].weight is norm.weight
     assert model[0].running_mean is model[2].running_mean
+
+
+# Where Apex's arguments mean something else, or nothing
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"allreduce_trigger_params": []},
+        {"retain_allreduce_buffers": True},
+        {"num_allreduce_streams": 2, "allreduce_communicators": "any"},
+        {"gradient_average_split_factor": 2.0},
+        {"prof": True},
+    ],
+    ids=str,
+)
+def test_arguments_for_apexs_own_communication_change_nothing(two_processes, options):
+    rows = torch.tensor([[1.0, 2.0, 3.0], [3.0, 8.0, -5.0]])
+    for gradient in two_processes(on_each_rank_reduce, rows, options):
+        assert torch.equal(gradient, rows.mean(0))
+
+
+def on_each_rank_switch_off_too_late(rows):
+    x = rows[dist.get_rank()]
+    model = DistributedDataParallel(Weighted(x))
+    loss = model(x)
+    model.disable_allreduce()
+    loss.backward()
+    return model.module.weight.grad
+
+
+def test_the_reduction_is_switched_by_the_forward_pass(two_processes):
+    """In Apex, by the backward pass."""
+    rows = torch.tensor([[1.0, 2.0], [3.0, -6.0]])
+    for gradient in two_processes(on_each_rank_switch_off_too_late, rows):
+        assert torch.equal(gradient, rows.mean(0))
+
+
+def test_conversion_hands_the_group_on():
+    group = object()
+    model = convert_syncbn_model(conv_net(), group)
+    assert model[1].process_group is model[3][0].process_group is group
+
+
+def test_channels_are_the_second_dimension_whatever_channel_last_says(device):
+    """In Apex channel_last=True makes them the last dimension, not a memory format."""
+    x = torch.randn(4, 3, 5, 5, device=device).to(memory_format=torch.channels_last)
+    output = SyncBatchNorm(3, channel_last=True).to(device)(x)
+    torch.testing.assert_close(output, nn.BatchNorm2d(3).to(device)(x))
+    assert output.is_contiguous(memory_format=torch.channels_last)
