@@ -31,34 +31,34 @@ def _sum_powers(x, sums, rows, channels, share, ROWS: tl.constexpr, CHANNELS: tl
     part, first_channel = tl.program_id(0), tl.program_id(1) * CHANNELS
     channel = first_channel + tl.arange(0, CHANNELS)
     shift = tl.load(x + channel, channel < channels, 0).to(tl.float32)[None, :]
-    first = tl.zeros((CHANNELS,), tl.float32)
-    second = tl.zeros((CHANNELS,), tl.float32)
+    first = tl.zeros((ROWS, CHANNELS), tl.float32)
+    second = tl.zeros((ROWS, CHANNELS), tl.float32)
     end = min(part * share + share, rows)
     for row in range(part * share, end, ROWS):
         at, there = _tile(row, first_channel, end, channels, ROWS, CHANNELS)
         value = tl.where(there, tl.load(x + at, there, 0).to(tl.float32) - shift, 0)
-        first += tl.sum(value, 0)
-        second += tl.sum(value * value, 0)
-    tl.store(sums + part * 2 * channels + channel, first, channel < channels)
-    tl.store(sums + (part * 2 + 1) * channels + channel, second, channel < channels)
+        first += value
+        second += value * value
+    tl.store(sums + part * 2 * channels + channel, tl.sum(first, 0), channel < channels)
+    tl.store(sums + (part * 2 + 1) * channels + channel, tl.sum(second, 0), channel < channels)
 
 
 @triton.jit
 def _combine(gathered, world, channel, channels):
     """Mean and variance over all processes, and the number of values, from those of each."""
     there = channel < channels
-    total = 0.0
+    total = tl.zeros((), tl.float32)
     mean = tl.zeros(channel.shape, tl.float32)
     squares = tl.zeros(channel.shape, tl.float32)
     for rank in range(world):  # Chan's update
         of_rank = gathered + rank * (2 * channels + 1)
         count = tl.load(of_rank + 2 * channels)
-        if count > 0:
-            difference = tl.load(of_rank + channel, there, 0) - mean
-            total += count
-            mean += difference * (count / total)
-            squares += tl.load(of_rank + channels + channel, there, 0) * count
-            squares += difference * difference * (count * (total - count) / total)
+        difference = tl.load(of_rank + channel, there, 0) - mean
+        share = count / tl.maximum(total + count, 1)  # of none where all batches so far are empty
+        mean += difference * share
+        squares += tl.load(of_rank + channels + channel, there, 0) * count
+        squares += difference * difference * (total * share)
+        total += count
     return mean, squares / total, total
 
 
@@ -120,16 +120,17 @@ def _sum_gradients(
     channel = first_channel + tl.arange(0, CHANNELS)
     mean = tl.load(statistics + channel, channel < channels, 0)[None, :]
     invstd = tl.load(statistics + channels + channel, channel < channels, 0)
-    first = tl.zeros((CHANNELS,), tl.float32)
-    second = tl.zeros((CHANNELS,), tl.float32)
+    first = tl.zeros((ROWS, CHANNELS), tl.float32)
+    second = tl.zeros((ROWS, CHANNELS), tl.float32)
     end = min(part * share + share, rows)
     for row in range(part * share, end, ROWS):
         at, there = _tile(row, first_channel, end, channels, ROWS, CHANNELS)
         gradient = tl.load(grad + at, there, 0).to(tl.float32)
-        first += tl.sum(gradient, 0)
-        second += tl.sum(gradient * (tl.load(x + at, there, 0).to(tl.float32) - mean), 0)
-    tl.store(sums + part * 2 * channels + channel, first, channel < channels)
-    tl.store(sums + (part * 2 + 1) * channels + channel, second * invstd, channel < channels)
+        first += gradient
+        second += gradient * (tl.load(x + at, there, 0).to(tl.float32) - mean)
+    products = tl.sum(second, 0) * invstd
+    tl.store(sums + part * 2 * channels + channel, tl.sum(first, 0), channel < channels)
+    tl.store(sums + (part * 2 + 1) * channels + channel, products, channel < channels)
 
 
 @triton.jit
