@@ -41,6 +41,8 @@ from torch.nn import functional as F
 from torchvision.models import resnet18
 
 HERE = Path(__file__).resolve().parent
+# Not this folder, whose syncbn.py would hide Apex's extension of that name.
+sys.path[:] = [path for path in sys.path if Path(path).resolve() != HERE]
 sys.path.insert(0, str(HERE.parent / "{{cookiecutter.project_slug}}"))
 sys.dont_write_bytecode = True  # cookiecutter would take the caches for a part of the template
 from task import Digits  # noqa: E402

@@ -1,6 +1,6 @@
-"""Synced batch norm in Triton, for input that lies in memory as rows of channels.
+"""Synced batch norm in Triton, over input that lies in memory as rows of channels.
 
-That is channels_last, or (N, C). Each kernel reads what it needs once and at the speed of memory.
+That is channels_last, or (N, C). Each kernel reads what it needs once.
 """
 
 import torch
@@ -175,13 +175,32 @@ def _differentiate(
         tl.store(grad_input + at, result, inside)
 
 
-def lies_in_rows(input: Tensor) -> bool:
-    """Whether this module takes `input`: its channels are next to each other, its rows dense."""
-    return input.dtype != torch.float64 and input.movedim(1, -1).is_contiguous()
+def sync_batch_norm(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    eps: float,
+    momentum: float | Tensor,
+    group: str,
+) -> Tensor:
+    """`input` (N, C, …) normalised over the group of that name; updates the running buffers.
+
+    What does not lie in rows is put there and taken back, since torch's kernels for it round the
+    mean of half input, and turn to nan where a process has an empty batch.
+    """
+    rows = input.movedim(1, -1)
+    lies_in_rows = rows.is_contiguous()
+    if not lies_in_rows:
+        input = rows.contiguous().movedim(-1, 1)
+    buffers = (running_mean, running_var)
+    output = _ByRows.apply(input, weight, bias, *buffers, eps, float(momentum), group)
+    return output if lies_in_rows else output.contiguous()
 
 
-class ByRows(torch.autograd.Function):
-    """``apply(input, weight, bias, running_mean, running_var, eps, momentum, group)``."""
+class _ByRows(torch.autograd.Function):
+    """`sync_batch_norm` of input that lies in rows."""
 
     @staticmethod
     def forward(
@@ -220,7 +239,7 @@ class ByRows(torch.autograd.Function):
             rows,
             channels,
             eps,
-            float(momentum),
+            momentum,
             AFFINE=weight is not None,
             TRACKED=running_mean is not None,
             **_SIZES,

@@ -90,84 +90,9 @@ class SyncBatchNorm(_BatchNorm):
 
 def _function_for(input: Tensor) -> Callable:
     """What normalises `input` fastest."""
-    if torch.compiler.is_compiling() or not input.is_cuda:
+    if torch.compiler.is_compiling() or not input.is_cuda or _rows is None:
         return _by_formula
-    if _rows is not None and _rows.lies_in_rows(input):
-        return _rows.ByRows.apply
-    return _ByKernels.apply
-
-
-class _ByKernels(torch.autograd.Function):
-    """On the kernels of torch's own SyncBatchNorm, for CUDA without torch.compile.
-
-    torch's lets the CPU wait for the GPU in each layer, to sort out empty batches, and counts in
-    fp16 where the running statistics are fp16, up to 65,504 values. With channels_last its kernels
-    take twice as long as cuDNN's: `_rows` has others.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: FunctionCtx,
-        input: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        eps: float,
-        momentum: float | Tensor,
-        group: str,
-    ) -> Tensor:
-        channels = input.shape[1]
-        input = input.contiguous(memory_format=_memory_format(input))
-        if input.numel():
-            mean, invstd = torch.batch_norm_stats(input, eps)
-            count = input.numel() / channels
-        else:
-            mean, count = input.new_zeros(channels, dtype=torch.float32), 1e-30  # 0 gives nan
-            invstd = torch.ones_like(mean)
-        here = torch.cat([mean, invstd, mean.new_full((1,), count)])
-        means, invstds, counts = gather(here, group).split([channels, channels, 1], dim=1)
-        counts = counts.flatten()
-
-        # Without buffers of the type that it computes in, the kernel wants counts in half.
-        buffers = [mean, mean] if running_mean is None else [running_mean, running_var]
-        running = [buffer.to(mean.dtype) for buffer in buffers]
-        mean, invstd = torch.batch_norm_gather_stats_with_counts(
-            input, means, invstds, *running, float(momentum), eps, counts
-        )
-        for buffer, updated in zip(buffers, running, strict=True):
-            if buffer is not updated:
-                buffer.copy_(updated)
-        if weight is not None:  # the kernels want all that is per channel in one type
-            weight, bias = weight.to(mean.dtype), bias.to(mean.dtype)
-        ctx.save_for_backward(input, weight, mean, invstd, counts.int())
-        ctx.group = group
-        if not input.numel():
-            return torch.empty_like(input)
-        return torch.batch_norm_elemt(input, weight, bias, mean, invstd, eps)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        input, weight, mean, invstd, counts = ctx.saved_tensors
-        grad = grad.contiguous(memory_format=_memory_format(input))
-        grad_input = grad_weight = grad_bias = None
-        if input.numel():
-            sum_grad, sum_product, grad_weight, grad_bias = torch.batch_norm_backward_reduce(
-                grad, input, mean, invstd, weight, *ctx.needs_input_grad[:3]
-            )
-        else:
-            sum_grad = sum_product = grad_weight = grad_bias = torch.zeros_like(mean)
-        if ctx.needs_input_grad[0]:
-            sums = gather(torch.cat([sum_grad, sum_product]), ctx.group).sum(0)
-            grad_input = torch.zeros_like(input)
-            if input.numel():
-                grad_input = torch.batch_norm_backward_elemt(
-                    grad, input, mean, invstd, weight, *sums.chunk(2), counts
-                )
-        if weight is None:
-            grad_weight = grad_bias = None
-        return grad_input, grad_weight, grad_bias, None, None, None, None, None
+    return _rows.sync_batch_norm
 
 
 def _by_formula(
@@ -252,13 +177,6 @@ class _ByFormula(torch.autograd.Function):
             grad_input = grad_input - centred * _per_channel(invstd * mean_product, grad)
             grad_input = (grad_input * _per_channel(scale, grad)).to(input.dtype)
         return grad_input, grad_weight, grad_bias, None, None, None, None
-
-
-def _memory_format(input: Tensor) -> torch.memory_format:
-    for memory_format in (torch.channels_last, torch.channels_last_3d):
-        if input.is_contiguous(memory_format=memory_format):
-            return memory_format
-    return torch.contiguous_format
 
 
 def _at_least_fp32(tensor: Tensor) -> Tensor:
