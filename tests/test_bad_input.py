@@ -165,6 +165,24 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(project, checkpoint):
     (checkpoint.parent / "kept.pt").rename(checkpoint.parent / "last.pt")
 
 
+WHOLE = {
+    "__init__.py": "import sys; sys.modules['amp_C'] = sys",
+    "amp.py": "def initialize(): pass\ndef scale_loss(): pass",
+    "parallel.py": "class DistributedDataParallel: pass\ndef convert_syncbn_model(): pass",
+    "optimizers.py": "class FusedAdam: pass",
+}
+"""Files of a package that looks like a whole Apex."""
+
+
+def test_real_apex_is_not_compiled(bake):
+    project = bake()
+    (project / "apex").mkdir()
+    for name, text in WHOLE.items():
+        (project / "apex" / name).write_text(text)
+    saying = "torch.compile can't follow"
+    refused(project, "--backend", "apex", "--compile", saying=(saying, "use --backend native"))
+
+
 @pytest.mark.parametrize(
     ("package", "saying"),
     [
@@ -179,17 +197,7 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(project, checkpoint):
             "removed in May 2025",
             id="without_amp",
         ),
-        pytest.param(
-            {
-                "__init__.py": "",
-                "amp.py": "def initialize(): pass\ndef scale_loss(): pass",
-                "parallel.py": "class DistributedDataParallel: pass\n"
-                "def convert_syncbn_model(): pass",
-                "optimizers.py": "class FusedAdam: pass",
-            },
-            "amp_C is missing",
-            id="python_only",
-        ),
+        pytest.param(WHOLE | {"__init__.py": ""}, "amp_C is missing", id="python_only"),
     ],
 )
 def test_an_apex_that_can_not_serve(bake, tmp_path, package, saying):

@@ -80,6 +80,7 @@ FILES = [
     "tests/test_on_gpu.py",
     "tests/test_optimizers.py",
     "tests/test_parallel.py",
+    "tests/test_report.py",
     "tests/test_training.py",
     "tests/test_validation.py",
 ]

@@ -62,12 +62,12 @@ def _problem_with_apex(opt_level: str, compiled: bool) -> str | None:
         importlib.import_module("amp_C")
     except ImportError:
         return "Apex was installed without its compiled extensions (amp_C is missing)"
+    if compiled:
+        return "torch.compile can't follow the functions that real Apex puts in place of torch's"
     if not torch.cuda.is_available():
         return "Apex needs a GPU"
     if opt_level not in APEX_LEVELS:
         return f"NVIDIA's Apex has no {opt_level}"
-    if compiled:
-        return "torch.compile can't follow the functions that real Apex puts in place of torch's"
     return None
 
 
