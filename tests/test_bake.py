@@ -75,6 +75,7 @@ FILES = [
     "tests/test_checkpoint.py",
     "tests/test_formulas.py",
     "tests/test_functions.py",
+    "tests/test_images.py",
     "tests/test_normalization.py",
     "tests/test_old_scripts.py",
     "tests/test_on_gpu.py",
