@@ -9,12 +9,13 @@ process that it starts. A script that takes ``--local_rank`` is given it where t
 torchrun, only sets LOCAL_RANK.
 """
 
-import importlib
+import importlib.util
 import os
 import pkgutil
 import re
 import runpy
 import sys
+import tokenize
 from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib.machinery import ModuleSpec
@@ -24,6 +25,7 @@ from types import ModuleType
 import apex_native
 
 ALIASES = {
+    "amp._amp_state": "amp._state",
     "fp16_utils.fp16util": "fp16_utils",
     "multi_tensor_apply.multi_tensor_apply": "multi_tensor_apply",
     "normalization.fused_layer_norm": "normalization",
@@ -63,6 +65,9 @@ def install() -> None:
             sys.modules["apex" + name.removeprefix("apex_native")] = module
     for alias, name in ALIASES.items():
         sys.modules[f"apex.{alias}"] = module = sys.modules[f"apex.{name}"]
+        parent, _, last = alias.rpartition(".")
+        if not hasattr(sys.modules[f"apex.{parent}"], last):
+            setattr(sys.modules[f"apex.{parent}"], last, module)
         if not hasattr(module, "__path__"):
             module.__path__ = []  # a package, as in Apex: what it lacks is the Refuser's to say
     sys.meta_path.insert(0, Refuser)
@@ -79,7 +84,12 @@ def explain(error: ImportError | AttributeError) -> None:
     found = next(filter(None, (re.search(pattern, str(error)) for pattern in missing)), None)
     if found:
         module, name = found["module"], found["name"]
-        public = [known for known in dir(sys.modules[module]) if not known.startswith("_")]
+        names = vars(sys.modules[module]).items()
+        public = [
+            known
+            for known, value in names
+            if not known.startswith("_") and not isinstance(value, ModuleType)
+        ]
         nearest = INSTEAD.get(name) or get_close_matches(name, public, n=1, cutoff=0.0)[0]
         text = f"{module} has no {name}; the nearest thing there is {nearest}"
         error.args = (text,)
@@ -89,7 +99,8 @@ def explain(error: ImportError | AttributeError) -> None:
 
 def local_rank_for(script: Path, arguments: list[str]) -> list[str]:
     """The ``--local_rank`` that `script` takes, was not given, and the environment knows."""
-    flag = re.search(r"""["'](--local[_-]rank)["']""", script.read_text(encoding="utf-8"))
+    with tokenize.open(script) as file:  # in the encoding that its first lines may name
+        flag = re.search(r"""["'](--local[_-]rank)["']""", file.read())
     given = any(re.match("--local[_-]rank", argument) for argument in arguments)
     if flag is None or given or "LOCAL_RANK" not in os.environ:
         return []
@@ -98,17 +109,23 @@ def local_rank_for(script: Path, arguments: list[str]) -> list[str]:
 
 def main() -> None:
     """Runs the script or the module that the command line names."""
+    passed = re.fullmatch(r"--local[_-]rank=(\d+)", "".join(sys.argv[1:2]))
+    if passed:  # by torch.distributed.launch, which puts it before the script's name
+        os.environ.setdefault("LOCAL_RANK", passed[1])
+        del sys.argv[1]
     is_module = sys.argv[1:2] == ["-m"] and len(sys.argv) > 2
     if not is_module and (len(sys.argv) < 2 or not Path(sys.argv[1]).is_file()):
         sys.exit("usage: python -m apex_native SCRIPT.py [its arguments], or -m MODULE")
     install()
     try:
         if is_module:
-            sys.argv = sys.argv[2:]
-            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+            name, arguments = sys.argv[2], sys.argv[3:]
+            spec = importlib.util.find_spec(name) or importlib.util.find_spec(f"{name}.__main__")
+            source = Path(spec.origin) if spec and spec.origin else Path(__file__)
+            sys.argv = [name, *local_rank_for(source, arguments), *arguments]
+            runpy.run_module(name, run_name="__main__", alter_sys=True)
         else:
-            script = Path(sys.argv[1])
-            arguments = sys.argv[2:]
+            script, arguments = Path(sys.argv[1]), sys.argv[2:]
             sys.argv = [str(script), *local_rank_for(script, arguments), *arguments]
             sys.path.insert(0, str(script.parent))
             runpy.run_path(str(script), run_name="__main__")

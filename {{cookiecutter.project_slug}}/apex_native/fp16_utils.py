@@ -5,6 +5,7 @@ FP16_Optimizer is not here: amp at O2 does what it did.
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_ as clip_grad_norm  # noqa: F401, Apex's name
 
 
 class tofp16(nn.Module):  # noqa: N801, Apex's name

@@ -219,7 +219,8 @@ def test_override_of_outputs(level):
         ("O4", {"keep_batchnorm_fp32": "False"}, "keep_batchnorm_fp32 has no meaning at O4"),
         ("O2", {"patch_torch_functions": True}, "patch_torch_functions.*O1 or O4"),
         ("O2", {"keep_batchnorm_fp32": "yes"}, "keep_batchnorm_fp32 must be.*'yes'"),
-        ("O1", {"loss_scale": "large"}, "loss_scale must be 'dynamic' or a number, not 'large'"),
+        ("O1", {"loss_scale": "large"}, "loss_scale must be 'dynamic' or a number above 0, not"),
+        ("O1", {"loss_scale": 0}, "a number above 0, not 0"),
     ],
 )
 def test_contradictions_are_refused(level, options, message):
@@ -270,6 +271,17 @@ def test_other_containers_are_refused():
     for optimizers in ((sgd(model),), [sgd(model), None], "SGD"):
         with pytest.raises(TypeError, match="optimizers"):
             initialize(model, optimizers)
+
+
+def test_scale_loss_names_what_is_wrong_with_its_arguments():
+    model, optimizer = prepare("O1")
+    loss = model(torch.ones(2, 4)).sum()
+    for arguments, message in (
+        ((loss, []), "no optimizer"),
+        ((loss, optimizer, 1), "loss_id=1.*num_losses=1"),
+    ):
+        with pytest.raises(RuntimeError, match=message), amp.scale_loss(*arguments):
+            pass
 
 
 def test_scale_loss_needs_initialize(monkeypatch):
@@ -407,6 +419,19 @@ def test_state_dict_lies_where_the_model_does():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, _ = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
     assert {tensor.device.type for tensor in model.cpu().state_dict().values()} == {"cpu"}
+
+
+def test_what_is_written_to_a_model_reaches_its_masters():
+    """As Apex sees it, which makes masters at the first backward pass."""
+    model, optimizer = prepare("O2")
+    exact = model.state_dict()["last.weight"]
+    nn.init.constant_(model.first.weight, 0.5)
+    assert (model.state_dict()["first.weight"] == 0.5).all()
+    assert torch.equal(model.state_dict()["last.weight"], exact)
+    nn.init.constant_(model.first.weight, 0.25)
+    optimizer.zero_grad()
+    optimizer.step()
+    assert (model.first.weight == 0.25).all()
 
 
 def test_names_that_old_scripts_reach_for():
@@ -682,6 +707,47 @@ def test_delay_overflow_check(capsys):
     assert not model.last.weight.isfinite().all()
     assert scale() == 65536.0
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_a_failed_backward_pass_keeps_what_earlier_ones_brought(level):
+    model, optimizer = prepare(level, loss_scale="dynamic")
+    set_scale(256.0)
+    losses = two_losses(model)
+    first, second = alone(optimizer, losses)
+    backward(losses[0](), optimizer)
+    with (
+        pytest.raises(ZeroDivisionError),
+        amp.scale_loss(losses[0](), optimizer) as scaled_loss,
+    ):
+        scaled_loss.backward()
+        raise ZeroDivisionError
+    assert same(gradients(optimizer), first)
+    backward(losses[1](), optimizer)
+    assert same(gradients(optimizer), [a + b for a, b in zip(first, second, strict=True)])
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_what_is_still_scaled_is_not_stepped(level):
+    model, optimizer = prepare(level, loss_scale="dynamic")
+    backward(two_losses(model)[0](), optimizer, delay_unscale=True)
+    with pytest.raises(RuntimeError, match="gradients are still scaled"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_delayed_gradients_keep_their_scale_and_what_was_there(level):
+    """A plain block, one that delays at another scale, one of another loss that unscales."""
+    model, optimizer = prepare(level, loss_scale="dynamic", num_losses=2)
+    for scaler, scale in zip(amp._amp_state.loss_scalers, (256.0, 16.0), strict=True):
+        scaler._loss_scale = scale
+    losses = two_losses(model)
+    first, second = alone(optimizer, losses)
+    backward(losses[0](), optimizer, loss_id=1)
+    backward(losses[1](), optimizer, loss_id=0, delay_unscale=True)
+    backward(losses[1](), optimizer, loss_id=1)
+    expected = [one + 2 * other for one, other in zip(first, second, strict=True)]
+    torch.testing.assert_close(gradients(optimizer), expected, rtol=1e-3, atol=1e-4)
 
 
 def test_a_failed_backward_pass_leaves_nothing_behind():

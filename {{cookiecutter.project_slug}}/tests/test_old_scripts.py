@@ -179,6 +179,39 @@ def test_processes_that_a_script_spawns_have_apex_too(tmp_path, as_module, monke
     assert done.stdout.split() == ["apex_native.amp", "1e-05"] * 2
 
 
+OTHER_SPELLINGS = """# -*- coding: latin-1 -*-
+# caf\xe9
+import argparse
+import apex.normalization.fused_layer_norm as norms
+from apex.amp._amp_state import _amp_state, master_params
+from apex.fp16_utils import clip_grad_norm
+from apex.parallel import optimized_sync_batchnorm
+import apex
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--local_rank", type=int)
+assert norms is apex.normalization.fused_layer_norm
+print("local rank", parser.parse_args().local_rank)
+"""
+
+
+@pytest.mark.parametrize(
+    ("launcher", "arguments"),
+    [
+        (["torch.distributed.launch", "--nproc-per-node=2"], ["old.py"]),
+        (["torch.distributed.run", "--nproc-per-node=2"], ["old.py"]),
+        (["torch.distributed.run", "--nproc-per-node=2"], ["-m", "old"]),
+    ],
+    ids=["launch", "torchrun", "module"],
+)
+def test_every_launcher_gives_the_local_rank(tmp_path, monkeypatch, launcher, arguments):
+    (tmp_path / "old.py").write_bytes(OTHER_SPELLINGS.encode("latin-1"))
+    monkeypatch.chdir(tmp_path)
+    done = start(*arguments, launcher=["-m", launcher[0], "--standalone", *launcher[1:]])
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.split("\n"))[-2:] == ["local rank 0", "local rank 1"]
+
+
 def test_without_a_script_it_says_how_it_is_used():
     done = start("missing.py")
     assert done.returncode == 1

@@ -1,12 +1,13 @@
 """apex_native.optimizers: FusedAdam against torch, against its formula, and its checkpoints."""
 
 import copy
+import pickle
 
 import pytest
 import torch
 from torch import nn
 
-from apex_native.optimizers import FusedAdam
+from apex_native.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 SHAPES = ((3, 4), (5,), (2, 3, 2, 2), ())
@@ -157,6 +158,34 @@ def test_closure():
 def test_what_it_does_not_do(option):
     with pytest.raises(RuntimeError, match="AMSGrad" if option == "amsgrad" else option):
         FusedAdam(parameters(), **{option: True})
+
+
+@pytest.mark.parametrize("adam_w_mode", [True, False])
+def test_a_gradscaler_may_leave_unscaling_to_the_kernel(device, adam_w_mode):
+    parameters = [nn.Parameter(torch.ones(3, device=device)) for _ in range(2)]
+    options = {"weight_decay": 0.1, "adam_w_mode": adam_w_mode}
+    optimizers = [FusedAdam([parameter], **options) for parameter in parameters]
+    scaler = torch.amp.GradScaler(device.type)
+    scaler.scale((parameters[0] * 0.1).sum()).backward()
+    scaler.step(optimizers[0])
+    (parameters[1] * 0.1).sum().backward()
+    optimizers[1].step()
+    states = [optimizer.state[p] for optimizer, p in zip(optimizers, parameters, strict=True)]
+    for name in ("exp_avg", "exp_avg_sq"):
+        torch.testing.assert_close(states[0][name], states[1][name])
+    torch.testing.assert_close(parameters[0], parameters[1])
+
+
+@pytest.mark.parametrize("make", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
+def test_a_copy_steps_as_the_original_does(make):
+    parameter = nn.Parameter(torch.ones(3))
+    for kind in (FusedAdam, FusedSGD, FusedLAMB, FusedNovoGrad, FusedAdagrad):
+        optimizer = make(kind([parameter], lr=0.1))
+        (copied,) = optimizer.param_groups[0]["params"]
+        copied.grad = torch.ones(3)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert (copied < 1).all()
 
 
 def test_sparse_gradients_are_refused():

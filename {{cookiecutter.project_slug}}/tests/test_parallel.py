@@ -193,6 +193,21 @@ def test_delay_allreduce_copes_with_unused_parameters(two_processes, only_first_
             assert gradients["sometimes.weight"].tolist() == [[0.5, 0.5]]
 
 
+def on_each_rank_freeze_late():
+    model = DistributedDataParallel(Branches())
+    model.module.used.weight.requires_grad_(False)
+    try:
+        for _ in range(2):
+            model(torch.ones(1, 2)).sum().backward()
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_a_parameter_that_is_frozen_after_wrapping_is_named(two_processes):
+    for error in two_processes(on_each_rank_freeze_late):
+        assert "last backward pass: used.weight, sometimes.weight, " in error
+
+
 def test_unused_parameters_are_named(two_processes):
     for error in two_processes(on_each_rank_leave_parameters_out, False, False):
         assert "sometimes.weight, sometimes.bias, never.weight, never.bias." in error
@@ -345,6 +360,49 @@ def test_half_gradients_overflow_where_apexs_do(two_processes, factor, mean):
     """It sums first and divides then, so that scales and skipped steps are the same."""
     options = {"gradient_predivide_factor": factor}
     assert two_processes(on_each_rank_overflow_in_the_sum, options) == [mean, mean]
+
+
+def on_each_rank_begin_differently(level, torchs_ddp):
+    """The weights of a model that each rank made from another seed, after a step."""
+    torch.manual_seed(dist.get_rank())
+    model = nn.Linear(3, 2)
+    options = {"cast_model_type": FP16} if level == "O2" else {}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+    kind = nn.parallel.DistributedDataParallel if torchs_ddp else DistributedDataParallel
+    wrapped = kind(model)
+    for _ in range(2):
+        step(wrapped, optimizer, torch.ones(2, 3))
+    return list(model.state_dict().values())
+
+
+@pytest.mark.parametrize("torchs_ddp", [False, True])
+@pytest.mark.parametrize("level", ["O0", "O2", "O5"])
+def test_masters_are_those_of_the_broadcast_weights(two_processes, level, torchs_ddp):
+    first, second = two_processes(on_each_rank_begin_differently, level, torchs_ddp)
+    assert same(first, second)
+
+
+def on_each_rank_train_beside_an_unsynced_model():
+    """A generator's step while the discriminator does not reduce: its own gradients are true."""
+    models = [DistributedDataParallel(net()) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    for model in models:
+        model.cpu()
+    amp.initialize([model.module for model in models], optimizers, opt_level="O1", verbosity=0)
+    with models[0].no_sync():
+        loss = models[1](torch.ones(2, 4)).float().sum()
+        with amp.scale_loss(loss, optimizers[1]) as scaled_loss:
+            scaled_loss.backward()
+        grads = [parameter.grad.clone() for parameter in models[1].parameters()]
+        optimizers[1].step()
+    return grads
+
+
+def test_no_sync_is_about_the_models_own_optimizers(two_processes):
+    net()(torch.ones(2, 4)).sum().backward()
+    for grads in two_processes(on_each_rank_train_beside_an_unsynced_model):
+        assert all(grad.abs().max() < 100 for grad in grads)  # not times 65,536
 
 
 # torch.compile
@@ -670,6 +728,30 @@ def test_conversion_can_be_taken_back(kind):
     after = model.state_dict(keep_vars=True)
     assert all(after[name] is tensor for name, tensor in tensors.items())
     assert not norm.weight.requires_grad
+
+
+def test_converting_twice_changes_nothing_more():
+    once = convert_syncbn_model(nn.BatchNorm1d(3))
+    twice = convert_syncbn_model(once)
+    assert type(revert_syncbn_model(twice)) is nn.BatchNorm1d
+    assert convert_syncbn_model(SyncBatchNorm(3, fuse_relu=True)).fuse_relu
+
+
+@pytest.mark.parametrize("input", [torch.ones(2, 5), torch.ones(2, 3, dtype=torch.int64)])
+def test_other_channels_and_integers_are_refused(input):
+    with pytest.raises(ValueError, match="takes 3 channels of a floating-point type"):
+        SyncBatchNorm(3).forward_synced(input)
+
+
+def on_each_rank_normalise_one_value():
+    norm = SyncBatchNorm(3)
+    norm.forward_synced(torch.ones(1 - dist.get_rank(), 3))
+    return [norm.running_mean, norm.running_var]
+
+
+def test_one_value_in_the_whole_group_leaves_no_nan(two_processes):
+    for statistics in two_processes(on_each_rank_normalise_one_value):
+        assert all(values.isfinite().all() for values in statistics)
 
 
 def test_a_norm_with_a_relu_in_it_cannot_be_taken_back():

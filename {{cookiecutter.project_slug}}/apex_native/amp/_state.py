@@ -24,7 +24,7 @@ class AmpState:
         self.models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self.verbosity = 1
         self.device_type = "cpu"
-        self.unsynced = False  # inside DistributedDataParallel.no_sync
+        self.unsynced: list[torch.nn.Module] = []  # in DistributedDataParallel.no_sync
 
 
 _amp_state = AmpState()
@@ -37,7 +37,7 @@ def say_if_verbose(message: str) -> None:
 
 
 def set_function_casts(device_type: str, dtype: torch.dtype | None) -> None:
-    """Switches the O1 and O4 casts on (to `dtype`) or off (None) for this whole process.
+    """Switches the O1 and O4 casts on (to `dtype`) or off (None) for this whole thread.
 
     The casts are torch's autocast, entered and never left, so that they cover the loss and
     whatever else stands outside the model, as Apex's patched functions do. Autocast's cache of

@@ -86,6 +86,7 @@ def initialize(
         loss_scale=loss_scale,
     )
     casting.check(model_list)
+    stepping.check(optimizer_list)
     device = _device_of(model_list)
     if cast_model_type is None:
         properties = _for_device(properties, device)

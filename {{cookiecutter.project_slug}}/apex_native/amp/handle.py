@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ._state import _amp_state, disable_casts
-from .optimizer import after_backward, before_backward
+from .optimizer import after_backward, after_failure, before_backward
 
 
 @contextlib.contextmanager
@@ -51,7 +51,16 @@ def scale_loss(
             raise RuntimeError(
                 "amp.scale_loss was given an optimizer that amp.initialize did not return."
             )
-    scaler = _amp_state.loss_scalers[loss_id]
+    if not optimizers:
+        raise RuntimeError("amp.scale_loss was given no optimizer.")
+    if not 0 <= loss_id < len(_amp_state.loss_scalers):
+        raise RuntimeError(
+            f"amp.scale_loss was given loss_id={loss_id}, and amp.initialize "
+            f"num_losses={len(_amp_state.loss_scalers)}: ids begin at 0."
+        )
+    # Gradients that wait to be unscaled are unscaled with these, by one scale.
+    waiting = [o._amp_stash.delayed_by for o in optimizers if o._amp_stash.delayed_by]
+    scaler = waiting[0] if waiting else _amp_state.loss_scalers[loss_id]
 
     # The gradients' types were settled in the forward pass: the backward pass runs without casts.
     if not (scaler.dynamic or properties.master_weights) and scaler.factor == 1.0:
@@ -61,18 +70,22 @@ def scale_loss(
 
     scaler.report()
     # What is unscaled is set aside in the next backward pass, and would miss its reduction.
-    delay_unscale = delay_unscale or _amp_state.unsynced
-    if not delay_unscale:
-        for optimizer in optimizers:
-            if not optimizer._amp_stash.has_scaled_gradients:
-                before_backward(optimizer)
+    delay_unscale = delay_unscale or any(_holds_unsynced(optimizer) for optimizer in optimizers)
+    fresh = [optimizer for optimizer in optimizers if not optimizer._amp_stash.delayed_by]
+    for optimizer in fresh:
+        before_backward(optimizer)
 
-    with disable_casts():
-        yield loss.float() * scaler.factor
+    try:
+        with disable_casts():
+            yield loss.float() * scaler.factor
+    except BaseException:
+        for optimizer in fresh:
+            after_failure(optimizer)
+        raise
 
     if delay_unscale:
         for optimizer in optimizers:
-            optimizer._amp_stash.has_scaled_gradients = True
+            optimizer._amp_stash.delayed_by = scaler
         return
 
     found = [after_backward(optimizer, scaler) for optimizer in optimizers]
@@ -90,6 +103,16 @@ def scale_loss(
         for stash in (optimizer._amp_stash for optimizer in optimizers):
             earlier = stash.found_inf
             stash.found_inf = found_inf if earlier is None else earlier.maximum(found_inf)
+
+
+def _holds_unsynced(optimizer: Optimizer) -> bool:
+    """Whether gradients of `optimizer` wait for the end of a ``no_sync()``."""
+    unsynced = {
+        id(parameter) for module in _amp_state.unsynced for parameter in module.parameters()
+    }
+    stash = optimizer._amp_stash
+    stepped = (*stash.plain, *(parameter for parameter, _ in stash.masters))
+    return bool(unsynced) and any(id(parameter) in unsynced for parameter in stepped)
 
 
 def _first_non_finite_gradient() -> str:

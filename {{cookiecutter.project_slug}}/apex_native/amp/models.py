@@ -119,8 +119,8 @@ def _cast_output(module: nn.Module, args: tuple, output: object, dtype: torch.dt
 
 
 # A master belongs to its parameter, and the model's state must reach it without the optimizer:
-# it is an attribute of the parameter.
-_MASTER = "_amp_master"
+# it is an attribute of the parameter, as is the version of the parameter that it goes with.
+_MASTER, _VERSION = "_amp_master", "_amp_version"
 
 
 def make_master(parameter: nn.Parameter) -> Tensor:
@@ -129,6 +129,28 @@ def make_master(parameter: nn.Parameter) -> Tensor:
     if master is None:
         master = parameter.detach().clone().float().requires_grad_()
         setattr(parameter, _MASTER, master)
+        is_up_to_date(parameter)
+    return master
+
+
+def is_up_to_date(parameter: Tensor) -> None:
+    """Says that the master of `parameter` goes with the values that it has now."""
+    setattr(parameter, _VERSION, parameter._version)
+
+
+@torch.no_grad()
+def current_master(parameter: Tensor) -> Tensor | None:
+    """The master of `parameter`, if it has one, with what others have written to it since.
+
+    DistributedDataParallel does: its broadcast comes after ``initialize``. Apex sees that, because
+    it makes masters as late as the first backward pass.
+    """
+    master = getattr(parameter, _MASTER, None)
+    if master is not None and parameter._version != getattr(parameter, _VERSION):
+        changed = parameter != master.to(parameter.device, parameter.dtype)
+        values = torch.where(changed, parameter.float(), master.to(parameter.device))
+        master.copy_(values)
+        is_up_to_date(parameter)
     return master
 
 
@@ -147,7 +169,8 @@ def _present_as_fp32(
     """
     for key, tensor in _own_tensors(module, prefix).items():
         if key in state_dict and tensor.dtype in HALF_TYPES:
-            values = getattr(tensor, _MASTER, tensor).detach()
+            master = current_master(tensor)
+            values = (tensor if master is None else master).detach()
             state_dict[key] = values.to(tensor.device, torch.float32)  # the model may have moved
 
 

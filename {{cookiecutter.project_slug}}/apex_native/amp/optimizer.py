@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ._state import disable_casts
-from .models import HALF_TYPES, make_master
+from .models import HALF_TYPES, current_master, is_up_to_date, make_master
 from .scaler import LossScaler
 
 
@@ -19,7 +19,7 @@ class AmpStash:
     plain: the parameters that are stepped as they are.
     stashed: gradients of earlier backward passes, unscaled, set aside during this one.
     found_inf: whether a gradient since the last step overflowed; None if nothing was checked.
-    has_scaled_gradients: whether gradients of a block with ``delay_unscale`` are waiting.
+    delayed_by: the scaler of blocks with ``delay_unscale`` whose gradients are still scaled.
     """
 
     def __init__(self) -> None:
@@ -27,13 +27,17 @@ class AmpStash:
         self.plain: list[Tensor] = []
         self.stashed: dict[Tensor, Tensor] = {}
         self.found_inf: Tensor | None = None
-        self.has_scaled_gradients = False
+        self.delayed_by: LossScaler | None = None
+
+
+def check(optimizers: list[Optimizer]) -> None:
+    """Raises RuntimeError for an optimizer that was initialized before, or comes twice."""
+    if len(set(optimizers)) < len(optimizers) or any(hasattr(o, "_amp_stash") for o in optimizers):
+        raise RuntimeError("An optimizer can be passed through amp.initialize only once.")
 
 
 def prepare(optimizer: Optimizer, master_weights: bool) -> None:
-    """Fits `optimizer` for amp, in place. Raises RuntimeError if that was done before."""
-    if hasattr(optimizer, "_amp_stash"):
-        raise RuntimeError("An optimizer can be passed through amp.initialize only once.")
+    """Fits `optimizer` for amp, in place."""
     optimizer._amp_stash = AmpStash()
     for group in optimizer.param_groups:
         _adopt(optimizer, group, master_weights)
@@ -87,7 +91,6 @@ def before_backward(optimizer: Optimizer) -> None:
     Those of earlier passes are unscaled, the new ones will be scaled, perhaps by another scale.
     """
     stash = optimizer._amp_stash
-    stash.stashed.clear()  # of a backward pass that failed
     for parameter, _ in stash.masters:
         parameter.grad = None  # what it held is in the master's gradient already
     for parameter in stash.plain:
@@ -116,8 +119,17 @@ def after_backward(optimizer: Optimizer, scaler: LossScaler) -> Tensor | None:
     for parameter, grad in stash.stashed.items():
         parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
     stash.stashed.clear()
-    stash.has_scaled_gradients = False
+    stash.delayed_by = None
     return found_inf
+
+
+def after_failure(optimizer: Optimizer) -> None:
+    """Drops what a backward pass that failed has left, and puts back what was set aside."""
+    stash = optimizer._amp_stash
+    for parameter, _ in stash.masters:
+        parameter.grad = None
+    for parameter in stash.plain:
+        parameter.grad = stash.stashed.pop(parameter, None)
 
 
 def _skips_on_device(optimizer: Optimizer) -> bool:
@@ -133,7 +145,14 @@ def _skips_on_device(optimizer: Optimizer) -> bool:
 
 def _step(optimizer: Optimizer, plain_step: types.MethodType, closure: object) -> object:
     stash = optimizer._amp_stash
+    if stash.delayed_by:
+        raise RuntimeError(
+            "optimizer.step() was called while gradients are still scaled: after blocks with "
+            "delay_unscale=True or under no_sync(), take one more amp.scale_loss without them."
+        )
     found_inf, stash.found_inf = stash.found_inf, None
+    for parameter, _ in stash.masters:
+        current_master(parameter)
     if closure is not None and (found_inf is not None or stash.masters):
         raise RuntimeError("amp does not support optimizer.step(closure): call step() without it.")
     arguments = () if closure is None else (closure,)
@@ -154,6 +173,8 @@ def _step(optimizer: Optimizer, plain_step: types.MethodType, closure: object) -
         parameters, masters = zip(*stash.masters, strict=True)
         with torch.no_grad():
             torch._foreach_copy_(list(parameters), list(masters))
+        for parameter in parameters:
+            is_up_to_date(parameter)
         for master in masters:
             master.grad = None  # the user's model.zero_grad() would not reach it
     return result

@@ -1,5 +1,6 @@
 """The optimization levels, and the rules for overriding what they set."""
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -84,9 +85,12 @@ def _parsed(given: dict) -> dict:
         given["keep_batchnorm_fp32"] = value in (True, "True")
     if given.get("loss_scale", "dynamic") != "dynamic":
         try:
-            given["loss_scale"] = float(given["loss_scale"])
+            value = float(given["loss_scale"])
         except (TypeError, ValueError):
+            value = math.nan
+        if not 0 < value < math.inf:
             raise RuntimeError(
-                f"loss_scale must be 'dynamic' or a number, not {given['loss_scale']!r}."
-            ) from None
+                f"loss_scale must be 'dynamic' or a number above 0, not {given['loss_scale']!r}."
+            )
+        given["loss_scale"] = value
     return given

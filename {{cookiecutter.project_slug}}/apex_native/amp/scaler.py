@@ -93,7 +93,7 @@ class LossScaler:
         outcome = torch.stack([found_inf, self._scale]).to("cpu", non_blocking=True)
         if found_inf.is_cuda:
             event = torch.cuda.Event()
-            event.record()
+            event.record(torch.cuda.current_stream(found_inf.device))
         self._pending.append((event, outcome))
         self.report()
 
@@ -121,7 +121,7 @@ class LossScaler:
     def load_state_dict(self, state: dict[str, float | int]) -> None:
         """Restores a dynamic scale; a static one stays what this run was told to use."""
         if self.dynamic:
-            self._scale.fill_(state["loss_scale"])
+            self._scale.fill_(state["loss_scale"]).clamp_(*self.limits)
             # Apex counts for a static scale too, past where a dynamic one would have doubled.
             self._unskipped.fill_(state["unskipped"] % self.WINDOW)
 

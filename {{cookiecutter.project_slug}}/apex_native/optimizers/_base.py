@@ -18,6 +18,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.set_grad_none = set_grad_none
         super().__init__(params, defaults)
 
+    def __getstate__(self) -> dict:
+        """As torch's, with the switches that are no group's; for copy and pickle."""
+        switches = {name: value for name, value in vars(self).items() if isinstance(value, bool)}
+        return switches | super().__getstate__()
+
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Drops the gradients, or zeroes them if `set_grad_none` was False."""
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)

@@ -72,7 +72,11 @@ class FusedAdam(FusedOptimizer):
             counted = steps
         else:  # after so many steps the correction is a factor of one
             counted = [torch.full_like(step, 1e30) for step in steps]
-        found_inf = getattr(self, "found_inf", None)
+        device = values[0].device
+        found_inf, grad_scale = (
+            None if flag is None else flag.to(device)
+            for flag in (getattr(self, name, None) for name in ("found_inf", "grad_scale"))
+        )
         torch._foreach_add_(steps, 1)
         kernel = torch._fused_adamw_ if self.adam_w_mode else torch._fused_adam_
         kernel(
@@ -89,7 +93,7 @@ class FusedAdam(FusedOptimizer):
             eps=group["eps"],
             amsgrad=False,
             maximize=False,
-            grad_scale=None,
+            grad_scale=grad_scale,
             found_inf=found_inf,
         )
         if found_inf is not None:

@@ -68,7 +68,8 @@ class FusedSGD(FusedOptimizer):
                 new = [grads[index] for index in old]
                 torch._foreach_add_(buffers, new, alpha=1 - group["dampening"])
             for state, grad in zip(states, grads, strict=True):
-                state.setdefault("momentum_buffer", grad.clone())
+                if "momentum_buffer" not in state:
+                    state["momentum_buffer"] = grad.clone()
             buffers = [state["momentum_buffer"] for state in states]
             nesterov = group["nesterov"]
             grads = torch._foreach_add(grads, buffers, alpha=momentum) if nesterov else buffers

@@ -59,6 +59,7 @@ def _combine(gathered, world, channel, channels):
         squares += tl.load(of_rank + channels + channel, there, 0) * count
         squares += difference * difference * (total * share)
         total += count
+    total = tl.maximum(total, 1)
     return mean, squares / total, total
 
 
@@ -96,7 +97,7 @@ def _normalise(
         if TRACKED:
             old_mean = tl.load(running_mean + channel, there, 0).to(tl.float32)
             old_var = tl.load(running_var + channel, there, 0).to(tl.float32)
-            unbiased = var * (total / (total - 1))
+            unbiased = var * (total / tl.maximum(total - 1, 1))
             tl.store(running_mean + channel, old_mean + momentum * (mean - old_mean), there)
             tl.store(running_var + channel, old_var + momentum * (unbiased - old_var), there)
     scale, offset = invstd, -mean * invstd
@@ -195,7 +196,8 @@ def sync_batch_norm(
     if not lies_in_rows:
         input = rows.contiguous().movedim(-1, 1)
     buffers = (running_mean, running_var)
-    output = _ByRows.apply(input, weight, bias, *buffers, eps, float(momentum), group)
+    with torch.cuda.device_of(input):  # where Triton starts its kernels
+        output = _ByRows.apply(input, weight, bias, *buffers, eps, float(momentum), group)
     return output if lies_in_rows else output.contiguous()
 
 
@@ -215,7 +217,7 @@ class _ByRows(torch.autograd.Function):
         group: str,
     ) -> Tensor:
         rows, channels = input.numel() // input.shape[1], input.shape[1]
-        here = torch.zeros(2 * channels + 1, device=input.device)
+        here = torch.zeros(2 * channels + 1, dtype=torch.float32, device=input.device)
         if rows:
             first, second = _reduce(_sum_powers, rows, channels, input)
             shift = input.movedim(1, -1).reshape(rows, channels)[0]
@@ -288,7 +290,7 @@ def _reduce(kernel: object, rows: int, channels: int, *tensors: Tensor) -> Tenso
     across = triton.cdiv(channels, CHANNELS)
     share = triton.cdiv(triton.cdiv(rows, max(1, PROGRAMS // across)), ROWS) * ROWS
     parts = triton.cdiv(rows, share) if rows else 0
-    sums = torch.empty(parts, 2, channels, device=tensors[0].device)
+    sums = torch.empty(parts, 2, channels, dtype=torch.float32, device=tensors[0].device)
     if parts:
         kernel[parts, across](*tensors, sums, rows, channels, share, ROWS=ROWS, CHANNELS=CHANNELS)
     return sums.sum(0)

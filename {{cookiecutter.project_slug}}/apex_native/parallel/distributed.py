@@ -66,6 +66,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             find_unused_parameters=delay_allreduce,
             gradient_as_bucket_view=True,
         )
+        self._trained = [name for name, p in module.named_parameters() if p.requires_grad]
         # torch divides before it sums; fp16 gradients overflow where Apex's do only the other way.
         has_half = any(parameter.dtype == torch.float16 for parameter in module.parameters())
         is_apexs_own = not gradient_average or gradient_predivide_factor != 1.0
@@ -80,11 +81,11 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     def no_sync(self) -> Iterator[None]:
         """As torch's; ``amp.scale_loss`` leaves gradients scaled in it until they are reduced."""
         with super().no_sync():
-            outside, _amp_state.unsynced = _amp_state.unsynced, True
+            _amp_state.unsynced.append(self.module)
             try:
                 yield
             finally:
-                _amp_state.unsynced = outside
+                _amp_state.unsynced.remove(self.module)
 
     def disable_allreduce(self) -> None:
         """Leaves gradients as they are, from the next forward pass on (in Apex, backward pass)."""
@@ -102,8 +103,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             unused = re.search(r"indices which did not receive grad.*?: ([\d ]+)", str(error))
             if unused is None:
                 raise
-            trained = [name for name, p in self.module.named_parameters() if p.requires_grad]
-            names = ", ".join(trained[int(index)] for index in unused[1].split())
+            names = ", ".join(self._trained[int(index)] for index in unused[1].split())
             raise RuntimeError(
                 f"These parameters got no gradient in the last backward pass: {names}. Use them, "
                 "set their requires_grad to False, or pass delay_allreduce=True."

@@ -86,11 +86,18 @@ class SyncBatchNorm(_BatchNorm):
     def _check_input_dim(self, input: Tensor) -> None:
         if not 2 <= input.dim() <= 5:
             raise ValueError(f"SyncBatchNorm takes 2-D to 5-D input, not {input.dim()}-D.")
+        if input.shape[1] != self.num_features or not input.is_floating_point():
+            raise ValueError(
+                f"SyncBatchNorm takes {self.num_features} channels of a floating-point type, not "
+                f"{input.shape[1]} of {input.dtype}."
+            )
 
 
 def _function_for(input: Tensor) -> Callable:
     """What normalises `input` fastest."""
-    if torch.compiler.is_compiling() or not input.is_cuda or _rows is None:
+    if torch.compiler.is_compiling() or not input.is_cuda or input.dtype == torch.float64:
+        return _by_formula
+    if _rows is None:
         return _by_formula
     return _rows.sync_batch_norm
 
@@ -109,7 +116,7 @@ def _by_formula(
     with torch.no_grad():
         mean, var, total = _moments(input, group)
         if running_mean is not None:
-            unbiased = var * (total / (total - 1))
+            unbiased = var * (total / (total - 1).clamp(min=1))
             running_mean.lerp_(mean.to(running_mean.dtype), momentum)
             running_var.lerp_(unbiased.to(running_var.dtype), momentum)
         invstd = (var + eps).rsqrt()
@@ -128,7 +135,7 @@ def _moments(input: Tensor, group: str) -> tuple[Tensor, Tensor, Tensor]:
         var = mean = x.new_zeros(channels)
     here = torch.cat([mean, var, x.new_full((1,), count)])
     means, variances, counts = gather(here, group).double().split([channels, channels, 1], dim=1)
-    total = counts.sum()
+    total = counts.sum().clamp(min=1)  # nan has no way out of the running statistics
     mean = (means * counts).sum(0) / total
     var = ((variances + (means - mean).square()) * counts).sum(0) / total
     return mean, var, total
@@ -207,6 +214,8 @@ def convert_syncbn_model(
     def synced(norm: _BatchNorm) -> SyncBatchNorm:
         options = (norm.num_features, norm.eps, norm.momentum, norm.affine)
         made = SyncBatchNorm(*options, norm.track_running_stats, process_group, channel_last)
+        if isinstance(norm, SyncBatchNorm):
+            made.fuse_relu, made.converted_from = norm.fuse_relu, norm.converted_from
         made.converted_from = next(filter(partial(isinstance, norm), _PLAIN), made.converted_from)
         return made
 
