@@ -1,5 +1,6 @@
 """Casts for functions of the user's own, and where casts end."""
 
+import threading
 import types
 
 import pytest
@@ -67,6 +68,17 @@ def test_a_function_registered_as_float_runs_in_fp32_inside():
     layer, x = nn.Linear(4, 4), torch.randn(2, 4)
     assert layer(x).dtype == HALF
     assert amp.float_function(layer.forward)(x).dtype == torch.float32
+
+
+def test_the_casts_are_of_the_thread_that_called_initialize():
+    """Unlike Apex's, which are of the process."""
+    layer = torch.nn.Linear(2, 2)
+    amp.initialize(layer, opt_level="O4", verbosity=0)
+    seen = []
+    thread = threading.Thread(target=lambda: seen.append(torch.is_autocast_enabled("cpu")))
+    thread.start()
+    thread.join()
+    assert seen == [False]
 
 
 class Product(torch.utils.data.Dataset):
