@@ -665,6 +665,25 @@ def test_gradients_accumulate_across_a_change_of_scale(level):
     assert same(gradients(optimizer), [a + b for a, b in zip(first, second, strict=True)])
 
 
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])  # torch adds no sparse half
+def test_sparse_gradients_are_unscaled_and_added(level, dense):
+    """Where the embedding stays as it is they stay sparse; masters are dense."""
+    torch.manual_seed(0)
+    model = nn.Embedding(5, 3, sparse=not dense)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"cast_model_type": FP16} if level in ("O2", "O3") else {}
+    initialize(model, optimizer, level, loss_scale="dynamic", **options)
+    set_scale(16.0)
+    before = model.weight.detach().clone().float()
+    for _ in range(2):
+        backward(model(torch.tensor([0, 2, 2])).sum(), optimizer)
+    optimizer.step()
+    moved = before - model.weight.detach().float()
+    expected = torch.tensor([0.2, 0.0, 0.4, 0.0, 0.0]).view(5, 1).expand(5, 3)
+    torch.testing.assert_close(moved, expected, rtol=0.02, atol=0.01)
+
+
 @pytest.mark.parametrize("level", ["O0", "O2"])
 def test_clipping_after_the_block_bounds_the_step(level):
     model, optimizer = prepare(level, lambda model: sgd(model, lr=1.0), loss_scale="dynamic")

@@ -96,7 +96,7 @@ def before_backward(optimizer: Optimizer) -> None:
     for parameter in stash.plain:
         if parameter.grad is not None:
             # DistributedDataParallel would overwrite a gradient that is a view of its bucket.
-            is_view = parameter.grad._is_view()
+            is_view = not parameter.grad.is_sparse and parameter.grad._is_view()
             stash.stashed[parameter] = parameter.grad.clone() if is_view else parameter.grad
             parameter.grad = None
 
@@ -110,7 +110,9 @@ def after_backward(optimizer: Optimizer, scaler: LossScaler) -> Tensor | None:
     masters = [pair for pair in stash.masters if pair[0].grad is not None]
     master_grads = [torch.empty_like(master) for _, master in masters]
     if masters:
-        torch._foreach_copy_(master_grads, [parameter.grad for parameter, _ in masters])
+        grads = [parameter.grad for parameter, _ in masters]
+        dense = [grad.to_dense() if grad.is_sparse else grad for grad in grads]
+        torch._foreach_copy_(master_grads, dense)
     plain_grads = [parameter.grad for parameter in stash.plain if parameter.grad is not None]
     found_inf = scaler.unscale_(master_grads + plain_grads)
 

@@ -63,6 +63,7 @@ class LossScaler:
         Returns a float tensor without dimensions, as torch's fused optimizers want it: 1 if any
         gradient was inf or nan and else 0. Or None for a static scale.
         """
+        grads = [grad._values() if grad.is_sparse else grad for grad in grads]
         if not self.dynamic:
             if self._static != 1.0 and grads:
                 torch._foreach_mul_(grads, 1.0 / self._static)
