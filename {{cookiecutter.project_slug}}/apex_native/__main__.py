@@ -44,6 +44,12 @@ class Refuser:
         name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Raises ModuleNotFoundError for modules of Apex; all others are not its business."""
+        if name in ("amp_C", "apex_C"):
+            raise ModuleNotFoundError(
+                f"{name} holds Apex's kernels, which apex_native does without; the nearest thing "
+                "there is torch's _foreach functions",
+                name=name,
+            )
         if not name.startswith("apex."):
             return None
         there = [known for known in sys.modules if known.startswith("apex.")]

@@ -84,6 +84,7 @@ def test_an_old_script_runs_unchanged_and_gets_its_local_rank(script, level):
         ("import apex.RNN", "apex."),
         ("from apex.optimizer import FusedAdam", "apex.optimizers"),
         ("from apex.contrib.optimizers import FP16_Optimizer", "apex.optimizers"),
+        ("import amp_C", "torch's _foreach functions"),
         ("from apex.fp16_utils.loss_scaler import DynamicLossScaler", "apex."),
     ],
 )
