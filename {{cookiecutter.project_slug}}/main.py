@@ -114,7 +114,7 @@ def validate(
     totals = torch.zeros_like(task.NO_TOTALS, device=device)
     for batch in report.bar(batches, "validating"):
         images, targets = distributed.to_device(batch, device, memory_format)
-        totals += task.totals(module(images), targets)
+        totals += task.totals(module(task.prepare(images)), targets)
     dist.all_reduce(totals)
     module.train()
     return task.results(totals)
@@ -163,7 +163,7 @@ def main() -> None:
     # Model, SyncBN, device and memory format; only then the optimizer, which must see the
     # parameters that are trained; then amp, which may cast them; then DDP, which hooks them.
     model = task.build_model(args.arch, num_classes)
-    try_out(model, task.criterion, *tried)
+    try_out(model, task.criterion, task.prepare(tried[0]), tried[1])
     # % if sync_bn
     model = apex.parallel.convert_syncbn_model(model)
     # % endif
@@ -230,7 +230,7 @@ def main() -> None:
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(args, (step + 0.5) / steps_per_epoch)
 
-            loss = task.criterion(model(images), targets)
+            loss = task.criterion(model(task.prepare(images)), targets)
             optimizer.zero_grad()
             with apex.amp.scale_loss(loss, optimizer) as scaled_loss:
                 scaled_loss.backward()

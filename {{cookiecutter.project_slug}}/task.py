@@ -5,6 +5,7 @@ main.py asks for the names below and knows nothing else of the task.
 
 import io
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -25,12 +26,6 @@ NO_TOTALS = torch.zeros(3, dtype=torch.float64)
 DUMMY_CLASSES = 1000
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-TO_FLOAT = v2.Compose(  # of 0 to 255, which saves scaling to 0 to 1 first
-    [
-        v2.ToDtype(torch.float32),
-        v2.Normalize([255 * m for m in MEAN], [255 * s for s in STD], inplace=True),
-    ]
-)
 RGB = ImageReadMode.RGB
 
 criterion = nn.CrossEntropyLoss()
@@ -51,6 +46,8 @@ def build_model(arch: str, num_classes: int) -> nn.Module:
 def build_datasets(data: Path | None) -> tuple[Dataset, Dataset]:
     """The training and the validation set of (image (3, H, W), label), each with ``.classes``.
 
+    Images from files are uint8: loading processes send a quarter of what floats would be.
+
     `data` is a folder ``train/CLASS/IMAGE`` and ``val/CLASS/IMAGE``; without it, the digits that
     come with the project. Raises UserError for a folder of another shape.
     """
@@ -62,10 +59,23 @@ def build_datasets(data: Path | None) -> tuple[Dataset, Dataset]:
                 f"--data {data}: there is no folder {folder}; it takes train/CLASS/IMAGE and "
                 "val/CLASS/IMAGE"
             )
-    train = [v2.RandomResizedCrop(224, antialias=True), v2.RandomHorizontalFlip(), TO_FLOAT]
-    val = [v2.Resize(256, antialias=True), v2.CenterCrop(224), TO_FLOAT]
+    train = [v2.RandomResizedCrop(224, antialias=True), v2.RandomHorizontalFlip()]
+    val = [v2.Resize(256, antialias=True), v2.CenterCrop(224)]
     train_set = Images(data / "train", v2.Compose(train))
     return train_set, Images(data / "val", v2.Compose(val), classes=train_set.classes)
+
+
+def prepare(images: Tensor) -> Tensor:
+    """What the model takes of a batch on its device: uint8 (N, 3, H, W) normalised, floats kept."""
+    if images.is_floating_point():
+        return images
+    mean, std = _statistics(images.device)
+    return torch.sub(images, mean).div_(std)
+
+
+@cache  # or each batch would wait for a copy to the device
+def _statistics(device: torch.device) -> Tensor:
+    return 255 * torch.tensor([MEAN, STD], device=device).view(2, 3, 1, 1)
 
 
 def totals(output: Tensor, target: Tensor) -> Tensor:

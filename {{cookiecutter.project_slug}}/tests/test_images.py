@@ -26,6 +26,16 @@ def test_an_image_has_the_pixels_that_pil_gives(tmp_path, mode, name):
         assert torch.equal(image, functional.pil_to_tensor(expected.convert("RGB")))
 
 
+def test_images_are_normalised_on_the_device(device):
+    images = torch.randint(0, 256, (2, 3, 4, 5), dtype=torch.uint8, device=device)
+    images = images.contiguous(memory_format=torch.channels_last)
+    prepared = task.prepare(images)
+    expected = functional.normalize(images.float() / 255, task.MEAN, task.STD)
+    torch.testing.assert_close(prepared, expected)
+    assert prepared.is_contiguous(memory_format=torch.channels_last)
+    assert task.prepare(prepared) is prepared
+
+
 def test_a_torn_image_is_named_with_the_reason(tmp_path):
     path = tmp_path / "torn.jpg"
     Image.new("RGB", (200, 200)).save(path)
