@@ -2,9 +2,9 @@
 
     python benchmarks/loader.py [--workers 2] [--images 400]
 
-Both read the same folder with torch's DataLoader, as training does: crop to 224², flip, normalise;
-the project normalises on the training device, and that is timed here on the CPU.
-The usual one is that of torchvision's reference script: PIL and torchvision.transforms. The files
+Both read the same folder with torch's DataLoader, as training does: crop to 224² and flip. The
+usual one, torchvision's reference script, has PIL and torchvision.transforms, and normalises; the
+project leaves that to the training device and sends uint8. The files
 are cut from the two photographs that scikit-learn carries, about 500 × 375 and 55 KB each, as
 ImageNet's are when scaled down; they are in the page cache, and so are no test of a disk. The two
 take turns, a whole epoch each, after one that is not timed. Prints a table.
@@ -79,7 +79,7 @@ def main() -> None:
         for turn in range(args.rounds + 1):
             for key, loader in loaders.items():
                 started = time.perf_counter()
-                images = sum(len(task.prepare(images)) for images, _ in loader)
+                images = sum(len(images) for images, _ in loader)
                 if turn:
                     speeds[key].append(images / (time.perf_counter() - started))
     print(
