@@ -755,6 +755,19 @@ def test_what_is_still_scaled_is_not_stepped(level):
 
 
 @pytest.mark.parametrize("level", ["O0", "O2"])
+def test_zero_grad_forgets_delayed_gradients_and_what_was_set_aside_for_them(level):
+    model, optimizer = prepare(level, loss_scale="dynamic")
+    losses = two_losses(model)
+    _, second = alone(optimizer, losses)
+    backward(losses[0](), optimizer)
+    backward(losses[0](), optimizer, delay_unscale=True)
+    optimizer.zero_grad()
+    backward(losses[1](), optimizer)
+    assert same(gradients(optimizer), second)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
 def test_delayed_gradients_keep_their_scale_and_what_was_there(level):
     """A plain block, one that delays at another scale, one of another loss that unscales."""
     model, optimizer = prepare(level, loss_scale="dynamic", num_losses=2)

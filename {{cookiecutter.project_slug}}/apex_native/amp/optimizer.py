@@ -53,7 +53,10 @@ def prepare(optimizer: Optimizer, master_weights: bool) -> None:
 
     def zero_grad(self: Optimizer, *args: object, **kwargs: object) -> None:
         plain_zero_grad(*args, **kwargs)
-        for parameter, _ in self._amp_stash.masters:
+        stash = self._amp_stash
+        stash.stashed.clear()
+        stash.delayed_by = None
+        for parameter, _ in stash.masters:
             parameter.grad = None
 
     def add_param_group(self: Optimizer, group: dict) -> None:
