@@ -174,11 +174,17 @@ WHOLE = {
 """Files of a package that looks like a whole Apex."""
 
 
-def test_real_apex_is_not_compiled(bake):
+def bake_beside(bake, package):
+    """A project with `package` as its apex."""
     project = bake()
     (project / "apex").mkdir()
-    for name, text in WHOLE.items():
+    for name, text in package.items():
         (project / "apex" / name).write_text(text)
+    return project
+
+
+def test_real_apex_is_not_compiled(bake):
+    project = bake_beside(bake, WHOLE)
     saying = "torch.compile can't follow"
     refused(project, "--backend", "apex", "--compile", saying=(saying, "use --backend native"))
 
@@ -201,10 +207,7 @@ def test_real_apex_is_not_compiled(bake):
     ],
 )
 def test_an_apex_that_can_not_serve(bake, tmp_path, package, saying):
-    project = bake()
-    (project / "apex").mkdir()
-    for name, text in package.items():
-        (project / "apex" / name).write_text(text)
+    project = bake_beside(bake, package)
     sentence = refused(project, "--backend", "apex", saying=saying)
     reason = sentence.removeprefix("error: --backend apex: ").split("; use --backend")[0]
     done = run(project, *SMALL, "--output", tmp_path / "run", nproc=0)

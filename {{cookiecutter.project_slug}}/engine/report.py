@@ -120,7 +120,7 @@ class Meter:
 
     def __init__(self, device: torch.device, images_per_step: int, warm_up: int = 0) -> None:
         self.loss_sum = torch.zeros((), device=device)
-        self.steps, self.untimed = 0, 0
+        self.steps = 0
         self.images_per_step, self.warm_up = images_per_step, warm_up
         self.warm_up_s = 0.0
         self.started = time.perf_counter()
@@ -132,14 +132,14 @@ class Meter:
         if self.steps == self.warm_up:
             self.loss_sum.item()
             now = time.perf_counter()
-            self.warm_up_s, self.started, self.untimed = now - self.started, now, self.steps
+            self.warm_up_s, self.started = now - self.started, now
 
     def _speed(self) -> float:
         """Images/s after the warm-up; within it, of all steps."""
-        timed = self.steps - self.untimed
-        if not timed:
-            return self.steps * self.images_per_step / self.warm_up_s
-        return timed * self.images_per_step / (time.perf_counter() - self.started)
+        since = time.perf_counter() - self.started
+        if self.steps <= self.warm_up:
+            return self.steps * self.images_per_step / (self.warm_up_s or since)
+        return (self.steps - self.warm_up) * self.images_per_step / since
 
     def progress(self) -> dict[str, str]:
         """This process's mean loss and the images/s of all of them. Waits for the device."""

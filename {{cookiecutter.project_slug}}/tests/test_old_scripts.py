@@ -78,6 +78,15 @@ def test_an_old_script_runs_unchanged_and_gets_its_local_rank(script, level):
     assert [done.stdout.count(f"rank {rank} done") for rank in range(2)] == [1, 1]
 
 
+def last_words_of(folder, line):
+    """The error of a script of one line, which fails."""
+    script = folder / "old_script.py"
+    script.write_text(line)
+    done = start(script)
+    assert done.returncode == 1
+    return done.stderr.strip().splitlines()[-1]
+
+
 @pytest.mark.parametrize(
     ("line", "nearest"),
     [
@@ -89,11 +98,7 @@ def test_an_old_script_runs_unchanged_and_gets_its_local_rank(script, level):
     ],
 )
 def test_what_is_not_there_is_named_with_the_nearest_thing(tmp_path, line, nearest):
-    script = tmp_path / "old_script.py"
-    script.write_text(line)
-    done = start(script)
-    assert done.returncode == 1
-    last = done.stderr.strip().splitlines()[-1]
+    last = last_words_of(tmp_path, line)
     assert line.split()[1].split(".contrib.")[0] in last
     assert f"the nearest thing there is {nearest}" in last
 
@@ -107,11 +112,7 @@ def test_what_is_not_there_is_named_with_the_nearest_thing(tmp_path, line, neare
     ],
 )
 def test_a_missing_name_is_named_with_the_nearest_one(tmp_path, line, nearest):
-    script = tmp_path / "old_script.py"
-    script.write_text(line)
-    done = start(script)
-    assert done.returncode == 1
-    assert f"the nearest thing there is {nearest}" in done.stderr.splitlines()[-1]
+    assert f"the nearest thing there is {nearest}" in last_words_of(tmp_path, line)
 
 
 # fmt: off

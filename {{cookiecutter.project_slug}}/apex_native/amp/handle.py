@@ -59,8 +59,8 @@ def scale_loss(
             f"num_losses={len(_amp_state.loss_scalers)}: ids begin at 0."
         )
     # Gradients that wait to be unscaled are unscaled with these, by one scale.
-    waiting = [o._amp_stash.delayed_by for o in optimizers if o._amp_stash.delayed_by]
-    scaler = waiting[0] if waiting else _amp_state.loss_scalers[loss_id]
+    delaying = filter(None, (optimizer._amp_stash.delayed_by for optimizer in optimizers))
+    scaler = next(delaying, _amp_state.loss_scalers[loss_id])
 
     # The gradients' types were settled in the forward pass: the backward pass runs without casts.
     if not (scaler.dynamic or properties.master_weights) and scaler.factor == 1.0:
@@ -107,12 +107,11 @@ def scale_loss(
 
 def _holds_unsynced(optimizer: Optimizer) -> bool:
     """Whether gradients of `optimizer` wait for the end of a ``no_sync()``."""
-    unsynced = {
-        id(parameter) for module in _amp_state.unsynced for parameter in module.parameters()
-    }
+    if not _amp_state.unsynced:  # as at nearly every step
+        return False
+    unsynced = {parameter for module in _amp_state.unsynced for parameter in module.parameters()}
     stash = optimizer._amp_stash
-    stepped = (*stash.plain, *(parameter for parameter, _ in stash.masters))
-    return bool(unsynced) and any(id(parameter) in unsynced for parameter in stepped)
+    return not unsynced.isdisjoint((*stash.plain, *(half for half, _ in stash.masters)))
 
 
 def _first_non_finite_gradient() -> str:

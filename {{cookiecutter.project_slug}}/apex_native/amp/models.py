@@ -129,11 +129,11 @@ def make_master(parameter: nn.Parameter) -> Tensor:
     if master is None:
         master = parameter.detach().clone().float().requires_grad_()
         setattr(parameter, _MASTER, master)
-        is_up_to_date(parameter)
+        mark_up_to_date(parameter)
     return master
 
 
-def is_up_to_date(parameter: Tensor) -> None:
+def mark_up_to_date(parameter: Tensor) -> None:
     """Says that the master of `parameter` goes with the values that it has now."""
     setattr(parameter, _VERSION, parameter._version)
 
@@ -150,7 +150,7 @@ def current_master(parameter: Tensor) -> Tensor | None:
         changed = parameter != master.to(parameter.device, parameter.dtype)
         values = torch.where(changed, parameter.float(), master.to(parameter.device))
         master.copy_(values)
-        is_up_to_date(parameter)
+        mark_up_to_date(parameter)
     return master
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ._state import disable_casts
-from .models import HALF_TYPES, current_master, is_up_to_date, make_master
+from .models import HALF_TYPES, current_master, make_master, mark_up_to_date
 from .scaler import LossScaler
 
 
@@ -179,7 +179,7 @@ def _step(optimizer: Optimizer, plain_step: types.MethodType, closure: object) -
         with torch.no_grad():
             torch._foreach_copy_(list(parameters), list(masters))
         for parameter in parameters:
-            is_up_to_date(parameter)
+            mark_up_to_date(parameter)
         for master in masters:
             master.grad = None  # the user's model.zero_grad() would not reach it
     return result

@@ -72,11 +72,8 @@ class FusedAdam(FusedOptimizer):
             counted = steps
         else:  # after so many steps the correction is a factor of one
             counted = [torch.full_like(step, 1e30) for step in steps]
-        device = values[0].device
-        found_inf, grad_scale = (
-            None if flag is None else flag.to(device)
-            for flag in (getattr(self, name, None) for name in ("found_inf", "grad_scale"))
-        )
+        found_inf = self._handed_over("found_inf", values[0].device)
+        grad_scale = self._handed_over("grad_scale", values[0].device)
         torch._foreach_add_(steps, 1)
         kernel = torch._fused_adamw_ if self.adam_w_mode else torch._fused_adam_
         kernel(
@@ -98,6 +95,11 @@ class FusedAdam(FusedOptimizer):
         )
         if found_inf is not None:
             torch._foreach_sub_(steps, [found_inf] * len(steps))
+
+    def _handed_over(self, name: str, device: torch.device) -> Tensor | None:
+        """What amp or a GradScaler has set on this optimizer for the step, or None."""
+        value = getattr(self, name, None)
+        return None if value is None else value.to(device)
 
     def state_dict(self) -> dict:
         """As torch's, with the ``step`` of each group beside those of the parameters."""

@@ -95,11 +95,10 @@ class SyncBatchNorm(_BatchNorm):
 
 def _function_for(input: Tensor) -> Callable:
     """What normalises `input` fastest."""
-    if torch.compiler.is_compiling() or not input.is_cuda or input.dtype == torch.float64:
-        return _by_formula
-    if _rows is None:
-        return _by_formula
-    return _rows.sync_batch_norm
+    has_kernels = _rows is not None and input.is_cuda and input.dtype != torch.float64
+    if has_kernels and not torch.compiler.is_compiling():
+        return _rows.sync_batch_norm
+    return _by_formula
 
 
 def _by_formula(
@@ -212,8 +211,7 @@ def convert_syncbn_model(
         say("SyncBatchNorm: on the CPU each process normalises over its own batch")
 
     def synced(norm: _BatchNorm) -> SyncBatchNorm:
-        options = (norm.num_features, norm.eps, norm.momentum, norm.affine)
-        made = SyncBatchNorm(*options, norm.track_running_stats, process_group, channel_last)
+        made = SyncBatchNorm(*_options(norm), process_group, channel_last)
         if isinstance(norm, SyncBatchNorm):
             made.fuse_relu, made.converted_from = norm.fuse_relu, norm.converted_from
         made.converted_from = next(filter(partial(isinstance, norm), _PLAIN), made.converted_from)
@@ -232,10 +230,14 @@ def revert_syncbn_model(module: nn.Module) -> nn.Module:
     def plain(norm: SyncBatchNorm) -> _BatchNorm:
         if norm.fuse_relu:
             raise ValueError("A SyncBatchNorm with fuse_relu=True has no plain batch norm's place.")
-        options = (norm.num_features, norm.eps, norm.momentum, norm.affine)
-        return norm.converted_from(*options, norm.track_running_stats)
+        return norm.converted_from(*_options(norm))
 
     return _replace(module, SyncBatchNorm, plain)
+
+
+def _options(norm: _BatchNorm) -> tuple:
+    """The arguments that every batch norm begins with."""
+    return norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats
 
 
 def _replace(module: nn.Module, kind: type, replacement: Callable) -> nn.Module:
