@@ -1,5 +1,7 @@
 """One line to the user, from one process."""
 
+import contextlib
+
 import torch.distributed as dist
 
 
@@ -11,4 +13,5 @@ def is_rank_zero() -> bool:
 def say(message: str) -> None:
     """Prints `message` on rank 0 alone."""
     if is_rank_zero():
-        print(message, flush=True)
+        with contextlib.suppress(OSError):  # a full disk, or a pipe that nobody reads
+            print(message, flush=True)

@@ -6,12 +6,17 @@ What begins with `on_each_rank_` runs in every one of the processes.
 import contextlib
 import copy
 import io
+import os
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.nn import functional as F
 
 from apex_native import amp
@@ -460,6 +465,28 @@ def conv_net():
     )
 
 
+def on_each_rank_see_what_is_kept():
+    kept = []
+
+    def forward_graph(graph, inputs):
+        kept.extend(node.meta["val"] for node in graph.graph.output_node().args[0])
+        return make_boxed_func(graph)
+
+    backend = aot_autograd(
+        fw_compiler=forward_graph,
+        bw_compiler=lambda graph, inputs: make_boxed_func(graph),
+        partition_fn=min_cut_rematerialization_partition,
+    )
+    norm, x = SyncBatchNorm(3), torch.randn(8, 3, 4, 4, dtype=BF16, requires_grad=True)
+    torch.compile(norm.forward_synced, backend=backend, fullgraph=True)(x).sum().backward()
+    return [(tensor.dtype, tensor.numel()) for tensor in kept if tensor.dim() == 4]
+
+
+def test_a_compiled_norm_keeps_its_half_input_and_no_fp32(two_processes):
+    output_and_input = [(BF16, 8 * 3 * 4 * 4)] * 2
+    assert two_processes(on_each_rank_see_what_is_kept) == [output_and_input] * 2
+
+
 def test_conversion_keeps_everything_but_the_class():
     model = conv_net()
     model[1].weight.requires_grad_(False)
@@ -659,27 +686,122 @@ def test_processes_normalise_as_over_one_large_batch(two_processes, sizes, compi
         normalise_as_over_one_batch(two_processes, whole, sizes, options, 1e-7, compiled=compiled)
 
 
-def on_each_rank_share_by_triton(*arguments):
-    """As above, by the kernels for CUDA, which Triton's interpreter runs on the CPU."""
-    from apex_native.parallel import _rows, sync_batchnorm
+def use_kernels_on_the_cpu(folder, turn=0):
+    """The kernels for CUDA, which Triton's interpreter runs on the CPU; the mailbox they use.
 
-    sync_batchnorm._function_for = lambda input: _rows.sync_batch_norm
-    return on_each_rank_share_statistics(*arguments)
+    Files that both processes map are the memory that GPUs reach on each other.
+    """
+    from apex_native.parallel import _exchange, _mailbox, _rows, sync_batchnorm
+
+    mapped = []
+
+    def map_file(rank, size):
+        name = os.path.join(folder, str(rank))
+        mapped.append(torch.from_file(name, shared=True, size=2 * size))
+        return mapped[-1][size:]  # behind what nobody should write to
+
+    def meet(memory, group):
+        dist.barrier()
+        own, ranks = dist.get_rank(), range(dist.get_world_size())
+        each = [memory if rank == own else map_file(rank, len(memory)) for rank in ranks]
+        return SimpleNamespace(buffer_ptrs=[memory.data_ptr() for memory in each])
+
+    _mailbox.symmetric_memory = SimpleNamespace(
+        empty=lambda size, **kwargs: map_file(dist.get_rank(), size), rendezvous=meet
+    )
+    mailbox = _mailbox.Mailbox(dist.group.WORLD, 2048, torch.device("cpu"))
+    _, turns, _, world, tiles = mailbox.addressing
+    turns += turn
+    mailbox.memory.view(torch.int32)[-world * tiles :] = turn
+    dist.barrier()  # or another process raises a flag before that
+    mailbox.nothing_written_outside = lambda: all(
+        not memory[: len(memory) // 2].any() for memory in mapped
+    )
+    _exchange._mailbox_of = lambda group, sums: mailbox
+    sync_batchnorm._arithmetic_for = lambda input: _rows
+    return mailbox
+
+
+def on_each_rank_share_by_kernels(folder, turn, *arguments):
+    mailbox = use_kernels_on_the_cpu(folder, turn)
+    results = on_each_rank_share_statistics(*arguments)
+    assert mailbox.nothing_written_outside()
+    return results
 
 
 @pytest.mark.parametrize("sizes", [(3, 5), (6, 0)], ids=str)
-def test_the_kernels_normalise_as_over_one_large_batch(interpreted_processes, sizes):
+def test_the_kernels_normalise_as_over_one_large_batch(interpreted_processes, tmp_path, sizes):
     """Half or not, in any memory format; with more rows and channels than a tile has."""
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     shapes = [(3,), (5, 3), (70, 5, 5), (3, 2, 4, 4)]
     for shape, options, dtype in zip(shapes, OPTIONS, (FP16, FP32, FP32, BF16), strict=True):
         whole = (torch.randn(sum(sizes), *shape) * 3 + 10).to(dtype)
         whole = whole.contiguous(memory_format=formats.get(whole.dim(), torch.contiguous_format))
-        arguments = (on_each_rank_share_by_triton, whole, sizes, options)
+        folder = tmp_path / str(whole.dim())
+        folder.mkdir()
+        turn = 2**31 - 2  # the backward pass comes after the largest of int32
+        arguments = (on_each_rank_share_by_kernels, str(folder), turn, whole, sizes, options)
         for expected, found in interpreted_processes(*arguments):
             half = TOLERANCES[dtype]  # of what is in the type of the input, and of the rest
             torch.testing.assert_close(found[:2], expected[:2], rtol=half, atol=half)
             torch.testing.assert_close(found[2:], expected[2:], rtol=1e-4, atol=1e-4)
+
+
+def on_each_rank_normalise_by_kernels(folder, channels):
+    use_kernels_on_the_cpu(folder)
+    norms = [SyncBatchNorm(count) for count in channels[dist.get_rank()]]
+    x = torch.randn(8, max(norm.num_features for norm in norms))
+    return [norm.forward_synced(x[:, : norm.num_features].contiguous()).detach() for norm in norms]
+
+
+def test_processes_at_different_norms_get_nan(interpreted_processes, tmp_path):
+    """And not each other's sums."""
+    channels = [(3, 4, 5), (3, 5, 4)]
+    for outputs in interpreted_processes(
+        on_each_rank_normalise_by_kernels, str(tmp_path), channels
+    ):
+        assert [output.isnan().all().item() for output in outputs] == [False, True, True]
+
+
+def on_each_rank_normalise_constants(values):
+    norm = SyncBatchNorm(len(values))
+    nn.init.normal_(norm.bias)
+    output = norm.forward_synced(values.expand(7, 5, -1).transpose(1, 2))
+    return output.detach(), norm.bias.detach()
+
+
+def test_a_channel_that_is_the_same_everywhere_becomes_its_bias(two_processes):
+    """Not that and an error of rounding, which opens a ReLU or closes it."""
+    for output, bias in two_processes(on_each_rank_normalise_constants, torch.rand(64) + 10):
+        assert torch.equal(output, bias.view(-1, 1).expand_as(output))
+
+
+def on_each_rank_normalise_outliers(whole):
+    x = whole.chunk(2)[dist.get_rank()]
+    norm = SyncBatchNorm(whole.shape[1], momentum=1.0)
+    norm.forward_synced(x)
+    return norm.running_mean, norm.running_var
+
+
+def test_an_outlier_in_the_first_place_costs_few_digits(two_processes):
+    whole = torch.randn(8, 3, 32, 32)
+    whole[0, :, 0, 0] = 1000
+    expected = list(torch.var_mean(whole.double(), (0, 2, 3)))[::-1]
+    for found in two_processes(on_each_rank_normalise_outliers, whole):
+        torch.testing.assert_close(list(found), expected, check_dtype=False, rtol=1e-4, atol=1e-5)
+
+
+def on_each_rank_normalise_untracked():
+    norm = SyncBatchNorm(3)
+    norm.bias, norm.track_running_stats = None, False
+    norm.forward_synced(torch.randn(4, 3)).sum().backward()
+    return norm.running_mean, norm.running_var, norm.weight.grad.abs().max()
+
+
+def test_a_norm_without_bias_whose_tracking_is_switched_off(two_processes):
+    for mean, var, gradient in two_processes(on_each_rank_normalise_untracked):
+        assert torch.equal(mean, torch.zeros(3)) and torch.equal(var, torch.ones(3))
+        assert gradient < 1e-5
 
 
 def test_groups_of_processes_normalise_apart(four_processes):

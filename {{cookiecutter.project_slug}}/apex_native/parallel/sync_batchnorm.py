@@ -1,7 +1,12 @@
 """Batch normalisation over the batches of all processes."""
 
+import importlib
+import os
+import shutil
 from collections.abc import Callable
-from functools import partial
+from contextlib import nullcontext
+from functools import cache, partial
+from types import ModuleType
 
 import torch
 import torch.distributed as dist
@@ -11,12 +16,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .._say import say
-from ._gather import gather
-
-try:
-    from . import _rows
-except ImportError:  # Triton, which torch brings along on Linux, is not there
-    _rows = None
+from . import _exchange, _formula
 
 _PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
@@ -25,7 +25,8 @@ class SyncBatchNorm(_BatchNorm):
     """Batch norm whose statistics are those of all processes' batches together.
 
     It is no subclass of torch's SyncBatchNorm, which DistributedDataParallel refuses on the CPU.
-    There, and in one process, it is a plain batch norm over the local batch.
+    There, and in one process, it is a plain batch norm over the local batch. The processes must run
+    the same norms in the same order, all compiled or none, on one stream.
 
     Args:
         num_features: C of an input of shape (N, C, …), 2-D to 5-D, of any float type.
@@ -72,12 +73,13 @@ class SyncBatchNorm(_BatchNorm):
             self.num_batches_tracked.add_(1)
             if momentum is None:
                 momentum = self.num_batches_tracked.reciprocal()
-        return _function_for(input)(
+        tracked = self.track_running_stats
+        return _normalise(
             input,
             self.weight,
             self.bias,
-            self.running_mean,
-            self.running_var,
+            self.running_mean if tracked else None,
+            self.running_var if tracked else None,
             self.eps,
             0.0 if momentum is None else momentum,
             (self.process_group or dist.group.WORLD).group_name,
@@ -93,15 +95,7 @@ class SyncBatchNorm(_BatchNorm):
             )
 
 
-def _function_for(input: Tensor) -> Callable:
-    """What normalises `input` fastest."""
-    has_kernels = _rows is not None and input.is_cuda and input.dtype != torch.float64
-    if has_kernels and not torch.compiler.is_compiling():
-        return _rows.sync_batch_norm
-    return _by_formula
-
-
-def _by_formula(
+def _normalise(
     input: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -111,37 +105,32 @@ def _by_formula(
     momentum: float | Tensor,
     group: str,
 ) -> Tensor:
-    """In operations that a compiler fuses with their neighbours, and that any device has."""
-    with torch.no_grad():
-        mean, var, total = _moments(input, group)
-        if running_mean is not None:
-            unbiased = var * (total / (total - 1).clamp(min=1))
-            running_mean.lerp_(mean.to(running_mean.dtype), momentum)
-            running_var.lerp_(unbiased.to(running_var.dtype), momentum)
-        invstd = (var + eps).rsqrt()
-    return _ByFormula.apply(input, weight, bias, mean, invstd, total, group)
+    """`input` (N, C, …) normalised over the group of that name; updates the running statistics.
 
-
-def _moments(input: Tensor, group: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean and variance of each channel over the group, and of how many values; in float64."""
-    x = _at_least_fp32(input)
-    channels, count = input.shape[1], input.numel() // input.shape[1]
-    if count:
-        var, mean = torch.var_mean(x, _all_but_channels(input), correction=0)
-    elif torch.compiler.is_compiling():  # it would leave out gathers whose result is not used
+    The kernels take input in rows of channels. Other input is put so and taken back, since torch's
+    kernels for it round the mean of half input, and turn to nan where a batch is empty.
+    """
+    compiling = torch.compiler.is_compiling()
+    if compiling and not input.numel():  # it would leave out exchanges whose results are not used
         raise ValueError("SyncBatchNorm cannot be compiled for an empty batch.")
-    else:
-        var = mean = x.new_zeros(channels)
-    here = torch.cat([mean, var, x.new_full((1,), count)])
-    means, variances, counts = gather(here, group).double().split([channels, channels, 1], dim=1)
-    total = counts.sum().clamp(min=1)  # nan has no way out of the running statistics
-    mean = (means * counts).sum(0) / total
-    var = ((variances + (means - mean).square()) * counts).sum(0) / total
-    return mean, var, total
+    arithmetic = _arithmetic_for(input)
+    in_rows = arithmetic is _formula or input.movedim(1, -1).is_contiguous()
+    x = input if in_rows else arithmetic.in_rows(input)
+    exchange = _exchange.moments_op if compiling else _exchange.moments
+    # Triton starts its kernels on the current device; where a step is compiled, that is set.
+    with nullcontext() if compiling else torch.cuda.device_of(x):
+        with torch.no_grad():
+            sums, shift = arithmetic.sum_powers(x)
+            statistics = exchange(sums, shift, x.numel() // x.shape[1], eps, group)
+            if running_mean is not None:
+                running_mean.lerp_(statistics[0].to(running_mean.dtype), momentum)
+                running_var.lerp_(statistics[3].to(running_var.dtype), momentum)
+        output = _Normalised.apply(x, weight, bias, statistics, group)
+    return output if in_rows or input.stride(1) == 1 else output.contiguous()
 
 
-class _ByFormula(torch.autograd.Function):
-    """(input − mean) · invstd · weight + bias, where mean and invstd come from the input, too."""
+class _Normalised(torch.autograd.Function):
+    """(input − mean) · invstd · weight + bias, where the statistics come from the input, too."""
 
     @staticmethod
     def forward(
@@ -149,52 +138,52 @@ class _ByFormula(torch.autograd.Function):
         input: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        mean: Tensor,
-        invstd: Tensor,
-        total: Tensor,
+        statistics: Tensor,
         group: str,
     ) -> Tensor:
-        x = _at_least_fp32(input)
-        mean, invstd = mean.to(x.dtype), invstd.to(x.dtype)
-        ctx.save_for_backward(input, weight, mean, invstd, total)
-        ctx.group = group
-        output = (x - _per_channel(mean, x)) * _per_channel(invstd, x)
-        if weight is not None:
-            output = output * _per_channel(weight, x) + _per_channel(bias, x)
-        # A cast to the type that it has makes torch 2.11 compile a backward pass of zeros.
-        return output if output.dtype == input.dtype else output.to(input.dtype)
+        ctx.save_for_backward(input, weight, statistics)
+        ctx.group, ctx.bias_dtype = group, None if bias is None else bias.dtype
+        return _arithmetic_for(input).normalise(input, statistics, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        input, weight, mean, invstd, total = ctx.saved_tensors
-        grad = _at_least_fp32(grad)
-        centred = _at_least_fp32(input) - _per_channel(mean, input)
-        sum_grad = grad.sum(_all_but_channels(input))
-        sum_product = (grad * centred).sum(_all_but_channels(input)) * invstd
+        input, weight, statistics = ctx.saved_tensors
+        arithmetic = _arithmetic_for(input)
+        sums = arithmetic.sum_gradients(grad, input, statistics)
         grad_input = grad_weight = grad_bias = None
-        if weight is not None:
-            grad_weight, grad_bias = sum_product.to(weight.dtype), sum_grad.to(weight.dtype)
         if ctx.needs_input_grad[0]:
-            sums = gather(torch.cat([sum_grad, sum_product]), ctx.group).double().sum(0)
-            mean_grad, mean_product = (sums / total).to(invstd.dtype).chunk(2)
-            scale = invstd if weight is None else invstd * weight
-            grad_input = grad - _per_channel(mean_grad, grad)
-            grad_input = grad_input - centred * _per_channel(invstd * mean_product, grad)
-            grad_input = (grad_input * _per_channel(scale, grad)).to(input.dtype)
-        return grad_input, grad_weight, grad_bias, None, None, None, None
+            compiling = torch.compiler.is_compiling()
+            exchange = _exchange.means_op if compiling else _exchange.means
+            local, means = exchange(sums, statistics, ctx.group)
+            grad_input = arithmetic.differentiate(grad, input, statistics, means, weight)
+        else:
+            local = sums.sum(0)
+        if weight is not None:
+            grad_weight = local[1].to(weight.dtype)
+        if ctx.needs_input_grad[2]:
+            grad_bias = local[0].to(ctx.bias_dtype)
+        return grad_input, grad_weight, grad_bias, None, None
 
 
-def _at_least_fp32(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+def _arithmetic_for(input: Tensor) -> ModuleType:
+    """What is fastest for `input`: a compiler fuses the formula with what is around it."""
+    if torch.compiler.is_compiling() or not input.is_cuda or input.dtype == torch.float64:
+        return _formula
+    return _kernels() or _formula
 
 
-def _all_but_channels(tensor: Tensor) -> list[int]:
-    return [dim for dim in range(tensor.dim()) if dim != 1]
-
-
-def _per_channel(values: Tensor, like: Tensor) -> Tensor:
-    return values.view(-1, *[1] * (like.dim() - 2))
+@cache
+def _kernels() -> ModuleType | None:
+    """The kernels, if they can be built here."""
+    if not any(map(shutil.which, (os.environ.get("CC", "gcc"), "gcc", "clang"))):
+        say("SyncBatchNorm: torch's operations, which are slower, as Triton finds no C compiler")
+        return None
+    try:
+        return importlib.import_module("._rows", __package__)
+    except ImportError as error:
+        say(f"SyncBatchNorm: torch's operations, which are slower, as Triton is missing ({error})")
+        return None
 
 
 def convert_syncbn_model(

@@ -1,0 +1,138 @@
+"""Sums of each channel in each process of a group, made statistics of the whole group.
+
+They are operators, because torch.compile must not look inside; eager code calls them as they are.
+"""
+
+import os
+import socket
+from collections.abc import Callable
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.torch_version import TorchVersion
+
+from .._say import say
+
+# By the group itself, not by its name, which the next group may get.
+_mailboxes: WeakKeyDictionary[dist.ProcessGroup, dict[tuple, object | None]] = WeakKeyDictionary()
+
+
+def moments(sums: Tensor, shift: Tensor, count: int, eps: float, group: str) -> Tensor:
+    """The statistics of each channel over the group of that name.
+
+    Args:
+        sums: (parts, 2, C): Σ(x − shift) and Σ(x − shift)² of this process, in parts.
+        shift: (C,)
+        count: how many values of each channel this process has.
+        eps: added to the variance.
+
+    Returns (4, C): mean, 1 / √(variance + eps), number of values, and unbiased variance.
+    """
+    members = _resolve_process_group(group)
+    mailbox = _mailbox_of(members, sums)
+    if mailbox:
+        return mailbox.moments(sums, shift, count, eps)
+    first, second = sums.double().sum(0)
+    away = first / max(count, 1)
+    mean = away + shift
+    squares = (second - first * away).clamp(min=0)
+    here = torch.stack([mean, squares, torch.full_like(mean, count)])
+    everywhere = [torch.empty_like(here) for _ in range(members.size())]
+    dist.all_gather(everywhere, here, members)
+    means, squares, counts = torch.stack(everywhere, dim=1)
+    total = counts.sum(0).clamp(min=1)  # nan has no way out of the running statistics
+    mean = (means * counts).sum(0) / total
+    squares = (squares + (means - mean).square() * counts).sum(0)
+    invstd = (squares / total + eps).rsqrt()
+    return torch.stack([mean, invstd, total, squares / (total - 1).clamp(min=1)]).to(sums.dtype)
+
+
+def means(sums: Tensor, statistics: Tensor, group: str) -> tuple[Tensor, Tensor]:
+    """The sums of each channel (parts, 2, C) in this process, added up, and their means over all.
+
+    Returns (2, C) and (2, C); the means are by the number of values in `statistics`.
+    """
+    members = _resolve_process_group(group)
+    mailbox = _mailbox_of(members, sums)
+    if mailbox:
+        return mailbox.means(sums, statistics)
+    local = sums.double().sum(0)
+    everywhere = local.clone()
+    dist.all_reduce(everywhere, group=members)
+    return local.to(sums.dtype), (everywhere / statistics[2]).to(sums.dtype)
+
+
+def _mailbox_of(group: dist.ProcessGroup, sums: Tensor) -> object | None:
+    """The group's Mailbox for so many channels; None where NCCL or gloo has to carry them."""
+    if sums.dtype != torch.float32 or not sums.is_cuda:
+        return None
+    known = _mailboxes.setdefault(group, {})
+    size = max(2048, 1 << (sums.shape[-1] - 1).bit_length())  # so that one serves most models
+    key = size, sums.device
+    if key not in known:
+        known[key] = _make_mailbox(group, size, sums.device)
+    return known[key]
+
+
+def _make_mailbox(group: dist.ProcessGroup, channels: int, device: torch.device) -> object | None:
+    """A Mailbox, if every process of `group` finds that it can; all must ask at once."""
+    everyone = [None] * group.size()
+    here = socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)
+    dist.all_gather_object(everyone, here, group)
+    problems = list(everyone)
+    dist.all_gather_object(problems, _problem(everyone, here, device), group)
+    problem = next(filter(None, problems), None)
+    if problem:
+        say(f"SyncBatchNorm: NCCL carries the sums, more slowly, because {problem}")
+        return None
+    from ._mailbox import Mailbox  # it needs Triton, which takes a while to import
+
+    return Mailbox(group, channels, device)
+
+
+def _problem(everyone: list[tuple], here: tuple, device: torch.device) -> str | None:
+    """Why this process can't write into the memory of the others, or None."""
+    hosts, uuids = (set(values) for values in zip(*everyone, strict=True))
+    properties = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    visible = {str(gpu.uuid): index for index, gpu in enumerate(properties)}
+    if TorchVersion(torch.__version__) < (2, 9):
+        return f"torch {torch.__version__} is older than 2.9"
+    if torch.version.hip:
+        return "the GPUs are AMD's, on which shared memory was never tried"
+    if os.environ.get("NCCL_P2P_DISABLE", "0") != "0":
+        return "NCCL_P2P_DISABLE is set"
+    if len(hosts) > 1:
+        return "the processes are on several hosts"
+    if len(uuids) < len(everyone):
+        return "processes share a GPU"
+    if not uuids <= visible.keys():
+        return "a process doesn't see the others' GPUs (CUDA_VISIBLE_DEVICES)"
+    others = [visible[uuid] for uuid in uuids - {here[1]}]
+    if not all(torch.cuda.can_device_access_peer(device, other) for other in others):
+        return "the GPUs can't reach each other's memory"
+    return None
+
+
+def _define(function: Callable, schema: str, fake: Callable) -> Callable:
+    """`function` as an operator, for torch.compile; that of another copy of this file, if any."""
+    name = function.__name__
+    if not hasattr(torch.ops.apex_native, name):
+        torch.library.define(f"apex_native::{name}", schema)
+        torch.library.impl(f"apex_native::{name}", ["CPU", "CUDA"], function)
+        torch.library.register_fake(f"apex_native::{name}", fake)
+    return getattr(torch.ops.apex_native, name)
+
+
+moments_op = _define(
+    moments,
+    "(Tensor sums, Tensor shift, SymInt count, float eps, str group) -> Tensor",
+    lambda sums, shift, count, eps, group: sums.new_empty(4, sums.shape[-1]),
+)
+means_op = _define(
+    means,
+    "(Tensor sums, Tensor statistics, str group) -> (Tensor, Tensor)",
+    lambda sums, statistics, group: (torch.empty_like(sums[0]), torch.empty_like(sums[0])),
+)
