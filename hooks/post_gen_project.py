@@ -1,7 +1,10 @@
 """Switch the answers into the code, and say what to do next.
 
-The files of MARKED are valid Python and TOML in the template and were copied as they are. Here,
-what depends on an answer is chosen by their markers, which are gone from the result:
+The files of OF_A_TASK are there once for each task: task.py is that of classification, and
+task_segmentation.py takes its place if that is chosen.
+
+The files of MARKED are valid Python, shell and TOML in the template and were copied as they are.
+Here, what depends on an answer is chosen by their markers, which are gone from the result:
 
     # % if sync_bn
     model = apex.parallel.convert_syncbn_model(model)
@@ -9,6 +12,7 @@ what depends on an answer is chosen by their markers, which are gone from the re
     parser.add_argument("--opt-level", default="«opt_level»")
 """
 
+import contextlib
 import json
 import re
 import shlex
@@ -26,8 +30,17 @@ ANSWERS = json.loads(
 )
 # A list and not a search: with --overwrite-if-exists the user's own files are in this folder too,
 # where "# %%" starts a notebook cell and « is a quotation mark.
-MARKED = ("main.py", "pyproject.toml")
-CHOSEN = ("project_slug", "opt_level", "ddp", "backend", "license")
+MARKED = (
+    "main.py",
+    "predict.py",
+    "pyproject.toml",
+    "run.sh",
+    "tests/test_features.py",
+    "tests/test_training.py",
+)
+OF_A_TASK = ("task.py", "tests/test_task.py")
+OTHER_TASKS = ("segmentation", "contrastive")
+CHOSEN = ("project_slug", "task", "opt_level", "ddp", "backend", "license")
 YES_OR_NO = ("fused_adam", "sync_bn")
 YES = ("1", "true", "t", "yes", "y", "on")
 TYPED = ("description", "author_name")
@@ -74,6 +87,15 @@ def check(path, text):
     compile(text, path, "exec")
 
 
+for path in map(Path, OF_A_TASK):
+    for task in OTHER_TASKS:
+        other = path.with_name(f"{path.stem}_{task}.py")
+        if task == ANSWERS["task"]:
+            text = other.read_text(encoding="utf-8")
+            text = text.replace(f"import task_{task} as task", "import task")
+            path.write_text(text, encoding="utf-8")
+        other.unlink()
+
 for path in map(Path, MARKED):
     answers = {name: ANSWERS[name] for name in CHOSEN}
     # Words come from a command line, before cookiecutter 2.7.
@@ -90,6 +112,9 @@ for path in map(Path, MARKED):
     path.write_text(text, encoding="utf-8")
 
 Path("run.sh").chmod(Path("run.sh").stat().st_mode | 0o111)  # a template in a zip file has lost it
+
+with contextlib.suppress(OSError):  # it has a job for the cluster, or a file of the user's
+    Path("launch").rmdir()
 
 # Not to stdout, which is the diff where `cruft diff` runs this.
 next_commands = f"cd {shlex.quote(str(Path.cwd()))}", "pip install -e .", "./run.sh"

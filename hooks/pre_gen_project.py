@@ -17,19 +17,22 @@ ANSWERS = json.loads(
 
 # As in cookiecutter.json, which checks what is typed, but not what a replay file says.
 CHOICES = {
+    "task": ("classification", "segmentation", "contrastive"),
     "opt_level": ("O1", "O0", "O2", "O3", "O4", "O5"),
-    "ddp": ("apex", "torch"),
+    "ddp": ("apex", "torch", "dataparallel"),
     "backend": ("auto", "apex", "native"),
+    "cluster": ("none", "slurm", "kubernetes"),
     "license": ("MIT", "BSD-3-Clause", "Apache-2.0", "none"),
 }
 # Before 2.7, cookiecutter hands on a yes or no from the command line as the word that it was.
-YES_OR_NO = ("1", "true", "t", "yes", "y", "on", "0", "false", "f", "no", "n", "off")
+YES, NO = ("1", "true", "t", "yes", "y", "on"), ("0", "false", "f", "no", "n", "off")
 # A folder of such a name can be imported in place of the module, and pip would take a distribution
 # of such a name for the one that the project needs.
 TAKEN = {
     *sys.stdlib_module_names,
-    *("apex", "apex_native", "data", "engine", "launch", "main", "task", "tests"),
+    *("apex", "apex_native", "data", "engine", "launch", "main", "predict", "task", "tests"),
     *("torch", "torchvision", "triton", "numpy", "pil", "pillow", "tqdm"),
+    "segmentation_models_pytorch",
     *("tensorboard", "matplotlib", "torchmetrics", "sklearn"),
     *("pytest", "ruff", "pip", "setuptools", "wheel", "cookiecutter", "jinja2"),
 }
@@ -54,13 +57,34 @@ def refusals():
         if ANSWERS[name] not in choices:
             yield f"{name} cannot be {ANSWERS[name]!a}: choose one of {', '.join(choices)}."
     for name in ("fused_adam", "sync_bn"):
-        if str(ANSWERS[name]).lower() not in YES_OR_NO:
+        if str(ANSWERS[name]).lower() not in YES + NO:
             yield f"{name} cannot be {ANSWERS[name]!a}: answer yes or no."
     if ANSWERS["opt_level"] in ("O4", "O5") and ANSWERS["backend"] == "apex":
         yield (
             f"opt_level {ANSWERS['opt_level']} does not exist in NVIDIA's Apex: set backend to auto"
             " or native, or opt_level to O0, O1, O2 or O3."
         )
+    if ANSWERS["ddp"] == "dataparallel":
+        if str(ANSWERS["sync_bn"]).lower() not in NO:
+            yield (
+                "sync_bn cannot go with ddp dataparallel, whose copies of a model normalise each on"
+                " its own: set sync_bn to no, or ddp to apex or torch."
+            )
+        if ANSWERS["cluster"] != "none":
+            yield (
+                f"cluster {ANSWERS['cluster']} cannot go with ddp dataparallel, which stays on one"
+                " machine: set cluster to none, or ddp to apex or torch."
+            )
+        if ANSWERS["backend"] == "apex":
+            yield (
+                "backend apex cannot go with ddp dataparallel, whose copies of a model would all"
+                " run on the first GPU: set backend to auto or native, or ddp to apex or torch."
+            )
+        if ANSWERS["opt_level"] == "O4":
+            yield (
+                "opt_level O4 cannot go with ddp dataparallel, whose threads its casts do not"
+                " reach: set opt_level to O5, which is bf16 too, or ddp to apex or torch."
+            )
     for name in ("project_name", "description", "author_name"):
         # Half of a surrogate pair: what is left of a byte that was not UTF-8. No file holds it.
         if half := re.search("[\ud800-\udfff]", str(ANSWERS[name])):

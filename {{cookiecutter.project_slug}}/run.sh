@@ -9,10 +9,13 @@
 #
 # NPROC is the number of processes on this machine (default: its GPUs, or 2 without any), NNODES the
 # number of machines, NODE_RANK this machine's number from 0; MASTER_ADDR and MASTER_PORT (default
-# 29500) say where the others reach the first one. MAX_RESTARTS (default 0) is how often a failed
-# run is started again, OMP_NUM_THREADS the CPU threads of each process (default: its share of the
-# cores), PYTHON the interpreter (default: python or python3, whichever has torch). The script works
-# from any folder; paths in the flags are relative to the folder it is started from.
+# 29500) say where the others reach the first one. MAX_RESTARTS (default 0) is how often a run that
+# failed, or lost a machine, is started again, NODE_WAIT (default 600) how many seconds machines wait
+# for one that has not come, or is lost. OMP_NUM_THREADS is the CPU threads of each process (default:
+# its share of the cores), PYTHON the interpreter (default: python or python3, whichever has torch).
+# The script works from any folder; paths in the flags are relative to the folder it is started from.
+#
+#   ./run.sh --check [flags]    looks at this machine and these flags for seconds, trains nothing
 
 set -eu
 
@@ -65,21 +68,33 @@ case $here in
     *:*) fail "rename the folder $here: Python's search path can't hold a name with a colon." ;;
 esac
 
+module=engine.launch
+for argument; do
+    case $argument in --check | --json) module=engine.doctor ;; esac
+done
+
+# Whether --check can say of the interpreter that it has no torch, and all the rest.
+can_look() { [ "$module" = engine.doctor ] && "$1" -c '' 2>/dev/null; }
+
 if [ -n "${PYTHON:-}" ]; then
     python=$PYTHON
-    option=$(find_torch "$python") ||
+    option=$(find_torch "$python") || can_look "$python" ||
         fail "PYTHON=$python is no Python with torch: name one, or install this project in it."
 else
-    python=python
-    option=$(find_torch python) || {
-        python=python3
-        option=$(find_torch python3)
-    } || fail "neither python nor python3 has torch: activate its environment, or see README.md."
+    for python in python python3; do
+        option=$(find_torch "$python") && break
+    done || for python in python python3; do
+        can_look "$python" && break
+    done || fail "neither python nor python3 has torch: activate its environment, or see README.md."
 fi
 
 machines=${NNODES:-1}
 number NNODES "$machines" 1 100000
+# % if ddp == "dataparallel"
+processes=${NPROC:-1} # of which a thread drives each GPU
+# % else
 processes=${NPROC:-$(count_gpus)}
+# % endif
 if [ -z "${NPROC:-}" ] && [ "$processes" = 0 ]; then processes=2; fi
 number NPROC "$processes" 1 1024
 number MAX_RESTARTS "${MAX_RESTARTS:-0}" 0 100000
@@ -99,8 +114,10 @@ else
     fi
     number NODE_RANK "$NODE_RANK" 0 $((machines - 1))
     number MASTER_PORT "${MASTER_PORT:-29500}" 1 65535
-    set -- "--nnodes=$machines" "--node-rank=$NODE_RANK" \
-        "--master-addr=$MASTER_ADDR" "--master-port=${MASTER_PORT:-29500}" "$@"
+    number NODE_WAIT "${NODE_WAIT:-600}" 1 100000
+    set -- "--nnodes=$machines" --rdzv-backend=machines \
+        "--rdzv-endpoint=$MASTER_ADDR:${MASTER_PORT:-29500}" \
+        "--rdzv-conf=rank=$NODE_RANK,max_restarts=${MAX_RESTARTS:-0},wait=${NODE_WAIT:-600}" "$@"
 fi
 
 if [ -z "${OMP_NUM_THREADS:-}" ]; then
@@ -110,4 +127,4 @@ fi
 PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH}
 export OMP_NUM_THREADS PYTHONPATH
 
-exec "$python" ${option:+"$option"} -m engine.launch "$@"
+exec "$python" ${option:+"$option"} -m "$module" "$@"

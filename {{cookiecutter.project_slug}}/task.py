@@ -1,34 +1,37 @@
 """What is trained: classification of images. Replace this file to train something else.
 
-main.py asks for the names below and knows nothing else of the task.
+main.py and predict.py ask for the names below, and know nothing else of the task.
 """
 
-import io
+from argparse import Namespace
+from collections.abc import Callable
 from difflib import get_close_matches
-from functools import cache
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torchvision
-from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 from torchvision.datasets import ImageFolder
-from torchvision.io import ImageReadMode, decode_jpeg
 from torchvision.transforms import v2
 
+from engine import images, sheet
 from engine.errors import UserError
+from engine.images import MEAN, STD, Crop, Encoded, Span, cut, decode, normalise, read, read_image
+from engine.training import evaluation
 
 METRIC = "val_accuracy"
-NO_TOTALS = torch.zeros(3, dtype=torch.float64)
+LAYOUT = "train/CLASS/IMAGE and val/CLASS/IMAGE"
+BATCH_SIZE = 32
 DUMMY_CLASSES = 1000
 
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-RGB = ImageReadMode.RGB
+RANDOM_CROP = v2.RandomResizedCrop(224)  # asked for its parameters alone
 
-criterion = nn.CrossEntropyLoss()
+prepare = normalise
+gpu_loader = images.gpu_loader  # for --decode gpu
 
 
 def build_model(arch: str, num_classes: int) -> nn.Module:
@@ -44,9 +47,9 @@ def build_model(arch: str, num_classes: int) -> nn.Module:
 
 
 def build_datasets(data: Path | None) -> tuple[Dataset, Dataset]:
-    """The training and the validation set of (image (3, H, W), label), each with ``.classes``.
+    """The training and the validation set of (image, label), each with ``.classes``.
 
-    Images from files are uint8: loading processes send a quarter of what floats would be.
+    Images are float (3, H, W), or files that are still to be decoded (engine/images.py).
 
     `data` is a folder ``train/CLASS/IMAGE`` and ``val/CLASS/IMAGE``; without it, the digits that
     come with the project. Raises UserError for a folder of another shape.
@@ -55,46 +58,120 @@ def build_datasets(data: Path | None) -> tuple[Dataset, Dataset]:
         return Digits(train=True), Digits(train=False)
     for folder in (data, data / "train", data / "val"):
         if not folder.is_dir():
-            raise UserError(
-                f"--data {data}: there is no folder {folder}; it takes train/CLASS/IMAGE and "
-                "val/CLASS/IMAGE"
-            )
-    train = [v2.RandomResizedCrop(224, antialias=True), v2.RandomHorizontalFlip()]
-    val = [v2.Resize(256, antialias=True), v2.CenterCrop(224)]
-    train_set = Images(data / "train", v2.Compose(train))
-    return train_set, Images(data / "val", v2.Compose(val), classes=train_set.classes)
+            raise UserError(f"--data {data}: there is no folder {folder}; it takes {LAYOUT}")
+    train_set = Images(data / "train", random_crop)
+    return train_set, Images(data / "val", central_crop, classes=train_set.classes)
 
 
-def prepare(images: Tensor) -> Tensor:
-    """What the model takes of a batch on its device: uint8 (N, 3, H, W) normalised, floats kept."""
-    if images.is_floating_point():
-        return images
-    mean, std = _statistics(images.device)
-    return torch.sub(images, mean).div_(std)
+def random_crop(height: int, width: int) -> Crop:
+    """A part of random size, shape and place, mirrored or not, as 224 × 224 pixels."""
+    box = RANDOM_CROP.make_params([torch.empty(1, height, width, device="meta")])
+    rows, columns = Span(box["top"], box["height"], 224), Span(box["left"], box["width"], 224)
+    return Crop(rows, columns, 224, flip=torch.rand(1).item() < 0.5)
 
 
-@cache  # or each batch would wait for a copy to the device
-def _statistics(device: torch.device) -> Tensor:
-    return 255 * torch.tensor([MEAN, STD], device=device).view(2, 3, 1, 1)
+def central_crop(height: int, width: int) -> Crop:
+    """The middle 224 × 224 pixels, once the shorter side has 256."""
+    sides = (height, width)
+    resized = [256 * side // min(sides) for side in sides]
+    rows, columns = (
+        Span(0, side, to, round((to - 224) / 2)) for side, to in zip(sides, resized, strict=True)
+    )
+    return Crop(rows, columns, 224)
 
 
-def totals(output: Tensor, target: Tensor) -> Tensor:
-    """What one batch adds to the validation: its summed loss, its hits, its size; float64 (3,)."""
-    loss = F.cross_entropy(output.float(), target, reduction="sum")
-    hits = (output.argmax(dim=1) == target).sum()
-    return torch.stack([loss.double(), hits.double(), hits.new_tensor(len(target)).double()])
+def read_central(path: Path) -> Tensor:
+    """The central crop of the image at `path`, as in validation: uint8 (3, 224, 224)."""
+    encoded = read(str(path), central_crop)
+    return cut(decode(encoded), encoded.crop)
 
 
-def results(totals: Tensor) -> dict[str, float]:
-    """val_loss and val_accuracy (0 to 1) from the totals of the whole validation set."""
-    loss, hits, count = totals.tolist()
-    return {"val_loss": loss / count, METRIC: hits / count}
+def criterion(output: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
+    """The mean cross entropy."""
+    return F.cross_entropy(output, targets, label_smoothing=label_smoothing)
+
+
+class Metrics:
+    """Loss and accuracy of the validation set, exact however processes share it out."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.totals = torch.zeros(3, dtype=torch.float64, device=device)
+
+    def reset(self) -> None:
+        """Forgets what it has seen."""
+        self.totals.zero_()
+
+    def update(self, output: Tensor, targets: Tensor) -> None:
+        """Adds a batch: the sum of its losses, its hits, its size."""
+        losses = F.cross_entropy(output.float(), targets, reduction="sum")
+        hits = (output.argmax(dim=1) == targets).sum()
+        size = hits.new_tensor(len(targets))
+        self.totals += torch.stack([losses.double(), hits.double(), size.double()])
+
+    def compute(self) -> dict[str, float]:
+        """val_loss and val_accuracy (0 to 1) of what all processes have seen, on each of them."""
+        dist.all_reduce(self.totals)
+        losses, hits, count = self.totals.tolist()
+        return {"val_loss": losses / count, METRIC: hits / count}
+
+
+@torch.no_grad()
+def show(
+    model: nn.Module,
+    val_set: Dataset,
+    metrics: Metrics,
+    output: Path,
+    epoch: int | None = None,
+    count: int = 8,
+) -> Path:
+    """Writes `output`/validation/epoch_NNN.png; without an epoch, eval_only.png. Returns its path.
+
+    It has `count` samples from all over the set, each with its likeliest class and the true one.
+    """
+    images, labels = sheet.spread(val_set, count)
+    images = prepare(images.to(next(model.parameters()).device))
+    with evaluation(model):
+        shares, numbers = model(images).float().softmax(dim=1).max(dim=1)
+    words = []
+    for share, number, label in zip(shares, numbers.tolist(), labels.tolist(), strict=True):
+        truth = "" if number == label else f", is {val_set.classes[label]}"
+        words.append((f"{val_set.classes[number]}: {share:.2f}{truth}", not truth))
+    path = sheet.path_of(output, epoch)
+    sheet.write(path, images, words)
+    return path
+
+
+class Predictor:
+    """For predict.py: the likeliest classes of an image file, with their probabilities.
+
+    Args:
+        model: in eval mode.
+        about: what its checkpoint says of it.
+        args: predict.py's.
+    """
+
+    def __init__(self, model: nn.Module, about: dict, args: Namespace) -> None:
+        self.model, self.classes, self.top = model, about["classes"], args.top
+        self.device = next(model.parameters()).device
+        self.read = read_central if about["data"] else Digits.read
+
+    def __call__(self, path: Path) -> list[tuple[str, float]]:
+        images = self.read(path).unsqueeze(0).to(self.device)
+        shares, numbers = self.model(prepare(images)).softmax(dim=1)[0].sort(descending=True)
+        pairs = zip(numbers.tolist(), shares.tolist(), strict=True)
+        return [(self.classes[number], share) for number, share in pairs][: self.top]
 
 
 def dummy_batch(batch_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """One batch in ImageNet's shape, made on the device."""
     images = torch.randn(batch_size, 3, 224, 224, device=device)
     return images, torch.randint(DUMMY_CLASSES, (batch_size,), device=device)
+
+
+def enlarge(images: Tensor) -> Tensor:
+    """Digits (N, 8, 8), from 0 to 1, as models take them: (N, 3, 32, 32), normalised."""
+    images = F.interpolate(images.unsqueeze(1), size=(32, 32), mode="bilinear")
+    return v2.functional.normalize(images.expand(-1, 3, -1, -1), MEAN, STD)
 
 
 class Digits(Dataset):
@@ -108,12 +185,17 @@ class Digits(Dataset):
     def __init__(self, train: bool) -> None:
         file = np.load(Path(__file__).parent / "data" / "digits.npz", allow_pickle=False)
         chosen = (np.arange(len(file["labels"])) % 5 != 0) == train
-        images = torch.from_numpy(file["images"][chosen]).float().div(16).unsqueeze(1)
-        images = F.interpolate(images, size=(32, 32), mode="bilinear").expand(-1, 3, -1, -1)
-        self.images = v2.functional.normalize(images, MEAN, STD)
+        images = torch.from_numpy(file["images"][chosen]).float().div(16)
+        self.images = enlarge(images)
         self.labels = torch.from_numpy(file["labels"][chosen]).long()
         background = v2.functional.normalize(torch.zeros(3, 1, 1), MEAN, STD).flatten().tolist()
         self.transform = v2.RandomCrop(32, padding=4, fill=background) if train else v2.Identity()
+
+    @staticmethod
+    def read(path: Path) -> Tensor:
+        """The image at `path`, light on dark, in the form of these: float (3, 32, 32)."""
+        image = v2.functional.rgb_to_grayscale(read_image(path)) / 255
+        return enlarge(F.adaptive_avg_pool2d(image, 8))[0]
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -126,15 +208,16 @@ class Images(ImageFolder):
     """A folder of CLASS/IMAGE; a file that is no readable image ends the run with its path.
 
     Args:
+        choose: what is cropped out of an image of that height and width.
         classes: those to number by, in order; by default the folder's own, sorted.
     """
 
     def __init__(
-        self, root: Path, transform: v2.Transform, classes: list[str] | None = None
+        self, root: Path, choose: Callable[[int, int], Crop], classes: list[str] | None = None
     ) -> None:
-        self.known = classes
+        self.choose, self.known = choose, classes
         try:
-            super().__init__(root, transform, loader=read_image, allow_empty=True)
+            super().__init__(root, allow_empty=True)
         except FileNotFoundError:
             raise UserError(f"{root} holds no folder: make one for each class") from None
         if not self.samples:
@@ -153,17 +236,6 @@ class Images(ImageFolder):
             )
         return self.known, {name: number for number, name in enumerate(self.known)}
 
-
-def read_image(path: str) -> Tensor:
-    """The image at `path`, as RGB: uint8 (3, H, W)."""
-    try:
-        data = Path(path).read_bytes()
-        with Image.open(io.BytesIO(data)) as image:  # reads no more than the header
-            if image.format == "JPEG" and image.mode in ("L", "RGB"):  # half of PIL's time
-                return decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8), RGB)
-            # PIL warns of transparent palettes unless they go through RGBA.
-            mode = "RGBA" if "transparency" in image.info else "RGB"
-            return v2.functional.pil_to_tensor(image.convert(mode).convert("RGB"))
-    except (OSError, RuntimeError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        reason = str(error).splitlines()[0].split(", ")[-1]  # torchvision's begins with its source
-        raise UserError(f"{path} can't be read as an image ({reason}); mend or remove it") from None
+    def __getitem__(self, index: int) -> tuple[Encoded, int]:
+        path, label = self.samples[index]
+        return read(path, self.choose), label

@@ -1,22 +1,40 @@
 """Checkpoints: whole or not there, of tensors and plain types only, the same on either backend."""
 
+import contextlib
+import io
 import math
-import os
-import pickle
 import re
-import shutil
+import socket
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from textwrap import shorten
+from typing import BinaryIO
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.optim import Optimizer
 
+from engine import distributed
 from engine.errors import UserError
+from engine.files import replacing
 
-PARTS = ("model", "optimizer", "amp", "epoch", "step", "steps_per_epoch", "best")
+LAST, BEST = "last.pt", "best.pt"
+PARTS = ("model", "optimizer", "amp", "epoch", "step", "samples", "best", "ranks")
+
+
+@dataclass
+class Progress:
+    """How far a run is."""
+
+    epoch: int = 0  # epochs that are done
+    step: int = 0  # steps in all
+    samples: int = 0  # of this epoch, taken by all processes together
+    best: float = -math.inf
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -38,94 +56,235 @@ def _apex_masters(optimizer: Optimizer) -> dict[Tensor, Tensor]:
     return {}
 
 
-def save(path: Path, model: nn.Module, optimizer: Optimizer, amp: object, **rest: object) -> None:
-    """Writes `path`: ``model``, ``optimizer``, ``amp`` and what is in `rest`.
+def weights(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """The model's state, in fp32 at every opt_level.
 
-    ``model`` is fp32 at every opt_level; where there are fp32 masters it holds their values, so
-    that a resumed run goes on from the weights that it had. The file appears whole or not at all:
-    it is written beside its place, flushed to the disk, and renamed.
+    Where there are fp32 masters it holds their values, so that a resumed run goes on from the
+    weights that it had.
     """
     module = unwrap(model)
-    weights = module.state_dict()
+    state = dict(module.state_dict())
     masters = _apex_masters(optimizer)
-    for name, parameter in module.named_parameters():
+    for name, parameter in module.named_parameters() if masters else ():
         if parameter in masters:
-            weights[name] = masters[parameter].detach()
-    state = {
-        "model": dict(weights),
+            state[name] = masters[parameter].detach()
+    return state
+
+
+def collect(model: nn.Module, optimizer: Optimizer, amp: object) -> dict[str, object]:
+    """What a checkpoint holds of them: ``model``, ``optimizer`` and ``amp``.
+
+    Waits for the device.
+    """
+    return {
+        "model": weights(model, optimizer),
         "optimizer": optimizer.state_dict(),
         "amp": dict(amp.state_dict()),
-        **rest,
     }
-    temporary = _beside(path)
-    with temporary.open("wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-    _put_in_place(temporary, path)
 
 
-def keep(path: Path, other: Path) -> None:
-    """Keeps the checkpoint at `path` as `other` too, without a second copy on the disk."""
-    temporary = _beside(other)
-    temporary.unlink(missing_ok=True)
-    try:
-        temporary.hardlink_to(path)
-    except OSError:  # a file system without links
-        shutil.copyfile(path, temporary)
-    _put_in_place(temporary, other)
+def in_memory(state: object) -> object:
+    """A copy of `state` with its tensors in the CPU's memory.
+
+    From a GPU they are copied in turn with what the GPU was given to do, so that no later step
+    changes them, and nothing waits: they are there once the current stream is done.
+    """
+    if isinstance(state, Tensor):
+        state = state.detach()
+        return state.to("cpu", non_blocking=True) if state.is_cuda else state.clone()
+    if isinstance(state, dict):
+        return {name: in_memory(value) for name, value in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)(map(in_memory, state))
+    return state
 
 
-def _beside(path: Path) -> Path:
-    return path.with_name(f"{path.name}.tmp")
+def write(path: Path, state: dict[str, object]) -> None:
+    """Writes `state` to `path`, whole or not at all; torch adds a checksum of each tensor.
+
+    Raises ValueError if the weights or the optimizer hold nan, and OSError for a full disk and the
+    like.
+    """
+    bad = _first_nan(state)
+    if bad:
+        raise ValueError(f"{bad} is not finite")
+    with replacing(path) as temporary, temporary.open("wb") as file:
+        try:
+            torch.save(state, file)
+        except RuntimeError as error:  # from closing what could not be written
+            raise error.__context__ or error from None
 
 
-def _put_in_place(temporary: Path, path: Path) -> None:
-    temporary.rename(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+def newest(folder: Path, say: Callable[[str], None]) -> Path | None:
+    """The newest checkpoint in `folder` that is whole, or None if there is none at all.
+
+    Says which ones are not whole. Raises UserError if none of them is.
+    """
+    found = sorted(numbered(folder), key=_age, reverse=True)
+    last = folder / LAST
+    if last.exists():
+        found = [last, *(path for path in found if not path.samefile(last))]
+    for path in found:
+        try:
+            load(path)
+        except UserError as error:
+            say(f"warning: {error}; trying the one before it")
+            continue
+        return path
+    if found:
+        raise UserError(f"--resume auto: no checkpoint in {folder} is whole; use another folder")
+    return None
 
 
-def load(path: Path) -> dict[str, object]:
+def find(resume: Path | None, folder: Path, say: Callable[[str], None]) -> Path | None:
+    """What to resume, the same for every process: `resume`, or with "auto" the newest in `folder`.
+
+    A process that takes the place of one that failed goes on with the newest, too.
+    """
+    choice = [resume]
+    if resume == Path("auto") or distributed.is_restart():
+        if dist.get_rank() == 0:
+            given = None if resume == Path("auto") else resume
+            choice = [newest(folder, say) or given]
+            if distributed.is_restart() and choice == [None]:
+                say(f"{folder} has no checkpoint: the run begins again")
+        dist.broadcast_object_list(choice)
+        if not (distributed.is_on_one_machine() or distributed.is_restart()):
+            _require_none_newer_elsewhere(folder)
+    return choice[0]
+
+
+def _require_none_newer_elsewhere(folder: Path) -> None:
+    """Raises UserError if the machines share no disk, and another than rank 0's has the newest."""
+    steps = max((int(path.stem[5:]) for path in numbered(folder)), default=0)
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (steps, socket.gethostname()))
+    (ours, _), (most, host) = found[0], max(found)
+    if most > ours:
+        raise UserError(
+            f"--resume auto: {folder} on {host} has a checkpoint of step {most}, on the machine "
+            f"with NODE_RANK=0 {f'none after step {ours}' if ours else 'none'}: give that number "
+            f"to {host}, or copy the folder"
+        )
+
+
+def hand_out(path: Path, group: dist.ProcessGroup) -> io.BytesIO | None:
+    """What rank 0 reads in `path`: on another machine it may be missing, or of another run.
+
+    None on one machine, and if rank 0 can't read it.
+
+    Args:
+        group: one of gloo.
+    """
+    if distributed.is_on_one_machine():
+        return None
+    content = bytearray()
+    if dist.get_rank() == 0:
+        with contextlib.suppress(OSError):  # load will say it
+            content = bytearray(path.read_bytes())
+    size = torch.tensor(len(content))
+    dist.broadcast(size, 0, group)
+    if not size:
+        return None
+    content = content or bytearray(size.item())
+    dist.broadcast(torch.frombuffer(content, dtype=torch.uint8), 0, group)
+    return io.BytesIO(content)
+
+
+def numbered(folder: Path) -> list[Path]:
+    """The checkpoints in `folder` that have the number of their step in their name."""
+    return [path for path in folder.glob("step-*.pt") if path.stem[5:].isdecimal()]
+
+
+def prune(folder: Path, keep: int) -> None:
+    """Removes the numbered checkpoints in `folder` but for the newest `keep`."""
+    for path in sorted(numbered(folder), key=_age, reverse=True)[keep:]:
+        path.unlink(missing_ok=True)
+
+
+def _age(path: Path) -> tuple[int, int]:
+    """By the time of writing: a run that went back to an early step writes lower numbers."""
+    return path.stat().st_mtime_ns, int(path.stem[5:])
+
+
+def _first_nan(state: dict[str, object]) -> str | None:
+    """The name of the first tensor of the model or the optimizer that holds nan."""
+    moments = state["optimizer"].get("state", {}).values()
+    tensors = chain(
+        state["model"].items(),
+        ((f"the optimizer's {name}", tensor) for one in moments for name, tensor in one.items()),
+    )
+    for name, tensor in tensors:
+        if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.isnan().any():
+            return name
+    return None
+
+
+def load(path: Path, content: io.BytesIO | None = None) -> dict[str, object]:
     """Reads a checkpoint into the CPU's memory, without running any code that it may hold.
 
+    `content` is what the file holds, if that was read before.
+
     One of another script, in the form that Apex documents (``model``, ``optimizer``, ``amp``), is
-    completed; ``origin`` says so. Raises UserError if it is missing, torn, or no checkpoint.
+    completed; ``origin`` says so. Raises UserError if it is missing, torn or altered, too large
+    when unpacked, no checkpoint, or holds nan.
     """
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        with content or path.open("rb") as file:
+            if zipfile.is_zipfile(file):
+                _check_archive(path, file)
+            file.seek(0)
+            state = torch.load(file, map_location="cpu", weights_only=True)
     except FileNotFoundError:
-        raise UserError(f"--resume {path}: there is no such file") from None
+        raise UserError(f"{path}: there is no such file") from None
     except (PermissionError, IsADirectoryError) as error:
-        raise UserError(f"--resume {path}: it can't be read ({error.strerror})") from None
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
+        raise UserError(f"{path}: it can't be read ({error.strerror})") from None
+    except UserError:
+        raise
+    except Exception as error:  # a file of any bytes raises anything
         code = re.search(r"GLOBAL (\S+)", str(error))
         if code:
             raise UserError(
-                f"--resume {path}: it holds {code[1]}, which can't be read without running code; "
+                f"{path}: it holds {code[1]}, which can't be read without running code; "
                 "if you trust the file, torch.load it with weights_only=False and torch.save its "
                 "model, optimizer, amp and epoch alone"
             ) from None
-        raise UserError(
-            f"--resume {path}: it is torn, or not a checkpoint; use another one"
-        ) from None
+        raise UserError(f"{path}: it is torn, or not a checkpoint; use another one") from None
     parts = state if isinstance(state, dict) else {}
     missing = [part for part in PARTS[:2] if not isinstance(parts.get(part), dict)]
     if missing:
         raise UserError(
-            f"--resume {path}: it is not a checkpoint, a dict of model, optimizer and amp "
+            f"{path}: it is not a checkpoint, a dict of model, optimizer and amp "
             f"(it has no {' and no '.join(missing)})"
         )
+    try:
+        bad = _first_nan(state)
+    except (AttributeError, TypeError):
+        raise UserError(f"{path}: its optimizer's state is none; use another one") from None
+    if bad:
+        raise UserError(f"{path}: {bad} is not finite; use an earlier one")
     state["origin"] = ""
     if any(part not in state for part in PARTS):
         _complete(state)
-    counts = [state[name] for name in ("epoch", "step", "steps_per_epoch")]
-    if not all(isinstance(count, int) and count >= 0 for count in counts) or not counts[-1]:
-        raise UserError(f"--resume {path}: its epoch and step are no counts; use another one")
+    counts = [state[name] for name in ("epoch", "samples")] + [state["step"] or 0]
+    if not all(isinstance(count, int) and count >= 0 for count in counts):
+        raise UserError(f"{path}: its epoch and step are no counts; use another one")
+    if not (isinstance(state["best"], float | int) and isinstance(state["ranks"], list)):
+        raise UserError(f"{path}: its best or its ranks are altered; use another one")
     return state
+
+
+def _check_archive(path: Path, file: BinaryIO) -> None:
+    """Raises BadZipFile for a tensor that was altered, which torch doesn't look for.
+
+    And UserError for an archive that grows when it is read: torch stores tensors as they are.
+    """
+    with zipfile.ZipFile(file) as archive:
+        if sum(part.file_size for part in archive.infolist()) > file.seek(0, io.SEEK_END):
+            raise UserError(f"{path}: it unpacks to more than it is; use another one")
+        altered = archive.testzip()
+    if altered:
+        raise zipfile.BadZipFile(altered)
 
 
 def _complete(state: dict[str, object]) -> None:
@@ -141,16 +300,25 @@ def _complete(state: dict[str, object]) -> None:
     state["origin"] = f", a checkpoint of another script: its {', '.join(taken)}"
     if missing:
         state["origin"] += f"; it has no {' and no '.join(missing)}"
-    state.update(epoch=epoch, step=epoch, steps_per_epoch=1, best=-math.inf)
+    state.update(epoch=epoch, step=None, samples=0, best=-math.inf, ranks=[])
 
 
-def restore(path: Path, model: nn.Module, optimizer: Optimizer, amp: object) -> dict[str, object]:
-    """Loads `path` into model, optimizer and amp, and returns all that it holds.
+def restore(
+    path: Path,
+    model: nn.Module,
+    optimizer: Optimizer,
+    amp: object,
+    content: io.BytesIO | None = None,
+) -> dict[str, object]:
+    """Loads `path`, or its `content`, into model, optimizer and amp; returns all that it holds.
 
     The optimizer's settings, such as the weight decay, stay those of this run. Raises UserError if
     the checkpoint does not fit.
     """
-    state = load(path)
+    try:
+        state = load(path, content)
+    except UserError as error:
+        raise UserError(f"--resume {error}") from None
     try:
         theirs, ours = _kind(state["optimizer"]["param_groups"]), _kind(optimizer.param_groups)
         if theirs != ours:
@@ -167,6 +335,7 @@ def restore(path: Path, model: nn.Module, optimizer: Optimizer, amp: object) -> 
             for name, parameter in module.named_parameters():
                 if parameter in masters:
                     masters[parameter].copy_(state["model"][name])
+        _check_shapes(optimizer, state["optimizer"])
         own = [_settings(group) for group in optimizer.param_groups]
         optimizer.load_state_dict(state["optimizer"])
         _place_moments(optimizer, state["optimizer"])
@@ -188,19 +357,36 @@ def _kind(groups: list[dict]) -> str:
     return " and ".join(name for name in ("betas", "momentum") if name in groups[0]) or "neither"
 
 
+def _pairs(optimizer: Optimizer, saved: dict) -> Iterator[tuple[int, nn.Parameter]]:
+    """The parameters, each with its number in the state that was saved."""
+    indices = chain.from_iterable(group["params"] for group in saved["param_groups"])
+    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    return zip(indices, parameters, strict=True)
+
+
+def _check_shapes(optimizer: Optimizer, saved: dict) -> None:
+    """Raises ValueError for a moment of another shape, which would be stretched to fit."""
+    for index, parameter in _pairs(optimizer, saved):
+        for name, value in saved["state"].get(index, {}).items():
+            if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
+                raise ValueError(
+                    f"{name} of parameter {index} is {tuple(value.shape)}, not "
+                    f"{tuple(parameter.shape)}"
+                )
+
+
 def _place_moments(optimizer: Optimizer, saved: dict) -> None:
     """Adam's moments as real Apex's kernel takes them to be, where it reads them by the address.
 
     They are fp32, where torch loads them in the parameter's type, fp16 at O3; and they lie as the
     parameter does, where torch leaves them channels last if they were saved so.
     """
-    indices = chain.from_iterable(group["params"] for group in saved["param_groups"])
-    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    for index, parameter in zip(indices, parameters, strict=True):
+    for index, parameter in _pairs(optimizer, saved):
         for name in {"exp_avg", "exp_avg_sq"} & saved["state"].get(index, {}).keys():
             moment = torch.empty_like(parameter, dtype=torch.float32)
             optimizer.state[parameter][name] = moment.copy_(saved["state"][index][name])
 
 
 def _settings(group: dict) -> dict:
-    return {name: value for name, value in group.items() if name not in ("params", "step")}
+    """What a resumed run has of its own; it sets the learning rate at each step."""
+    return {name: value for name, value in group.items() if name not in ("params", "step", "lr")}

@@ -1,26 +1,48 @@
 """Which process this is, which device it has, and how it ends."""
 
+import contextlib
+import fcntl
+import hashlib
+import json
 import os
+import platform
 import signal
 import socket
+import struct
 import sys
+import threading
 import time
 import traceback
+from argparse import Namespace
 from collections.abc import Callable, Sequence, Sized
+from datetime import timedelta
+from importlib.metadata import version
+from pathlib import Path
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from engine.errors import UserError
+from engine.errors import BAD_USAGE, UserError
+from engine.watch import Watch, leave_with_the_launcher
 
+CLOCKS_APART_S = 60.0  # which nobody's logs should be
 PATIENCE_S = 5.0  # in which a launcher has ended every process of a job that failed
+FAR_PATIENCE_S = 15.0  # in which launchers on several machines know of one that is lost
+MAY_DIFFER = ("local_rank", "data", "output", "workers", "config")  # between machines
+SIOCGIFADDR = 0x8915  # asks Linux for the address of an interface
 
 
 def is_speaker() -> bool:
     """Whether this process is the one that prints, known before any process group is."""
     return int(os.environ.get("RANK", "0")) == 0
+
+
+def is_on_one_machine() -> bool:
+    """Whether the launcher started all processes here; what else it started is not known."""
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    return os.environ.get("LOCAL_WORLD_SIZE", world_size) == world_size
 
 
 def ranks(local_rank: int | None) -> tuple[int, int, int]:
@@ -45,9 +67,130 @@ def ranks(local_rank: int | None) -> tuple[int, int, int]:
     return int(os.environ["RANK"]), int(local or 0), int(os.environ["WORLD_SIZE"])
 
 
+def join(device: torch.device, args: Namespace, apex: str) -> None:
+    """Makes the process group: NCCL between GPUs, gloo between CPUs.
+
+    Raises UserError if processes don't come, or come with another torch, code or flags.
+
+    Args:
+        args: with ``timeout``, seconds for a step. A collective may take a minute more: the step
+            is to be named first.
+        apex: the name of the module that serves Apex's calls.
+    """
+    timeout = timedelta(seconds=args.timeout + 60)
+    try:
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+        # torchrun may hand a restarted job the store of the one before, with addresses of the dead.
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        _compare(store, rank, world_size, _facts(device, args, apex))
+    except (dist.DistStoreError, dist.DistNetworkError):
+        raise UserError(
+            f"not all {os.environ['WORLD_SIZE']} processes came in {args.timeout + 60} s: start "
+            "those that are missing, or look at what they say"
+        ) from None
+    choose_interface()
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def _facts(device: torch.device, args: Namespace, apex: str) -> dict[str, str]:
+    """What must be the same in all processes: versions, flags, and the project's files."""
+    facts = {"torch": torch.__version__, "Python": platform.python_version().rpartition(".")[0]}
+    facts |= {"torchvision": version("torchvision")}
+    facts |= {"the kind of device": device.type, "Apex's backend": apex}
+    flags = {name: value for name, value in vars(args).items() if name not in MAY_DIFFER}
+    facts |= {f"--{name.replace('_', '-')}": str(value) for name, value in flags.items()}
+    project = Path(__file__).parent.parent
+    files = {Path(getattr(module, "__file__", None) or "/") for module in sys.modules.values()}
+    for path in sorted(files):
+        # The environment, too, may be in the project's folder.
+        if path.is_relative_to(project) and "site-packages" not in path.parts:
+            facts[str(path.relative_to(project))] = hashlib.sha1(path.read_bytes()).hexdigest()[:10]
+    return facts
+
+
+def _compare(store: dist.Store, rank: int, world_size: int, facts: dict[str, str]) -> None:
+    """Raises UserError, in all processes, if `facts` differ between two of them."""
+    store.set(f"facts {rank}", json.dumps([socket.gethostname(), facts]))
+    if rank == 0:
+        absent = absent_ranks(store, "facts", world_size)
+        if absent:
+            raise UserError(
+                f"rank {absent} of {world_size} did not come: start what is missing, or look at "
+                "what it says"
+            )
+        told = (json.loads(store.get(f"facts {other}")) for other in range(world_size))
+        store.set("difference", json.dumps([time.time(), _difference(list(told))]))
+    theirs, difference = json.loads(store.get("difference"))
+    if difference:
+        raise UserError(difference)
+    apart = time.time() - theirs  # for this, all have waited
+    if abs(apart) > CLOCKS_APART_S and os.environ.get("LOCAL_RANK", "0") == "0":
+        print(
+            f"warning: the clock of {socket.gethostname()} is {apart:+.0f} s from rank 0's: set "
+            "both by NTP, or times in logs and files mislead",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def absent_ranks(store: dist.Store, kind: str, world_size: int) -> str:
+    """The ranks that do not store their `kind` before the store's timeout, if any."""
+    keys = [f"{kind} {rank}" for rank in range(world_size)]
+    try:
+        store.wait(keys)
+    except dist.DistStoreError:
+        return ", ".join(str(rank) for rank, key in enumerate(keys) if not store.check([key]))
+    return ""
+
+
+def _difference(told: list[tuple[str, dict[str, str]]]) -> str:
+    """A sentence about the first fact that is not the same in all processes, if any.
+
+    Not all have loaded the same files: what one has alone is no difference.
+    """
+    host, ours = told[0]
+    for rank, (name, theirs) in enumerate(told):
+        for fact in ours:
+            if theirs.get(fact, ours[fact]) != ours[fact]:
+                return (
+                    f"{fact} is {theirs[fact]} on {name} (rank {rank}) but {ours[fact]} on {host} "
+                    "(rank 0): give all machines the same versions, code and flags"
+                )
+    return ""
+
+
+def choose_interface() -> None:
+    """On several machines, has gloo take the network that leads to MASTER_ADDR.
+
+    It would take the address of this machine's name, which often is one that only this machine
+    can reach. So may be MASTER_ADDR, on the machine that has it.
+    """
+    if is_on_one_machine():
+        return
+    with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as probe:
+        own = _own_address(os.environ["MASTER_ADDR"])
+        if own.startswith("127."):
+            own = _own_address("192.0.2.1")  # anywhere outside
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has no address
+                request = struct.pack("256s", name.encode())
+                answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)
+                if socket.inet_ntoa(answer[20:24]) == own:
+                    os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
+def _own_address(target: str) -> str:
+    """The address with which this machine would speak to `target`."""
+    with socket.socket(type=socket.SOCK_DGRAM) as probe:
+        probe.connect((target, 1))  # which sends nothing
+        return probe.getsockname()[0]
+
+
 def is_restart() -> bool:
-    """Whether torchrun has started this process in place of one that failed."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    """Whether torchrun or SLURM has started this process in place of one that was stopped."""
+    names = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+    return any(int(os.environ.get(name, "0")) > 0 for name in names)
 
 
 def device_for(local_rank: int) -> torch.device:
@@ -102,6 +245,46 @@ def to_device(
     ]
 
 
+def make_deterministic() -> None:
+    """The same numbers each time, on a GPU too. An operation that can't promise it raises.
+
+    DistributedDataParallel needs its flag for unused parameters as well. Without it, gradients are
+    summed in an order that the first step settles: with three processes and more, a resumed run
+    would round otherwise than before.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+
+
+class Agreement:
+    """What any process asks for, known to all of them after the same step, without a wait.
+
+    The answer to what is asked after one step is there after the next one: it was exchanged
+    meanwhile, through the CPU, so that nothing waits for a GPU.
+
+    Args:
+        group: one of gloo, which nothing else uses at the same time.
+        count: how many numbers are asked for at once.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, count: int) -> None:
+        self.group = group
+        self.numbers, self.work = torch.zeros(count, dtype=torch.int64), None
+
+    def ask(self, *numbers: int) -> None:
+        """Tells the others; every process calls it."""
+        self.numbers = torch.tensor([int(number) for number in numbers])
+        self.work = dist.all_reduce(
+            self.numbers, dist.ReduceOp.MAX, group=self.group, async_op=True
+        )
+
+    def answer(self) -> list[int]:
+        """The highest of what the processes asked last."""
+        if self.work:
+            self.work.wait()
+        return self.numbers.tolist()
+
+
 @torch.no_grad()
 def broadcast_buffers(model: nn.Module) -> None:
     """Gives every process rank 0's buffers, which are the ones that are saved.
@@ -119,6 +302,9 @@ def run(main: Callable[[], None]) -> None:
     process leaves without Python's usual clean-up, in which a process group or a data loader can
     wait for processes that will never answer; the launcher then ends the others.
     """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        parent = (os.getppid(),)
+        threading.Thread(target=leave_with_the_launcher, args=parent, daemon=True).start()
     try:
         main()
     except UserError as error:
@@ -126,14 +312,16 @@ def run(main: Callable[[], None]) -> None:
     except PermissionError as error:
         stop(f"{error.filename} can't be read or written: mend its permissions")
     except KeyboardInterrupt:
-        _leave(128 + signal.SIGINT)
+        leave(128 + signal.SIGINT)
     except Exception as error:
         # A process that leaves breaks the connections of the others, which is a RuntimeError
         # there. The launcher ends them before they speak, so that the cause is what is read.
         if isinstance(error, RuntimeError) and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            time.sleep(PATIENCE_S)
+            if Watch.asked:  # by the launcher, because another failed
+                leave(1)
+            time.sleep(PATIENCE_S if is_on_one_machine() else FAR_PATIENCE_S)
         traceback.print_exc()
-        _leave(1)
+        leave(1)
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -149,10 +337,11 @@ def stop(message: str) -> NoReturn:
     # A data loader's worker wraps the message in its own traceback: the last line is ours.
     sentence = message.strip().splitlines()[-1].removeprefix("engine.errors.UserError: ")
     print(f"error: {sentence}", file=sys.stderr, flush=True)
-    _leave(2)
+    leave(BAD_USAGE)
 
 
-def _leave(status: int) -> NoReturn:
+def leave(status: int) -> NoReturn:
+    """Ends this process at once, without Python's clean-up."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

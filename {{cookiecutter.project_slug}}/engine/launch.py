@@ -1,32 +1,113 @@
 """torchrun, with the status of the process that failed and without a traceback of its own.
 
 python -m engine.launch [torchrun's options] main.py [flags of main.py]
+
+With --rdzv-backend=machines, several machines meet as engine/machines.py says.
 """
 
 import logging
 import signal
 import sys
 
-from torch.distributed import run
-from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed import DistError, run
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
+
+from engine.errors import BAD_USAGE
+from engine.machines import Ended, Machines
+from engine.watch import SIGNALS
 
 
 def main() -> None:
     """Runs torchrun; exits with 0, the first failing process's status, or 128 + its signal."""
     # What the agent has to say about a failed process, that process has said already.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    logging.disable(logging.ERROR)
+    for number in SIGNALS:  # the agent passes on two of them, once there are processes
+        signal.signal(number, _pass_on)
+    # The others of a job that failed can't save, and may not even hear: they wait for the one that
+    # is gone. So they are not asked to stop, which the agent would wait half a minute for.
+    api._get_default_signal = lambda: signal.SIGKILL
+    LocalElasticAgent._stop_workers = _stop_at_once
+    LocalElasticAgent._rendezvous = _meet_all
+    LocalElasticAgent._start_workers = _count_rounds
+    LocalElasticAgent._monitor_workers = _without_needless_restart
+    rendezvous_handler_registry.register("machines", _meet)
+    status, sentence = _run()
+    for number in SIGNALS:  # it ends already
+        signal.signal(number, signal.SIG_IGN)
+    for machines in _met:
+        machines.leave(status)
+    if sentence:
+        print(f"error: {sentence}", file=sys.stderr)
+    sys.exit(status)
+
+
+def _run() -> tuple[int, str]:
+    """The status to exit with, and what there is to say of it."""
     try:
         run.main(sys.argv[1:])
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode < 0:
             name = signal.Signals(-failure.exitcode).name
-            print(f"error: rank {rank} was ended by {name}", file=sys.stderr)
-            sys.exit(128 - failure.exitcode)
-        sys.exit(failure.exitcode)
-    except SignalException as error:
-        sys.exit(128 + error.sigval)
+            return 128 - failure.exitcode, f"rank {rank} was ended by {name}"
+        return failure.exitcode, ""
+    except api.SignalException as error:
+        return 128 + error.sigval, ""
+    except Ended as error:
+        return error.status, str(error)
+    return 0, ""
+
+
+def _pass_on(number: int, _: object) -> None:
+    raise api.SignalException("the processes are asked to stop", signal.Signals(number))
+
+
+_met: list[Machines] = []
+
+
+def _meet(params: RendezvousParameters) -> Machines:
+    _met.append(Machines(params))
+    return _met[0]
+
+
+_rendezvous = LocalElasticAgent._rendezvous
+_start_workers = LocalElasticAgent._start_workers
+_monitor_workers = LocalElasticAgent._monitor_workers
+
+
+def _meet_all(agent: LocalElasticAgent, group: WorkerGroup) -> None:
+    """Meets again if a machine is lost before it has said what it starts."""
+    while True:
+        try:
+            return _rendezvous(agent, group)
+        except DistError:
+            if not _met:
+                raise
+
+
+def _stop_at_once(agent: LocalElasticAgent, *_: object, **__: object) -> None:
+    if agent._pcontext:
+        agent._pcontext.close(signal.SIGKILL)
+
+
+def _count_rounds(agent: LocalElasticAgent, group: WorkerGroup) -> dict[int, object]:
+    """Has all machines count the same restarts, also one that was itself started again."""
+    if _met:
+        agent._remaining_restarts = group.spec.max_restarts - _met[0].round
+    return _start_workers(agent, group)
+
+
+def _without_needless_restart(agent: LocalElasticAgent, *group: object) -> RunResult:
+    """No restart after bad usage, or after a signal that asked all processes to stop."""
+    result = _monitor_workers(agent, *group)
+    final = {BAD_USAGE, *(128 + number for number in SIGNALS)}
+    if any(failure.exitcode in final for failure in result.failures.values()):
+        agent._remaining_restarts = 0
+    return result
 
 
 if __name__ == "__main__":

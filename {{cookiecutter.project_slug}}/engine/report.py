@@ -1,30 +1,49 @@
-"""What a run shows and what it leaves behind: rank 0's words, progress bars, metrics, config."""
+"""What a run shows and what it leaves behind: words, progress bars, metrics, events, curves.
 
+python -m engine.report draws runs that are there; engine/curves.py says how.
+"""
+
+from __future__ import annotations
+
+import contextlib
 import csv
-import io
-import json
+import fcntl
+import os
+import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
 from pathlib import Path
+from threading import Event, Thread
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from engine import distributed
+from engine import cli, curves, distributed
+from engine.curves import COLUMNS, CONFIG, PICTURE, TABLE
 from engine.errors import UserError
+from engine.files import replacing
 
-COLUMNS = ("epoch", "step", "train_loss", "val_loss", "lr", "loss_scale", "images_per_second")
+if TYPE_CHECKING:
+    from engine.checkpoint import Progress
+    from engine.events import Events
+
 WARM_UP = 3  # steps, in which kernels are chosen and compiled
+PATIENCE_S = 60.0  # for the last picture
 
 
 class Report:
     """The voice and the pen of a run: does nothing on any rank but 0.
 
+    What can't be written once a run has begun is a warning, and does not end the run.
+
     Args:
-        output: the folder for metrics.csv and config.json; made if missing.
+        output: the folder of all that it writes; made if missing.
         rank: of this process.
         metric: the name of the task's metric, a column of metrics.csv.
     """
@@ -34,19 +53,30 @@ class Report:
         self.active = rank == 0
         self.columns = (*COLUMNS[:4], metric, *COLUMNS[4:])
         self.warm_up = WARM_UP
+        self.last: Meter | None = None
+        self.began = time.monotonic()
+        self.rows: list[dict[str, object]] = []
+        self.speeds: list[float] = []
+        self.events: Events | None = None
+        self.drawing: subprocess.Popen | None = None
+        self.is_drawn = True  # or will be, with all rows, when that process is done
+        self.warnings: set[str] = set()
 
-    def open(self, config: dict[str, object], resume: Path | None, epochs: int) -> None:
-        """Makes the folder ready, writes config.json and the head of metrics.csv.
+    def open(self, config: dict[str, object], resume: Path | None, progress: Progress) -> None:
+        """Makes the folder ready, writes config.json, the head of metrics.csv, the first events.
 
-        A run that goes on in its own folder keeps the rows of the `epochs` that it has finished.
-        Raises UserError if the folder can't be written, or holds a run that is not resumed.
+        A run that goes on in its own folder keeps the rows and the events up to `progress`. Raises
+        UserError if the folder can't be written, holds a run that is not resumed, or one that is
+        still at work.
         """
         if not self.active:
             return
-        table = self.output / "metrics.csv"
+        table = self.output / TABLE
         goes_on = resume is not None and resume.parent.resolve() == self.output.resolve()
         try:
-            rows = _rows(table)
+            self.output.mkdir(parents=True, exist_ok=True)
+            self._lock()
+            rows = curves.rows(table)
             if not goes_on and not distributed.is_restart():
                 if rows or any(self.output.glob("*.pt")):
                     raise UserError(
@@ -54,58 +84,193 @@ class Report:
                         "or --output with another folder"
                     )
                 rows = []
-            self.output.mkdir(parents=True, exist_ok=True)
-            text = json.dumps(config, indent=2, default=str) + "\n"
-            _replace(self.output / "config.json", text)
-            head = io.StringIO()
-            writer = csv.DictWriter(head, self.columns, extrasaction="ignore", lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(row for row in rows if int(row["epoch"]) <= epochs)
-            _replace(table, head.getvalue())
+            self.rows = [row for row in rows if int(row["epoch"]) <= progress.epoch]
+            with replacing(self.output / CONFIG) as temporary:
+                temporary.write_text(cli.as_json(config))
+            self._write_table()
         except OSError as error:
             raise UserError(
                 f"--output {self.output} can't be written ({error.strerror}): "
                 "choose another folder, or mend its permissions"
             ) from None
+        except (KeyError, ValueError, csv.Error):
+            raise UserError(
+                f"{table} is not as a run wrote it: move it away, and the run goes on"
+            ) from None
+        with self._warning("there are no events for TensorBoard"):
+            from engine.events import Events  # takes a moment, which only rank 0 needs
+
+            self.events = Events(self.output, progress.step)
         self.say("  ".join(f"{name:>10}" for name in self.columns))
+
+    def _lock(self) -> None:
+        """Raises UserError if another run is at work in the folder.
+
+        The lock is gone when this process is, however it ends, and its children don't have it.
+        """
+        self.lock = (self.output / ".lock").open("w")
+        try:
+            fcntl.lockf(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            raise UserError(
+                f"another run is at work in {self.output}: wait for its end, or add --output with "
+                "another folder"
+            ) from None
+        except OSError as error:  # a file system without locks
+            self._warn(
+                f"{self.output} can't be locked ({error.strerror}): start no other run there"
+            )
 
     def say(self, message: str) -> None:
         """Prints a line."""
         if self.active:
-            print(message, flush=True)
+            with contextlib.suppress(OSError):  # a full disk, or a pipe that nobody reads
+                print(message, flush=True)
 
-    def bar(self, batches: Iterable, description: str, total: int | None = None) -> tqdm:
+    def _warn(self, message: str) -> None:
+        """Prints a warning, once."""
+        if message not in self.warnings:
+            self.warnings.add(message)
+            self.say(f"warning: {message}")
+
+    @contextlib.contextmanager
+    def _warning(self, what: str) -> Iterator[None]:
+        """Makes a warning of an error, such as a full disk or a package that is missing."""
+        try:
+            yield
+        except Exception as error:
+            self._warn(f"{what} ({getattr(error, 'strerror', None) or error})")
+
+    def bar(
+        self, batches: Iterable, description: str, total: int | None = None, **look: str
+    ) -> tqdm:
         """A progress bar over `batches`; not drawn in a log that is no terminal."""
-        hidden = not (self.active and sys.stderr.isatty())
-        return tqdm(batches, description, total, leave=False, disable=hidden, dynamic_ncols=True)
+        look |= {"leave": False, "disable": not (self.active and sys.stderr.isatty())}
+        return tqdm(batches, description, total, dynamic_ncols=True, **look)
 
-    def meter(self, device: torch.device, images_per_step: int) -> "Meter":
+    @contextlib.contextmanager
+    def clock(self, description: str) -> Iterator[None]:
+        """Shows, where a bar would be drawn, how long its body takes."""
+        is_over = Event()
+        bar = self.bar((), description, bar_format="{desc}: {elapsed}")
+
+        def tick() -> None:
+            while not is_over.wait(0.5):
+                bar.refresh()
+            bar.close()
+
+        thread = Thread(target=tick, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            thread.join()
+
+    def meter(self, device: torch.device, images_per_step: int) -> Meter:
         """A new Meter; the run's first one has a warm-up."""
         warm_up, self.warm_up = self.warm_up, 0
-        return Meter(device, images_per_step, warm_up)
+        meter = Meter(device, images_per_step, warm_up)
+        if self.last is not None:
+            meter.bad = self.last.bad
+        self.last = meter
+        return meter
+
+    def step(self, bar: tqdm, step: int, lr: float, loss_scale: float) -> None:
+        """Shows on `bar` and in the events how the epoch goes. Waits for the device."""
+        loss, speed = self.last.progress()
+        bar.set_postfix_str(f"loss {loss:.4f}, {speed:.0f} images/s, loss scale {loss_scale:g}")
+        values = {"train_loss": loss, "lr": lr, "loss_scale": loss_scale}
+        values |= {"images_per_second": speed}
+        self._add_event(lambda events: events.scalars("step", values, step))
 
     def row(self, row: dict[str, float]) -> None:
-        """Adds a row to metrics.csv, and prints it."""
+        """Adds a row to metrics.csv, to the events and to the curves, and prints it."""
         if not self.active:
             return
-        with (self.output / "metrics.csv").open("a", newline="") as file:
-            csv.DictWriter(file, self.columns, lineterminator="\n").writerow(row)
+        self.rows.append(row)
+        with self._warning(f"rows are missing in {TABLE}"):
+            self._write_table()
+        self.speeds.append(row["images_per_second"])
+        values = {name: row[name] for name in self.columns[2:]}
+        self._add_event(lambda events: events.scalars("epoch", values, row["step"]))
+        self._draw()
         self.say("  ".join(f"{row[name]:{max(10, len(name))}.5g}" for name in self.columns))
 
+    def _write_table(self) -> None:
+        """Writes all of metrics.csv: a row that found no room is there once there is some."""
+        with replacing(self.output / TABLE) as temporary, temporary.open("w", newline="") as file:
+            writer = csv.DictWriter(file, self.columns, extrasaction="ignore", lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(self.rows)
 
-def _rows(table: Path) -> list[dict[str, str]]:
-    """The whole rows of `table`; the last one may be torn."""
-    if not table.exists():
-        return []
-    with table.open(newline="") as file:
-        return [row for row in csv.DictReader(file) if None not in row.values() and row["epoch"]]
+    def picture(self, step: int, show: Callable[..., Path], *args: object) -> None:
+        """Has ``show(*args)`` write a PNG file, and adds it to the events."""
+        if not self.active:
+            return
+        try:
+            path = show(*args)
+        except OSError as error:  # such as a full disk; any other is a mistake in `show`
+            self._warn(f"there is no picture of validation ({error.strerror or error})")
+            return
+        self._add_event(lambda events: events.picture(path.parent.name, path, step))
 
+    def _add_event(self, add: Callable[[Events], None]) -> None:
+        if self.events:
+            events, self.events = self.events, None  # after an error the file may be torn
+            with self._warning("there are no more events for TensorBoard"):
+                add(events)
+                self.events = events
 
-def _replace(path: Path, text: str) -> None:
-    """Writes `path` whole or not at all."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_text(text)
-    temporary.rename(path)
+    def _draw(self) -> None:
+        """Starts to draw the curves, unless that is still going on, in another process.
+
+        There it takes what the training leaves of the cores, and nothing waits for it.
+        """
+        self.is_drawn = self._has_drawn()
+        if not self.is_drawn:
+            return
+        path = os.pathsep.join(filter(None, sys.path))
+        with self._warning(f"{PICTURE} is not drawn"):
+            self.drawing = subprocess.Popen(
+                [sys.executable, "-m", "engine.curves", str(self.output)],
+                env=os.environ | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+
+    def _has_drawn(self, patience_s: float = 0.0) -> bool:
+        """Whether the last drawing is over, which it is after `patience_s` if those are given."""
+        if self.drawing:
+            try:
+                self.drawing.wait(patience_s)
+            except subprocess.TimeoutExpired:
+                if not patience_s:
+                    return False
+                self.drawing.kill()
+            _, said = self.drawing.communicate()
+            if self.drawing.returncode:
+                reason = (said.splitlines() or ["it takes too long"])[-1].removeprefix("error: ")
+                self._warn(f"{PICTURE} is not drawn ({reason})")
+            self.drawing = None
+        return True
+
+    def close(self) -> None:
+        """Finishes the curves, and says what the run came to, and where it is."""
+        if not self.active:
+            return
+        self._has_drawn(PATIENCE_S)
+        if not self.is_drawn:
+            self._draw()
+            self._has_drawn(PATIENCE_S)
+        facts = []
+        with contextlib.suppress(UserError):  # no epoch, or no room for its row
+            facts.append(curves.read(self.output).best)
+        facts.append(f"took {timedelta(seconds=round(time.monotonic() - self.began))}")
+        if self.speeds:
+            facts.append(f"{statistics.median(self.speeds):.0f} images/s")
+        self.say(f"{', '.join(facts)}; checkpoints, {TABLE} and {PICTURE} are in {self.output}")
 
 
 class Meter:
@@ -120,6 +285,9 @@ class Meter:
 
     def __init__(self, device: torch.device, images_per_step: int, warm_up: int = 0) -> None:
         self.loss_sum = torch.zeros((), device=device)
+        self.losses = 0  # more than the steps, if the epoch was begun by a run that was stopped
+        self.shown = 0.0, 0  # the sum and the count at the last `progress`
+        self.bad = torch.zeros((), device=device)  # losses in a row, over epochs
         self.steps = 0
         self.images_per_step, self.warm_up = images_per_step, warm_up
         self.warm_up_s = 0.0
@@ -127,12 +295,26 @@ class Meter:
 
     def add(self, loss: Tensor) -> None:
         """Counts a step. Waits for the device once, at the end of the warm-up."""
-        self.loss_sum += loss.detach()
+        loss = loss.detach()
+        self.loss_sum += loss
+        self.bad = (self.bad + 1) * ~loss.isfinite()
+        self.losses += 1
         self.steps += 1
         if self.steps == self.warm_up:
             self.loss_sum.item()
             now = time.perf_counter()
             self.warm_up_s, self.started = now - self.started, now
+
+    def state(self) -> tuple[float, int]:
+        """What `load` goes on from. Waits for the device."""
+        return self.loss_sum.item(), self.losses
+
+    def load(self, states: list[tuple[float, int]]) -> None:
+        """Goes on from `states`, of this process or of several."""
+        for loss_sum, losses in states:
+            self.loss_sum += loss_sum
+            self.losses += losses
+        self.shown = self.state()
 
     def _speed(self) -> float:
         """Images/s after the warm-up; within it, of all steps."""
@@ -141,13 +323,21 @@ class Meter:
             return self.steps * self.images_per_step / (self.warm_up_s or since)
         return (self.steps - self.warm_up) * self.images_per_step / since
 
-    def progress(self) -> dict[str, str]:
-        """This process's mean loss and the images/s of all of them. Waits for the device."""
-        loss = self.loss_sum.item() / self.steps
-        return {"loss": f"{loss:.4f}", "images/s": f"{self._speed():.0f}"}
+    def progress(self) -> tuple[float, float]:
+        """This process's mean loss since the last call, and the images/s of all processes.
+
+        Waits for the device.
+        """
+        (before, count), self.shown = self.shown, self.state()
+        return (self.shown[0] - before) / (self.losses - count), self._speed()
 
     def results(self) -> dict[str, float]:
         """The mean loss of all processes and their images/s. Waits for the device."""
-        dist.all_reduce(self.loss_sum)
-        loss = self.loss_sum.item() / self.steps / dist.get_world_size()
-        return {"train_loss": loss, "images_per_second": self._speed()}
+        sums = torch.stack([self.loss_sum, torch.full_like(self.loss_sum, self.losses)])
+        dist.all_reduce(sums)
+        loss_sum, losses = sums.tolist()
+        return {"train_loss": loss_sum / losses, "images_per_second": self._speed()}
+
+
+if __name__ == "__main__":
+    curves.main()

@@ -1,6 +1,10 @@
 """What engine.checkpoint makes of a file, for optimizers that are not apex_native's too."""
 
 import copy
+import errno
+import os
+import time
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -9,6 +13,29 @@ from torch import nn
 
 from apex_native import amp
 from engine import checkpoint
+from engine.errors import UserError
+from engine.files import link, replacing
+
+
+def small() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model and an optimizer that has taken a step."""
+    model = nn.Linear(40, 40)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(2, 40)).square().mean().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, step: int = 1) -> dict:
+    """All that the checkpoint of a run holds."""
+    rest = {"epoch": 0, "step": step, "samples": 2, "best": 0.5, "ranks": []}
+    return checkpoint.collect(model, optimizer, amp) | rest
+
+
+@pytest.fixture
+def whole(tmp_path: Path) -> Path:
+    checkpoint.write(tmp_path / "step-1.pt", state_of(*small()))
+    return tmp_path / "step-1.pt"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -25,9 +52,7 @@ def test_adams_moments_are_fp32_and_lie_as_their_parameters_do(
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(2, 3, 8, 8)).square().mean().backward()
     optimizer.step()
-    checkpoint.save(
-        tmp_path / "last.pt", model, optimizer, amp, epoch=0, step=1, steps_per_epoch=9, best=0.0
-    )
+    checkpoint.write(tmp_path / "last.pt", checkpoint.collect(model, optimizer, amp))
     expected = copy.deepcopy(optimizer.state_dict()["state"])
 
     model = nn.Conv2d(3, 4, 3).to(dtype, memory_format=loaded)
@@ -39,3 +64,144 @@ def test_adams_moments_are_fp32_and_lie_as_their_parameters_do(
             assert moment.dtype == torch.float32
             assert moment.stride() == parameter.stride()
             assert torch.equal(moment, expected[index][name])
+
+
+@pytest.mark.parametrize("length", [0, 1, 1000, 20_000])
+def test_a_torn_file_is_refused(whole: Path, length: int) -> None:
+    whole.write_bytes(whole.read_bytes()[:length])
+    with pytest.raises(UserError, match="torn"):
+        checkpoint.load(whole)
+
+
+def test_an_altered_byte_is_found_or_alters_nothing(whole: Path) -> None:
+    """At each 512 bytes, and all over the archive's directory, which is at the end."""
+    data, state = whole.read_bytes(), checkpoint.load(whole)
+    del state["origin"]
+    found = 0
+    for position in [*range(0, len(data) - 3000, 512), *range(len(data) - 3000, len(data), 41)]:
+        altered = bytearray(data)
+        altered[position] ^= 0xFF
+        whole.write_bytes(altered)
+        try:
+            again = checkpoint.load(whole)
+        except UserError:
+            found += 1
+        else:
+            assert again.pop("origin") == ""
+            torch.testing.assert_close(again, state, rtol=0, atol=0)
+    assert found > 30
+
+
+def test_the_newest_whole_one_is_taken(tmp_path: Path) -> None:
+    for step in (30, 4, 20):  # a run that went back writes lower numbers than before
+        path = tmp_path / f"step-{step}.pt"
+        checkpoint.write(path, state_of(*small(), step))
+        os.utime(path, ns=(time.time_ns(),) * 2)
+        link(path, tmp_path / "last.pt")
+    said = []
+    assert checkpoint.newest(tmp_path, said.append).samefile(tmp_path / "step-20.pt")
+    assert not said
+    for damaged in (20, 4):
+        with (tmp_path / f"step-{damaged}.pt").open("r+b") as file:  # and so last.pt
+            file.seek(9000)
+            file.write(b"altered")
+    assert checkpoint.newest(tmp_path, said.append) == tmp_path / "step-30.pt"
+    assert [line.split(": ")[1] for line in said] == [
+        str(tmp_path / name) for name in ("last.pt", "step-4.pt")
+    ]
+    (tmp_path / "step-30.pt").write_bytes(b"")
+    with pytest.raises(UserError, match="no checkpoint in"):
+        checkpoint.newest(tmp_path, said.append)
+    assert checkpoint.newest(tmp_path / "elsewhere", said.append) is None
+
+
+def test_the_newest_are_kept(tmp_path: Path) -> None:
+    for age, step in enumerate((50, 7, 60, 8)):
+        (tmp_path / f"step-{step}.pt").touch()
+        os.utime(tmp_path / f"step-{step}.pt", ns=(age, age))
+    (tmp_path / "step-by-step.pt").touch()
+    checkpoint.prune(tmp_path, 2)
+    assert {path.name for path in tmp_path.iterdir()} == {"step-60.pt", "step-8.pt"} | {
+        "step-by-step.pt"
+    }
+
+
+def test_an_archive_that_grows_is_refused(whole: Path) -> None:
+    with zipfile.ZipFile(whole, "a", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data/9", bytes(10_000_000))
+    with pytest.raises(UserError, match="unpacks to more"):
+        checkpoint.load(whole)
+
+
+def test_nan_is_neither_written_nor_read(whole: Path) -> None:
+    model, optimizer = small()
+    for tensor in (model.bias.data, optimizer.state[model.bias]["exp_avg"]):
+        before = whole.read_bytes()
+        kept, tensor[3] = tensor[3].item(), float("nan")
+        with pytest.raises(ValueError, match="not finite"):
+            checkpoint.write(whole, state_of(model, optimizer))
+        assert whole.read_bytes() == before
+        torch.save(state_of(model, optimizer), whole.with_name("bad.pt"))
+        with pytest.raises(UserError, match="not finite"):
+            checkpoint.load(whole.with_name("bad.pt"))
+        tensor[3] = kept
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"optimizer": {"state": [1]}},
+        {"optimizer": {"state": {0: [1]}}},
+        {"epoch": -1},
+        {"samples": "many"},
+        {"best": None},
+        {"ranks": 2},
+    ],
+)
+def test_what_is_no_state_of_a_run_is_refused(whole: Path, change: dict) -> None:
+    torch.save(checkpoint.load(whole) | change, whole)
+    with pytest.raises(UserError, match="use another one"):
+        checkpoint.load(whole)
+
+
+@pytest.mark.parametrize("part", ["weight", "moment"])
+def test_another_shape_is_refused(whole: Path, part: str) -> None:
+    """One that could be stretched to fit, too."""
+    model, optimizer = small()
+    state = state_of(model, optimizer)
+    if part == "weight":
+        state["model"]["bias"] = torch.ones(1)
+    else:
+        state["optimizer"]["state"][0]["exp_avg"] = torch.ones(1)
+    checkpoint.write(whole, state)
+    with pytest.raises(UserError, match="does not fit"):
+        checkpoint.restore(whole, model, optimizer, amp)
+
+
+def test_a_file_that_can_not_be_written_leaves_the_one_before(
+    whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = whole.read_bytes()
+
+    def fill(state: object, file: object) -> None:
+        file.write(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", fill)
+    with pytest.raises(OSError, match="No space"):
+        checkpoint.write(whole, state_of(*small()))
+    assert [path.name for path in whole.parent.iterdir()] == ["step-1.pt"]
+    assert whole.read_bytes() == before
+
+
+def test_a_killed_writer_leaves_the_file_before(whole: Path) -> None:
+    before = whole.read_bytes()
+    if os.fork() == 0:
+        with replacing(whole) as temporary:
+            temporary.write_bytes(b"half")
+            os._exit(0)
+    os.wait()
+    assert whole.read_bytes() == before
+    with replacing(whole) as temporary:  # what was left is in nobody's way
+        temporary.write_bytes(b"new")
+    assert whole.read_bytes() == b"new"

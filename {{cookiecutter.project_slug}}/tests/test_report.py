@@ -1,10 +1,30 @@
-"""engine.report: what images/s counts."""
+"""engine.report and engine.curves: what a run counts, shows and leaves behind."""
+
+import csv
+import io
+import json
+import math
+import os
+import resource
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer.record_writer import RecordWriter
 
-from engine import report
+from apex_native._say import say
+from engine import curves, report
+from engine.checkpoint import Progress
+from engine.errors import UserError
+
+METRIC = "val_accuracy"
 
 
 @pytest.fixture
@@ -40,3 +60,317 @@ def test_a_run_that_ends_in_its_warm_up_counts_all_its_steps(clock):
             clock[0] += 5.0
             meter.add(torch.ones(()))
         assert meter.results()["images_per_second"] == 2.0
+
+
+def test_progress_is_of_the_steps_since_the_last_one(clock):
+    meter = report.Meter(torch.device("cpu"), 10)
+    meter.load([(100.0, 5)])  # of a run that was stopped
+    for losses in ([1.0, 2.0], [7.0]):
+        clock[0] += 1.0
+        for loss in losses:
+            meter.add(torch.tensor(loss))
+        assert meter.progress()[0] == sum(losses) / len(losses)
+    assert meter.results()["train_loss"] == 110.0 / 8
+
+
+def row(epoch, **values):
+    return {
+        "epoch": epoch,
+        "step": 10 * epoch,
+        "train_loss": 2.0 / epoch,
+        "val_loss": 3.0 / epoch,
+        METRIC: 1 - 0.5**epoch,
+        "lr": 0.1,
+        "loss_scale": 65536.0,
+        "images_per_second": 500.0,
+    } | values
+
+
+def opened(output, progress=None, resume=None):
+    run = report.Report(output, 0, METRIC)
+    run.open({"lr": 0.1}, resume, progress or Progress())
+    return run
+
+
+@pytest.fixture
+def run(tmp_path, clock):
+    """The report of a run in a folder of its own."""
+    run = opened(tmp_path / "run")
+    run.meter(torch.device("cpu"), 10).add(torch.tensor(4.0))
+    clock[0] += 1.0
+    return run
+
+
+def finite_rows(output):
+    with (output / "metrics.csv").open() as file:
+        return [int(row["epoch"]) for row in csv.DictReader(file)]
+
+
+def events(output):
+    """The steps of each curve and picture in TensorBoard."""
+    found = EventAccumulator(str(output)).Reload()
+    tags = found.Tags()
+    steps = {tag: [event.step for event in found.Scalars(tag)] for tag in tags["scalars"]}
+    return steps | {tag: [event.step for event in found.Images(tag)] for tag in tags["images"]}
+
+
+@pytest.mark.parametrize(
+    ("rank", "is_terminal", "is_shown"), [(0, True, True), (0, False, False), (1, True, False)]
+)
+def test_bars_are_for_terminals(tmp_path, monkeypatch, capsys, rank, is_terminal, is_shown):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    run = report.Report(tmp_path, rank, METRIC)
+    assert list(run.bar(range(3), "epoch 1")) == [0, 1, 2]
+    with run.clock("reading the data"):
+        pass
+    said = capsys.readouterr().err
+    assert ("epoch 1" in said) == ("reading the data: 00:00" in said) == is_shown
+    assert is_shown or not said
+
+
+def test_a_run_leaves_events_and_curves(run, capsys, tmp_path):
+    picture = tmp_path / "validation" / "epoch_001.png"
+    picture.parent.mkdir()
+    Image.new("RGB", (4, 3), "red").save(picture)
+    run.step(run.bar((), "epoch"), 5, lr=0.1, loss_scale=1.0)
+    run.row(row(1))
+    run.picture(10, lambda folder: folder / "epoch_001.png", picture.parent)
+    run.row(row(2, loss_scale=32768.0))
+    run.close()
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("best val_accuracy 0.7500 in epoch 2, took 0:00:")
+    assert last.endswith(
+        f"500 images/s; checkpoints, metrics.csv and curves.png are in {run.output}"
+    )
+    found = events(run.output)
+    assert {tag for tag, steps in found.items() if steps == [10, 20]} == {
+        f"epoch/{name}" for name in run.columns[2:]
+    }
+    assert found["validation"] == [10]
+    names = ("train_loss", "lr", "loss_scale", "images_per_second")
+    assert {tag for tag, steps in found.items() if steps == [5]} == {f"step/{n}" for n in names}
+    with Image.open(run.output / "curves.png") as image:
+        assert image.format == "PNG"
+    assert not list(run.output.glob("*.tmp"))
+
+
+def test_a_run_that_goes_on_repeats_nothing(run):
+    for epoch in (1, 2):
+        run.row(row(epoch))
+    run.step(run.bar((), "epoch"), 25, lr=0.1, loss_scale=1.0)
+    again = opened(run.output, Progress(epoch=1, step=15), run.output / "last.pt")
+    again.row(row(2))
+    assert finite_rows(run.output) == [1, 2]
+    found = events(run.output)
+    assert found["epoch/val_loss"] == [10, 20]
+    assert found["step/lr"] == []
+
+
+def test_the_last_picture_is_of_all_rows(run):
+    with mock.patch.object(subprocess, "Popen", wraps=subprocess.Popen) as started:
+        for epoch in range(1, 6):
+            run.row(row(epoch))
+        assert started.call_count == 1
+        run.close()
+        assert started.call_count == 2
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_without_room_or_packages_a_run_goes_on(tmp_path, monkeypatch, capsys, is_there):
+    if not is_there:
+        monkeypatch.setitem(sys.modules, "engine.events", None)
+        monkeypatch.setattr(report.sys, "path", [str(tmp_path), *sys.path])
+        (tmp_path / "matplotlib.py").write_text("raise ImportError('no matplotlib')")
+    run = opened(tmp_path / "run")
+    with Path("/dev/full").open("wb", buffering=0) as full:
+        if is_there:
+            run.events.writer = RecordWriter(full)
+            (run.output / "metrics.csv").unlink()
+            (run.output / "metrics.csv").mkdir()
+        for epoch in (1, 2):
+            run.row(row(epoch))
+            run._has_drawn(report.PATIENCE_S)
+        run.close()
+    warnings = [line for line in capsys.readouterr().out.splitlines() if "warning: " in line]
+    expected = ["events", "curves.png", "metrics.csv"] if is_there else ["events", "curves.png"]
+    assert len(warnings) == len(expected)
+    for name in expected:
+        assert sum(f" {name}" in line for line in warnings) >= 1, warnings
+
+
+@contextmanager
+def room(path, size):
+    """A disk that is full once `path` has grown by `size`."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_row_without_room_is_there_once_there_is_some(run, monkeypatch, capsys):
+    monkeypatch.setattr(run, "_draw", lambda: None)
+    run.events = None
+    run.row(row(1))
+    with room(run.output / "metrics.csv", 10):
+        run.row(row(2))
+    assert "warning: rows are missing in metrics.csv (File too large)" in capsys.readouterr().out
+    assert finite_rows(run.output) == [1]
+    run.row(row(3))
+    assert finite_rows(run.output) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("kind", ["scalars", "picture"])
+def test_nothing_is_added_behind_a_torn_event(run, tmp_path, capsys, kind):
+    (path,) = run.output.glob("events.*")
+    picture = tmp_path / "epoch_001.png"
+    Image.new("RGB", (4, 3), "red").save(picture)
+    with room(path, 10):
+        if kind == "scalars":
+            run.step(run.bar((), "epoch"), 5, lr=0.1, loss_scale=1.0)
+        else:
+            run.picture(5, lambda: picture)
+    assert "warning: there are no more events for TensorBoard" in capsys.readouterr().out
+    assert run.events is None
+
+
+def test_a_run_goes_on_where_it_can_not_print(tmp_path, monkeypatch):
+    with Path("/dev/full").open("wb", buffering=0) as full:
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(full, write_through=True))
+        with pytest.raises(OSError, match="No space left"):
+            print("a line")
+        say("a line")
+        report.Report(tmp_path, 0, METRIC).say("a line")
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        pytest.param(b"epoch;step\n1;10\n", id="semicolons"),
+        pytest.param(b"epoch;lr\n1;0,1\n", id="decimal_commas"),
+        pytest.param("epoch,step\n1,10\n".encode("utf-16"), id="utf_16"),
+    ],
+)
+def test_a_table_from_elsewhere_is_not_gone_on_with(run, table):
+    run.lock.close()
+    (run.output / "metrics.csv").write_bytes(table)
+    with pytest.raises(UserError, match=r"metrics\.csv is not as a run wrote it: move it away"):
+        opened(run.output, Progress(epoch=1, step=10), run.output / "last.pt")
+    assert (run.output / "metrics.csv").read_bytes() == table
+
+
+HOLDER = """
+import fcntl, sys, time
+file = open(sys.argv[1], "w")
+fcntl.lockf(file, fcntl.LOCK_EX)
+print(flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_folder_has_one_run_at_a_time(tmp_path):
+    command = [sys.executable, "-c", HOLDER, str(tmp_path / ".lock")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
+        try:
+            with pytest.raises(UserError, match="another run is at work in .*: wait for its end"):
+                opened(tmp_path)
+        finally:
+            other.kill()
+    run = opened(tmp_path)  # the one before has left nothing to go on with
+    command[2] = HOLDER.replace("LOCK_EX", "LOCK_EX | fcntl.LOCK_NB")
+    assert subprocess.run(command, capture_output=True).returncode
+    assert run.lock
+
+
+@pytest.fixture
+def leave(tmp_path):
+    """Writes what a run of that name leaves: its flags, and its rows."""
+
+    def leave(name, rows, **flags):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(flags))
+        with (folder / "metrics.csv").open("w") as file:
+            writer = csv.DictWriter(file, rows[0])
+            writer.writeheader()
+            writer.writerows(rows)
+        return folder
+
+    return leave
+
+
+BAD = {"train_loss": math.nan, "val_loss": math.inf, METRIC: math.nan}
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        pytest.param([row(1)], id="one"),
+        pytest.param([row(1), row(2, **BAD), row(3)], id="nan"),
+        pytest.param([row(1, **BAD)], id="nothing_but_nan"),
+        pytest.param([row(e, lr=0.1**e, loss_scale=2.0**e) for e in range(40, 90)], id="long"),
+    ],
+)
+def test_any_rows_can_be_drawn(leave, rows):
+    folder = leave("run", rows)
+    curves.main([str(folder)])
+    with Image.open(folder / "curves.png") as image:
+        assert min(image.size) > 500
+
+
+def test_a_comparison_names_the_flags_that_differ(leave, tmp_path):
+    common = {"epochs": 9, "seed": 0}
+    runs = [
+        leave("a", [row(1), row(2)], **common, lr=0.1, compile=True, output="a", freeze=None),
+        leave("b", [row(1)], **common, lr=0.2, compile=False, output="b", freeze=["x", "y"]),
+    ]
+    first, second = curves.labels([curves.read(folder) for folder in runs])
+    assert first == f"{runs[0]}: --lr 0.1, --compile, best val_accuracy 0.7500 in epoch 2"
+    flags = "--lr 0.2, --no-compile, --freeze x y"
+    assert second == f"{runs[1]}: {flags}, best val_accuracy 0.5000 in epoch 1"
+    curves.main([*map(str, runs), "--output", str(tmp_path / "both.pdf")])
+    assert (tmp_path / "both.pdf").read_bytes().startswith(b"%PDF")
+
+
+def test_what_is_no_run_is_answered_by_a_sentence(leave, tmp_path, capsys):
+    fine = leave("fine", [row(1)])
+    other = leave("other", [{name: v for name, v in row(1).items() if name != METRIC} | {"f1": 1}])
+    (tmp_path / "empty").mkdir()
+    (leave("begun", [row(1)]) / "metrics.csv").write_text("epoch,step\n")
+    (leave("flagless", [row(1)]) / "config.json").unlink()
+    broken = leave("broken", [row(1, lr="high")])
+    foreign = leave("foreign", [{"a": 1}])
+    for arguments, words in (
+        (["missing"], "there is no missing: name the folder of a run"),
+        ([tmp_path / "empty"], "empty/metrics.csv: name"),
+        ([tmp_path / "flagless"], "flagless/config.json: name"),
+        ([tmp_path / "begun"], "has no rows yet"),
+        ([broken], "could not convert string to float: 'high'"),
+        ([foreign], "metrics.csv is not a run's: that has epoch, step, "),
+        ([fine, other], "val_accuracy and f1 can't be compared"),
+        ([fine, "--output", tmp_path / "x.doc"], "writes no .doc"),
+        ([fine, "--output", tmp_path / "none" / "x.png"], "No such file or directory"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            curves.main([str(argument) for argument in arguments])
+        assert end.value.code == 2
+        said = capsys.readouterr().err
+        assert words in said
+        assert said.startswith("error: ")
+        assert len(said.splitlines()) == 1
+
+
+def test_two_runs_are_compared_as_the_readme_says(leave, tmp_path):
+    for name in ("a", "b"):
+        leave(name, [row(1)])
+    done = subprocess.run(
+        [sys.executable, "-m", "engine.report", "a", "b"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(Path(curves.__file__).parents[1])},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (0, "compare.png\n")
+    assert (tmp_path / "compare.png").exists()

@@ -1,0 +1,96 @@
+"""Sees what a busy or waiting training process can't: signals, hangs, a lost launcher."""
+
+import os
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+
+import torch.distributed as dist
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+SAME_S = 1.0  # a cluster signals launcher and processes, and the launcher passes its own on
+
+
+def leave_with_the_launcher(parent: int) -> None:
+    """Ends this process when `parent`, its launcher, is gone: another run may take its place."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
+
+
+class Watch(threading.Thread):
+    """A thread beside the training. The first signal asks it to stop, a second ends it at once.
+
+    Args:
+        timeout_s: a step that takes longer ends the process, which says where it was.
+    """
+
+    asked: int = 0  # the signal that asked this process to stop
+
+    def __init__(self, timeout_s: float) -> None:
+        super().__init__(name="watch", daemon=True)
+        self.timeout_s = timeout_s
+        self.asked_at = 0.0
+        self.step: int | None = None
+        self.began = 0.0
+
+    def start(self) -> None:
+        """Begins to watch; signals no longer end the process by themselves."""
+        self.pipe, entrance = os.pipe()
+        os.set_blocking(entrance, False)
+        # Python's own handlers wait until the main thread is back from what it waits for.
+        signal.set_wakeup_fd(entrance, warn_on_full_buffer=False)
+        for number in SIGNALS:
+            signal.signal(number, lambda *_: None)
+        super().start()
+
+    def begin(self, step: int | None) -> None:
+        """The training is in `step` now; None if in none, where there is no limit of time."""
+        self.step, self.began = step, time.monotonic()
+
+    def run(self) -> None:
+        """Looks at each signal when it comes, and at the rest once a second."""
+        while True:
+            came, _, _ = select.select([self.pipe], [], [], 1.0)
+            for number in os.read(self.pipe, 64) if came else ():
+                if number in SIGNALS:
+                    self._note(number)
+            step, seconds = self.step, time.monotonic() - self.began
+            if step is not None and seconds > self.timeout_s:
+                self._tell(step, seconds)
+
+    def _note(self, number: int) -> None:
+        now = time.monotonic()
+        if not Watch.asked:
+            Watch.asked, self.asked_at = number, now
+            if dist.get_rank() == 0:
+                name = signal.Signals(number).name
+                print(
+                    f"{name}: saves after this step and stops; another signal stops it at once",
+                    file=sys.stderr,
+                    flush=True,
+                )
+        elif now - self.asked_at > SAME_S:
+            os._exit(128 + number)
+
+    def _tell(self, step: int, seconds: float) -> None:
+        frame = sys._current_frames()[threading.main_thread().ident]
+        stack = "".join(traceback.format_stack(frame))
+        print(
+            f"error: rank {dist.get_rank()} has been in step {step} for {seconds:.0f} s, more than "
+            f"--timeout; it is here:\n{stack}",
+            file=sys.stderr,
+            flush=True,
+        )
+        time.sleep(1.0)  # in which the others say where they are: one of them is the cause
+        os._exit(1)
+
+
+def leave_signals_to_the_training(worker: int) -> None:
+    """For a data loader's process: a launcher's signal reaches it too, and is not for it."""
+    signal.set_wakeup_fd(-1)
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)

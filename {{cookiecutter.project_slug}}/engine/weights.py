@@ -1,0 +1,82 @@
+"""Weights to begin with, from a file or from torchvision."""
+
+from pathlib import Path
+
+import torch
+import torchvision
+from torch import Tensor, nn
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
+
+from engine.errors import UserError
+
+COUNTERS = "num_batches_tracked"  # of batch norms, which old files lack
+
+
+def load(model: nn.Module, source: str, arch: str) -> str:
+    """Gives `model` the weights of `source`; returns what there is to say of it.
+
+    A head for another number of classes is left out: entries whose first dimension alone differs,
+    and is the same in all of them.
+
+    Args:
+        source: a file, of a state dict or a checkpoint with "model" or "state_dict"; or the name
+            of torchvision's weights, such as IMAGENET1K_V1 or ResNet50_Weights.DEFAULT, which are
+            downloaded if torch hub has not kept them.
+        arch: torchvision's name of the model.
+
+    Raises UserError if they can't be read, or are another model's.
+    """
+    state, own = _read(source, arch), model.state_dict()
+    alone = [name for name in own.keys() ^ state.keys() if not name.endswith(COUNTERS)]
+    shared = own.keys() & state.keys()
+    others = [name for name in own if name in shared and own[name].shape != state[name].shape]
+    classes = {(*state[name].shape[:1], *own[name].shape[:1]) for name in others}
+    is_head = all(own[name].shape[1:] == state[name].shape[1:] for name in others)
+    if alone or len(classes) > 1 or not is_head:
+        name = min(alone or others)
+        raise UserError(
+            f"--weights {source}: they are of another model than --arch {arch} ({name} does not "
+            "fit); choose those of the same"
+        )
+    model.load_state_dict(own | {name: state[name] for name in shared.difference(others)})
+    if not others:
+        return f"weights of {source}"
+    ((theirs, ours),) = classes
+    return f"weights of {source}, but for {', '.join(others)}: {theirs} classes there, {ours} here"
+
+
+def _read(source: str, arch: str) -> dict[str, Tensor]:
+    if not Path(source).is_file():
+        return _of_torchvision(source, arch)
+    try:
+        state = torch.load(source, map_location="cpu", weights_only=True)
+        state = dict(state.get("model", state.get("state_dict", state)))
+        consume_prefix_in_state_dict_if_present(state, "module.")
+        if not all(isinstance(value, Tensor) for value in state.values()):
+            raise TypeError
+    except Exception:  # a file of any bytes raises anything
+        raise UserError(
+            f"--weights {source}: it holds no weights, which are a dict of names and tensors, "
+            "saved by torch.save; use another file"
+        ) from None
+    return state
+
+
+def _of_torchvision(source: str, arch: str) -> dict[str, Tensor]:
+    models = torchvision.models
+    try:
+        weights = models.get_weight(source) if "." in source else models.get_model_weights(arch)
+        weights = weights if "." in source else weights[source]
+    except (ValueError, LookupError, AttributeError):
+        raise UserError(
+            f"--weights {source}: there is no such file, and torchvision has no weights of that "
+            f"name for {arch}; name a file, or DEFAULT"
+        ) from None
+    try:
+        return weights.get_state_dict(progress=False, check_hash=True, map_location="cpu")
+    except (OSError, RuntimeError) as error:
+        reason = getattr(error, "reason", error)
+        raise UserError(
+            f"--weights {source}: {weights.url} can't be downloaded ({reason}); put that file into "
+            f"{Path(torch.hub.get_dir(), 'checkpoints')}"
+        ) from None

@@ -1,0 +1,309 @@
+"""What a flag adds to plain steps, against the same training written out in torch alone.
+
+main.py itself runs here, on two CPU processes, with a small model and few samples.
+"""
+
+import contextlib
+import copy
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+from urllib.error import URLError
+
+import pytest
+import torch
+import torch.distributed as dist
+import torchvision
+from processes import Processes
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import main
+import task
+from apex_native import amp
+from engine import checkpoint, distributed, training, weights
+from engine.errors import UserError
+from engine.watch import Watch
+
+# % if task != "classification" or ddp == "dataparallel"
+pytest.skip("the reference is for classification, on two processes", allow_module_level=True)
+# % endif
+
+SAMPLES, CLASSES, BATCH = 80, 4, 8  # 5 batches for each process
+FLAGS = ("--batch-size", 8, "--epochs", 2, "--lr", 0.05, "--weight-decay", 0.1)
+FLAGS += ("--warmup-epochs", 0.5, "--backend", "native")
+LEVELS = ("O0", "O1", "O2")
+# The distance from the reference, as a share of the way that the weights went.
+NEAR = {"O0": 1e-4, "O1": 0.05, "O2": 0.05}  # on the CPU, where half is mostly bfloat16
+
+
+class Samples(torch.utils.data.Dataset):
+    classes = tuple("abcd")
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.images = torch.randn(SAMPLES, 3, 4, 4, generator=generator)
+        self.images[::20] *= 8  # so that some steps have larger gradients than others
+        self.labels = torch.randint(CLASSES, (SAMPLES,), generator=generator)
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.images[index], self.labels[index]
+
+
+def small(*_: object) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(48, 16), nn.Tanh(), nn.Linear(16, CLASSES))
+
+
+@contextlib.contextmanager
+def on_the_small_set(output: str, flags: tuple) -> Iterator[None]:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    command = ["main.py", *map(str, FLAGS + flags), "--output", output]
+    with contextlib.ExitStack() as patches:
+        for thing, name, value in (
+            (sys, "argv", command),
+            (task, "build_model", small),
+            (task, "build_datasets", lambda *_: (Samples(), Samples())),
+            (distributed, "ranks", lambda _: (rank, rank, 2)),
+            (distributed, "device_for", lambda _: torch.device("cpu")),
+            (distributed, "join", lambda *_: None),
+            (Watch, "start", lambda _: None),
+        ):
+            patches.enter_context(mock.patch.object(thing, name, value))
+        yield
+
+
+def trained(output: str, *flags: object) -> tuple[dict, list[bool]]:
+    """The last checkpoint of a run, and whether DDP was to average in each forward pass."""
+    averages = []
+    forward = nn.parallel.DistributedDataParallel.forward
+
+    def recording(self: nn.Module, *args: object, **kwargs: object) -> object:
+        averages.append(self.require_backward_grad_sync)
+        return forward(self, *args, **kwargs)
+
+    ddp = mock.patch.object(nn.parallel.DistributedDataParallel, "forward", recording)
+    with on_the_small_set(output, flags), ddp:
+        try:
+            main.main()
+        finally:
+            amp.initialize(nn.Identity(), enabled=False)
+    dist.barrier()
+    return torch.load(Path(output, "last.pt"), weights_only=True), averages
+
+
+def reference(*flags: object) -> tuple[nn.Module, nn.Module]:
+    """The trained model and its average, from whole batches in one process and in fp32."""
+    with on_the_small_set("unused", flags):
+        args = main.parse_args()
+    model, samples = small(), Samples()
+    if args.freeze:
+        model[1].requires_grad_(False)
+    if hasattr(args, "momentum"):
+        optimizer = torch.optim.SGD(model.parameters(), momentum=args.momentum)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters())
+    (group,) = optimizer.param_groups
+    group["weight_decay"] = args.weight_decay
+    if args.decay_weights_only:
+        group["params"] = [model[1].weight, model[3].weight]
+        optimizer.add_param_group({"params": [model[1].bias, model[3].bias], "weight_decay": 0})
+    highest = args.lr * (2 * BATCH * args.accumulate / args.scale_lr if args.scale_lr else 1)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(args.ema or 0.5))
+    average.n_averaged += 1  # the first weights are in it
+    for epoch in range(args.epochs):
+        order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(epoch))
+        taken = 0
+        for chosen in order.split(2 * BATCH * args.accumulate):
+            middle = (taken + len(chosen) / 2) / SAMPLES
+            for group in optimizer.param_groups:
+                group["lr"] = highest * main.schedule(args, epoch + middle)
+            taken += len(chosen)
+            optimizer.zero_grad()
+            output, smoothing = model(samples.images[chosen]), args.label_smoothing
+            F.cross_entropy(output, samples.labels[chosen], label_smoothing=smoothing).backward()
+            if args.clip_grad:
+                total = sum(p.grad.square().sum() for p in model.parameters()).sqrt()
+                for parameter in model.parameters():
+                    parameter.grad *= (args.clip_grad / total).clamp(max=1)
+            optimizer.step()
+            average.update_parameters(model)
+    return model, average.module
+
+
+def flat(state: dict) -> Tensor:
+    return torch.cat([state[name].flatten() for name in small().state_dict()])
+
+
+def distance(state: dict, expected: nn.Module) -> float:
+    start, end = flat(small().state_dict()), flat(expected.state_dict())
+    return ((flat(state) - end).norm() / (end - start).norm()).item()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    "flags",
+    [
+        (),
+        ("--accumulate", 2),
+        ("--clip-grad", 0.1),
+        ("--accumulate", 2, "--clip-grad", 0.1),
+        ("--label-smoothing", 0.5),
+        ("--decay-weights-only", "--weight-decay", 2),
+        ("--scale-lr", 64, "--accumulate", 2),
+        ("--schedule", "step"),
+        ("--freeze", 1),
+    ],
+    ids=lambda flags: " ".join(map(str, flags)) or "plain",
+)
+def test_steps_are_those_of_whole_batches(
+    two_processes: Processes, tmp_path: Path, level: str, flags: tuple
+) -> None:
+    (state, averages), _ = two_processes(trained, str(tmp_path), "--opt-level", level, *flags)
+    off = distance(state["model"], reference(*flags)[0])
+    assert off < NEAR[level]
+    if flags:
+        plain = ("--weight-decay", 2) if "--weight-decay" in flags else ()
+        assert distance(state["model"], reference(*plain)[0]) > 2 * off
+    # The fifth batch is a step by itself, and gradients are averaged once in each step.
+    accumulates = "--accumulate" in flags
+    assert state["step"] == (6 if accumulates else 10)
+    assert averages == ([False, True, False, True, True] if accumulates else [True] * 5) * 2
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_average_is_validated_and_saved(
+    two_processes: Processes, tmp_path: Path, level: str
+) -> None:
+    flags = ("--ema", 0.9)
+    (state, _), _ = two_processes(trained, str(tmp_path), "--opt-level", level, *flags)
+    model, average = reference(*flags)
+    assert distance(state["model"], model) < NEAR[level]
+    assert distance(state["ema"], average) < NEAR[level]
+    assert distance(state["ema"], model) > 0.3
+    # It is what metrics.csv is of.
+    samples = Samples()
+    module = copy.deepcopy(average)
+    module.load_state_dict(state["ema"])
+    loss = F.cross_entropy(module(samples.images), samples.labels).item()
+    row = (tmp_path / "metrics.csv").read_text().splitlines()[-1].split(",")
+    assert float(row[3]) == pytest.approx(loss, rel=0.01)
+
+
+def test_the_average_is_of_fp32_masters() -> None:
+    model = small()
+    ema = training.Ema(model, 0.9)
+    before = copy.deepcopy(model.state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)  # fp16 can't hold such steps
+    half = {"cast_model_type": torch.float16}  # on the CPU, too
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0, **half)
+    for parameter in amp.master_params(optimizer):
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    ema.update(checkpoint.weights(model, optimizer))
+    for name, average in ema.module.state_dict().items():
+        expected = 0.9 * before[name] + 0.1 * (before[name].half().float() - 1e-5)
+        torch.testing.assert_close(average, expected, rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_all_of_it_resumes_exactly(two_processes: Processes, tmp_path: Path, level: str) -> None:
+    flags = ("--opt-level", level, "--accumulate", 2, "--clip-grad", 0.1, "--ema", 0.9)
+    (whole, _), _ = two_processes(trained, str(tmp_path / "whole"), *flags)
+    stopped = str(tmp_path / "stopped")
+    (state, _), _ = two_processes(trained, stopped, *flags, "--steps", 4)
+    assert (state["epoch"], state["step"], state["samples"]) == (1, 4, 32)
+    (resumed, _), _ = two_processes(trained, stopped, *flags, "--resume", "auto")
+    for part in ("model", "ema"):
+        torch.testing.assert_close(resumed[part], whole[part], rtol=0, atol=0)
+    assert (resumed["step"], resumed["amp"]) == (whole["step"], whole["amp"])
+
+
+def test_the_schedule_in_steps() -> None:
+    args = Namespace(schedule="step", epochs=9, warmup_epochs=2.0)
+    rates = [main.schedule(args, epoch) for epoch in (0.5, 2, 2.9, 3, 5.9, 6, 8.9)]
+    assert rates == pytest.approx([0.25, 1, 1, 0.1, 0.1, 0.01, 0.01])
+
+
+# Weights to begin with, and parts that are frozen
+
+
+def test_weights_of_other_classes_are_taken_but_for_the_head(tmp_path: Path) -> None:
+    file = str(tmp_path / "weights.pt")
+    ten, four = (torchvision.models.resnet18(num_classes=count) for count in (10, 4))
+    torch.save({"model": nn.DataParallel(ten).state_dict()}, file)
+    said = weights.load(four, file, "resnet18")
+    assert said == f"weights of {file}, but for fc.weight, fc.bias: 10 classes there, 4 here"
+    torch.testing.assert_close(four.conv1.weight, ten.conv1.weight, rtol=0, atol=0)
+    with pytest.raises(UserError, match="another model than --arch resnet34"):
+        weights.load(torchvision.models.resnet34(num_classes=4), file, "resnet34")
+    narrow, wide = map(torchvision.models.get_model, ("shufflenet_v2_x0_5", "shufflenet_v2_x1_0"))
+    torch.save(narrow.state_dict(), file)  # of the same names
+    with pytest.raises(UserError, match="another model"):
+        weights.load(wide, file, "shufflenet_v2_x1_0")
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("no.pt", "there is no such file"),
+        (__file__, "it holds no weights"),
+        ("IMAGENET1K_V1", r"resnet18-f37072fd.pth can't be downloaded .*; put that file into"),
+    ],
+)
+def test_weights_that_are_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, words: str
+) -> None:
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.hub, "urlopen", mock.Mock(side_effect=URLError("no network")))
+    with pytest.raises(UserError, match=words):
+        weights.load(torchvision.models.resnet18(), source, "resnet18")
+
+
+def test_a_frozen_part_computes_as_in_validation() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), nn.Linear(4, 2))
+    said = training.freeze(model, ["0"], [model])
+    assert said == "28 of 38 parameters are frozen"
+    before = copy.deepcopy(model[0].state_dict())
+    with training.evaluation(model):
+        assert not model.training
+    assert model.training
+    images = 5 * torch.randn(8, 4)
+    model(images).sum().backward()
+    torch.testing.assert_close(model[0].state_dict(), before, rtol=0, atol=0)
+    with pytest.raises(UserError, match="no such part; it has 0, 1"):
+        training.freeze(model, ["layer1"], [model])
+    with pytest.raises(UserError, match="nothing is left to train"):
+        training.freeze(model, ["1"], [model])
+
+
+# % if sync_bn
+
+
+def grouped(output: str, size: int) -> list[int]:
+    """How many processes share statistics, in each conversion of a run."""
+    sizes = []
+
+    def recording(model: nn.Module, process_group: dist.ProcessGroup | None) -> nn.Module:
+        sizes.append(dist.get_world_size(process_group))
+        return model
+
+    with mock.patch("apex_native.parallel.convert_syncbn_model", recording):
+        trained(output, "--sync-bn-group", size, "--steps", 1)
+    return sizes
+
+
+def test_statistics_are_shared_in_groups(two_processes: Processes, tmp_path: Path) -> None:
+    for size, processes in ((0, 2), (1, 1), (2, 2)):
+        assert two_processes(grouped, str(tmp_path / str(size)), size) == [[processes]] * 2
+    with pytest.raises(AssertionError, match="--sync-bn-group 3 must divide 2 processes"):
+        two_processes(grouped, str(tmp_path / "3"), 3)
+
+
+# % endif

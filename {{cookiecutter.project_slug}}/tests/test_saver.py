@@ -1,0 +1,115 @@
+"""What a run is saved with, and how it ends when its numbers have gone bad."""
+
+import random
+from argparse import Namespace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from processes import Processes
+from torch import nn
+
+from apex_native import amp
+from engine import distributed, finite, rng
+from engine.report import Report
+from engine.saver import Saver
+
+
+def draws() -> list[float]:
+    return [random.random(), np.random.random(), torch.rand(()).item()]
+
+
+def test_random_numbers_go_on() -> None:
+    rng.seed(3)
+    random.gauss(0, 1)
+    state = rng.state()
+    expected = draws()
+    rng.restore(state)
+    assert draws() == expected
+
+
+def ask_in_turn() -> list[list[int]]:
+    agreement = distributed.Agreement(dist.new_group(backend="gloo"), 2)
+    answers = []
+    for step in range(5):
+        answers.append(agreement.answer())
+        agreement.ask(15 if dist.get_rank() == 1 and step == 2 else 0, dist.get_rank() == 0)
+    return answers
+
+
+def test_what_one_process_asks_all_know_after_the_same_step(two_processes: Processes) -> None:
+    first, second = two_processes(ask_in_turn)
+    assert first == second == [[0, 0], [0, 1], [0, 1], [15, 1], [0, 1]]
+
+
+def saved_and_resumed(folder: str) -> tuple[list, list, float]:
+    """What each rank draws next, and has lost so far, before and after a resume."""
+    args = Namespace(
+        output=Path(folder), save_every="2", keep=2, timeout=60, arch="linear", data=None
+    )
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    saver = Saver(args, model, optimizer, amp, lambda line: None)
+    rng.seed(rng.mixed(0, dist.get_rank()))
+    meter = Report(args.output, 1, "metric").meter(torch.device("cpu"), 1)
+    saver.watch.start = lambda: None  # the signals of a test are its own
+    for _ in saver.steps(range(4), meter):
+        meter.add(torch.tensor(dist.get_rank() + 0.5))
+        saver.progress.step += 1
+        saver.progress.samples += 8
+        draws()
+    saver.finish()
+    dist.barrier()
+    expected = draws()
+    rng.seed(99)
+
+    again = Saver(args, model, optimizer, amp, lambda line: None)
+    again.resume(Path("auto"), 10)
+    assert vars(again.progress) == {"epoch": 0, "step": 4, "samples": 32, "best": -float("inf")}
+    next(again.steps([0], meter := Report(args.output, 1, "metric").meter(torch.device("cpu"), 1)))
+    return expected, draws(), meter.results()["train_loss"]
+
+
+def test_each_rank_goes_on_with_its_own_random_numbers(
+    two_processes: Processes, tmp_path: Path
+) -> None:
+    ranks = two_processes(saved_and_resumed, str(tmp_path))
+    for expected, resumed, loss in ranks:
+        assert resumed == expected
+        assert loss == 1.0
+    assert ranks[0][0] != ranks[1][0]
+    assert {path.name for path in tmp_path.iterdir()} == {"step-2.pt", "step-4.pt", "last.pt"}
+
+
+class Net(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+@pytest.mark.parametrize(
+    ("break_it", "named"),
+    [
+        (lambda net, images: images.fill_(float("inf")), "The images are not finite"),
+        (lambda net, images: net[2].weight.data.fill_(float("nan")), "is 2, in its weights"),
+        (lambda net, images: net[1].running_mean.fill_(float("nan")), "is 1, in its statistics"),
+        (lambda net, images: net[0].weight.data.fill_(3e38), "output is not finite is 0"),
+        (lambda net, images: None, "the loss is not"),
+    ],
+)
+def test_the_first_layer_that_is_not_finite_is_named(break_it: object, named: str) -> None:
+    net, images = Net(), torch.randn(8, 4)
+    break_it(net, images)
+    finite.demand(torch.tensor(finite.PATIENCE - 1.0), 1.0, net, images)
+    for bad, scale in ((finite.PATIENCE, 1.0), (0, 2.0**-20)):
+        with pytest.raises(FloatingPointError, match=named):
+            finite.demand(torch.tensor(float(bad)), scale, net, images)
+    assert net.training
+
+
+def test_losses_in_a_row_that_are_not_finite_are_counted() -> None:
+    meter = Report(Path("unused"), 1, "metric").meter(torch.device("cpu"), 1)
+    for loss, bad in ((1.0, 0), (float("nan"), 1), (float("inf"), 2), (2.0, 0), (float("nan"), 1)):
+        meter.add(torch.tensor(loss))
+        assert meter.bad.item() == bad

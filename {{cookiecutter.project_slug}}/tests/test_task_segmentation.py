@@ -1,0 +1,273 @@
+"""Segmentation: exact metrics, masks that stay with their images, and what is wrong with files."""
+
+from argparse import Namespace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from PIL import Image
+from processes import Processes
+from torch.utils.data import DataLoader, Subset
+from torchvision import tv_tensors
+
+import main
+import task_segmentation as task
+from engine import distributed
+from engine.errors import UserError
+
+CPU = torch.device("cpu")
+IGNORED = task.IGNORED
+
+
+class Canvases(torch.utils.data.Dataset):
+    """The digits for validation in float64, each canvas with other pixels that are ignored."""
+
+    def __init__(self, size: int) -> None:
+        self.digits, self.size = Subset(task.Digits(train=False), range(size)), size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        image, mask = self.digits[index]
+        mask[: 5 * index] = IGNORED
+        return image.double() / 255, mask
+
+
+def build() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return task.build_model("unet", 11).double()
+
+
+def validated(size: int) -> tuple[dict[str, float], torch.Tensor]:
+    """What every rank gets from main.validate on `size` canvases, and the confusion matrix."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    batches = DataLoader(distributed.shard(Canvases(size), rank, world_size), 2)
+    metrics = task.Metrics(11, CPU)
+    main.validate(build(), metrics, batches, torch.contiguous_format)  # which is forgotten
+    results = main.validate(build(), metrics, batches, torch.contiguous_format)
+    return results, metrics.confusion
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def processes(request: pytest.FixtureRequest) -> Processes:
+    processes = Processes("gloo", request.param)
+    yield processes
+    processes.stop()
+
+
+@pytest.mark.parametrize("size", [1, 7])
+@torch.no_grad()
+def test_metrics_equal_those_of_a_single_process(processes: Processes, size: int) -> None:
+    images, masks = map(torch.stack, zip(*Canvases(size), strict=True))
+    scores = build().eval()(images)
+    counted = masks != IGNORED
+    truth, predicted = masks[counted].numpy(), scores.argmax(1)[counted].numpy()
+    ious = []
+    for number in range(11):
+        union = ((truth == number) | (predicted == number)).sum()
+        if union:
+            ious.append(((truth == number) & (predicted == number)).sum() / union)
+    losses = torch.nn.functional.cross_entropy(
+        scores, masks.long(), ignore_index=IGNORED, reduction="none"
+    )
+    for results, confusion in processes(validated, size):
+        assert results["val_miou"] == pytest.approx(np.mean(ious), rel=1e-12)
+        assert results["val_loss"] == pytest.approx(losses[counted].mean().item(), rel=1e-6)
+        assert confusion.sum() == counted.sum()
+
+
+def test_classes_that_are_nowhere_are_not_in_the_mean():
+    metrics = task.Metrics(3, CPU)
+    scores = torch.tensor([[9.0, 0, 0], [9, 0, 0], [0, 9, 0], [0, 9, 0]]).T.reshape(1, 3, 2, 2)
+    metrics.update(scores, torch.tensor([[[0, 1], [1, IGNORED]]]))
+    assert torch.equal(metrics.iou().isnan(), torch.tensor([False, False, True]))
+    assert metrics.iou()[:2].tolist() == [0.5, 0.5]
+
+
+def test_the_loss_is_of_the_pixels_that_count_and_has_the_auxiliary_heads_share():
+    masks = torch.tensor([[[0, IGNORED], [2, IGNORED]]], dtype=torch.uint8)
+    out, aux = torch.randn(2, 1, 3, 2, 2)
+    entropy = torch.nn.CrossEntropyLoss()
+    targets = torch.tensor([0, 2])
+    first, second = (entropy(scores[0, :, :, 0].T, targets) for scores in (out, aux))
+    torch.testing.assert_close(task.criterion(out, masks), first)
+    torch.testing.assert_close(
+        task.criterion({"out": out, "aux": aux}, masks), first + 0.5 * second
+    )
+    assert task.criterion(out, torch.full_like(masks, IGNORED)) == 0
+
+
+@pytest.mark.parametrize("arch", ["lraspp_mobilenet_v3_large", "deeplabv3_mobilenet_v3_large"])
+def test_torchvisions_models_train_with_their_auxiliary_head_if_they_have_one(arch):
+    output = task.build_model(arch, 4)(torch.randn(2, 3, 64, 64))
+    assert output["out"].shape == (2, 4, 64, 64)
+    assert ("aux" in output) == arch.startswith("deeplab")
+
+
+def test_a_model_of_segmentation_models_pytorch():
+    pytest.importorskip("segmentation_models_pytorch")
+    model = task.build_model("smp:deeplabv3plus:tu-xception41", 4)
+    assert model(torch.randn(2, 3, 64, 64)).shape == (2, 4, 64, 64)
+    with pytest.raises(UserError, match="smp:deeplabv3plus:none can't be made"):
+        task.build_model("smp:deeplabv3plus:none", 4)
+
+
+@pytest.mark.parametrize("transform", [task.augment, task.letterbox])
+@pytest.mark.parametrize("size", [(300, 700), (700, 300), (40, 60)])
+def test_a_mask_goes_where_its_image_goes(transform, size):
+    """The image's value is 8 times the mask's; their edges are blurred in the image alone."""
+    mask = torch.zeros(size, dtype=torch.uint8)
+    mask[size[0] // 3 :, size[1] // 4 :] = 30
+    image = (8 * mask).expand(3, -1, -1)
+    image, mask = transform(tv_tensors.Image(image), tv_tensors.Mask(mask))
+    assert image.shape == (3, 512, 512)
+    assert mask.shape == (512, 512)
+    assert set(mask.unique().tolist()) <= {0, 30, IGNORED}
+    expected = torch.where(mask == IGNORED, torch.tensor(task.GREY[0]), 8 * mask.int())
+    assert ((image[0] - expected).abs() > 1).float().mean() < 0.15
+
+
+# A folder of ADE20K's layout
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Three classes; labels 0 and 255 in each mask, and 1 or 2."""
+    for split, count in (("training", 4), ("validation", 2)):
+        for kind in ("images", "annotations"):
+            (tmp_path / kind / split).mkdir(parents=True)
+        for number in range(count):
+            labels = np.zeros((20, 30), dtype=np.uint8)
+            labels[5:15], labels[:, :2] = 1 + number % 2, 255
+            Image.fromarray(labels).save(tmp_path / "annotations" / split / f"{number}.png")
+            image = Image.fromarray(labels * 90).convert("RGB")
+            image.save(tmp_path / "images" / split / f"{number}.jpg")
+    (tmp_path / "classes.txt").write_text("sky\ntree\nhouse\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("ignore_index", "classes", "values"),
+    [
+        (None, ["sky", "tree", "house"], {0, 1, IGNORED}),
+        (255, ["sky", "tree", "house"], {0, 1, IGNORED}),
+        (0, ["tree", "house"], {0, IGNORED}),
+        (1, ["sky", "house"], {0, IGNORED}),
+    ],
+)
+def test_an_ignored_label_is_no_class(folder, ignore_index, classes, values):
+    _, val_set = task.build_datasets(folder, ignore_index)
+    assert val_set.classes == classes
+    assert set(val_set[0][1].unique().tolist()) == values
+
+
+def test_ade20ks_own_list_of_classes(folder):
+    lines = ("Idx\tRatio\tTrain\tVal\tName\t\t", "1\t0.15\t11664\t1172\twall\t\t")
+    text = "\n".join((*lines, "2\t0.1\t6046\t612\tbuilding, edifice\t\t"))
+    (folder / "objectInfo150.txt").write_text(text)
+    (folder / "classes.txt").unlink()
+    _, val_set = task.build_datasets(folder)
+    assert val_set.classes == ["wall", "building, edifice"]
+    assert set(val_set[1][1].unique().tolist()) == {1, IGNORED}
+
+
+def refused(folder, *words, ignore_index=None, index=None):
+    with pytest.raises(UserError) as caught:
+        train_set, _ = task.build_datasets(folder, ignore_index)
+        train_set[index]
+    for word in words:
+        assert str(word) in str(caught.value)
+
+
+def test_files_without_their_counterparts_are_listed(folder):
+    masks = folder / "annotations" / "training"
+    (masks / "0.png").rename(masks / "a.png")
+    refused(folder, masks, "1 of NAME: 0;")
+    (folder / "images" / "training" / "0.jpg").unlink()
+    refused(folder, folder / "images" / "training", "1 of NAME: a;")
+
+
+@pytest.mark.parametrize(
+    ("array", "words"),
+    [
+        (np.full((20, 30), 7, np.uint8), ("the label 7", "3 classes")),
+        (np.zeros((20, 31), np.uint8), ("2.jpg has 30 × 20 pixels", "31 × 20")),
+        (np.zeros((20, 30, 3), np.uint8), ("not RGB",)),
+        (np.zeros((20, 30), np.uint16), ("not I;16",)),
+    ],
+    ids=["label", "size", "colours", "16-bit"],
+)
+def test_a_mask_that_can_not_be_right(folder, array, words):
+    path = folder / "annotations" / "training" / "2.png"
+    Image.fromarray(array).save(path)
+    refused(folder, path, *words, index=2)
+
+
+def test_a_torn_mask(folder):
+    path = folder / "annotations" / "training" / "2.png"
+    path.write_bytes(path.read_bytes()[:60])
+    refused(folder, path, "mend or remove", index=2)
+
+
+@pytest.mark.parametrize("text", ["", "sky\n\nhouse\n", "a\n" * 256])
+def test_a_list_of_classes_that_is_none(folder, text):
+    (folder / "classes.txt").write_text(text)
+    refused(folder, "classes.txt", "one in each line")
+
+
+def test_missing_parts(folder):
+    refused(folder, "--ignore-index 3", ignore_index=3)
+    refused(None, "--ignore-index", ignore_index=0)
+    (folder / "classes.txt").unlink()
+    refused(folder, folder / "classes.txt")
+    for path in (folder / "images" / "training").iterdir():
+        path.unlink()
+    (folder / "classes.txt").write_text("sky\n")
+    refused(folder, folder / "images" / "training", "holds no images")
+    (folder / "images" / "training").rmdir()
+    refused(folder, folder / "images" / "training", "there is no folder")
+
+
+# predict.py
+
+
+class Bright(torch.nn.Module):
+    """The class 1 where an image is bright, and 0 elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, images: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"out": torch.stack([torch.zeros_like(images[:, 0]), self.weight * images[:, 0]], 1)}
+
+
+@pytest.mark.parametrize("data", ["", "folder"])
+@pytest.mark.parametrize("size", [(60, 90), (700, 300)])
+@torch.no_grad()
+def test_a_mask_lies_where_its_image_is(tmp_path, data, size):
+    height, width = size
+    bright = np.zeros((height, width, 3), np.uint8)
+    bright[height // 3 :, : width // 2] = 255
+    images = [tmp_path / "in" / name for name in ("a.png", "more/a.png", "a.bmp")]
+    for path in images:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(bright).save(path)
+    args = Namespace(images=images, output=tmp_path / "out")
+    predict = task.Predictor(Bright(), {"data": data, "classes": ["dark", "bright"]}, args)
+    for path in images[:2]:
+        found = predict(path)
+        assert [name for name, _ in found] == ["dark", "bright"]
+        assert found[1][1] == pytest.approx(1 / 3, abs=0.03)
+    for name in ("a.png", "more/a.png"):
+        mask = Image.open(tmp_path / "out" / "masks" / name)
+        assert (mask.mode, mask.size) == ("P", (width, height))
+        assert ((np.array(mask) == 1) != (bright[..., 0] > 0)).mean() < 0.04
+        assert mask.getpalette()[3:6] == task.colours(2)[1].tolist()
+        assert Image.open(tmp_path / "out" / "overlays" / name).size == (width, height)
+    with pytest.raises(UserError, match="a.bmp: .* is of another image of that name"):
+        predict(images[2])
+    with pytest.raises(UserError, match="holds something already"):
+        task.Predictor(Bright(), {"data": data, "classes": ["dark", "bright"]}, args)
