@@ -10,11 +10,13 @@ are the same for all. Prints a table, and writes every turn to step.csv.
 
 Contestants are named KIND[-OPTION...][-PRECISION]:
 
-    project             main.py on apex_native: O0 to O5; options adam, syncbn, torchddp, compile
-    apex                the same main.py on real Apex: O0 to O3; the same options
+    project             main.py on apex_native: O0 to O5; options adam, syncbn, torchddp, compile,
+                        graphs (CUDA's)
+    apex                the same main.py on real Apex: O0 to O3; options adam, syncbn, torchddp
     apex_channels_last  Apex's amp by hand on channels_last weights, without its DDP: O0 to O3; adam
     apex_snippet        the loop of the usual snippet: O1, NCHW, Apex's DDP
-    torch               torch alone, by hand: fp16, fp32, bf16; options adam, syncbn, compile
+    torch               torch alone, by hand: fp16, fp32, bf16; options adam, syncbn, compile,
+                        graphs
     fabric, accelerate  Lightning Fabric, Hugging Face Accelerate: fp16, fp32, bf16; option adam
 
 Without an option: SGD with momentum, each process's own batch norm, the kind's own DDP. Without a
@@ -26,6 +28,7 @@ import argparse
 import csv
 import os
 import platform
+import random
 import shlex
 import signal
 import socket
@@ -34,7 +37,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import date
 from functools import cache
 from importlib import metadata, util
@@ -45,7 +48,6 @@ from typing import NamedTuple
 
 import torch
 from cookiecutter.main import cookiecutter
-from turnstile import SETTLE
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tests"))
@@ -71,11 +73,12 @@ class Kind(NamedTuple):
     precisions: dict[str, str] = {}  # the first is the default; the values are torch's names
 
 
-ON_TORCH = ("adam", "syncbn", "compile")
-IN_PROJECT = ("adam", "syncbn", "torchddp", "compile")
+COMPILED = ("compile", "graphs")
+ON_TORCH = ("adam", "syncbn", *COMPILED)
+IN_PROJECT = ("adam", "syncbn", "torchddp")
 PEERS = HERE / "peers"
 KINDS = {
-    "project": Kind(None, (), IN_PROJECT, LEVELS),
+    "project": Kind(None, (), (*IN_PROJECT, *COMPILED), LEVELS),
     "apex": Kind(None, APEX, IN_PROJECT, APEX_LEVELS),
     "apex_channels_last": Kind(PEERS / "apex_channels_last.py", APEX, ("adam",), APEX_LEVELS),
     "apex_snippet": Kind(PEERS / "apex_snippet.py", APEX, (), {"O1": "fp16"}),
@@ -145,8 +148,8 @@ def command(contestant: Contestant, args: argparse.Namespace, folder: Path) -> l
     if not precision:
         return [str(kind.script)]
     flags = ["--arch", args.arch, "--batch-size", str(args.batch_size)]
-    if "compile" in options:
-        flags += ["--compile"]
+    flags += ["--compile"] if "compile" in options else []
+    flags += ["--cuda-graphs"] if "graphs" in options else []
     if kind.script is None:
         script = main_py(folder, "adam" in options, "syncbn" in options, "torchddp" in options)
         flags += ["--backend", "apex" if kind.needs else "native", "--opt-level", precision]
@@ -196,7 +199,8 @@ class Running:
         port = free_port()
         for rank, log in enumerate(self.logs):
             ours, theirs = Pipe()
-            numbers = map(str, (theirs.fileno(), args.warmup, args.block))
+            counts = (args.warmup, args.settle, args.block)
+            numbers = map(str, (theirs.fileno(), *counts))
             with log.open("w") as file:
                 process = subprocess.Popen(
                     [sys.executable, HERE / "turnstile.py", *numbers, script, *flags],
@@ -269,9 +273,11 @@ def environment(rank: int, size: int, port: int, device: str) -> dict[str, str]:
 
 
 def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+    """A port that is free, and below those that the system gives to connections meanwhile."""
+    while True:
+        with socket.socket() as free, suppress(OSError):
+            free.bind(("127.0.0.1", random.randrange(20_000, 32_000)))
+            return free.getsockname()[1]
 
 
 class Turn(NamedTuple):
@@ -284,12 +290,12 @@ class Turn(NamedTuple):
 
 
 def compete(
-    contestants: list[Contestant], args: argparse.Namespace, folder: Path
+    contestants: list[tuple[Contestant, argparse.Namespace]], rounds: int, folder: Path
 ) -> Iterator[Turn]:
-    """Starts `contestants`, and yields their turns."""
+    """Starts `contestants`, each by its own arguments, and yields their turns."""
     with ExitStack() as stack:
         running = []
-        for contestant in contestants:
+        for contestant, args in contestants:
             running.append(Running(contestant, args, folder))
             stack.callback(running[-1].kill)
         started = [entrant for entrant, _ in survivors(running, Running.answer)]
@@ -298,11 +304,11 @@ def compete(
         for entrant, _ in survivors(started, Running.go_on):
             say(f"{entrant.name} is warm")
             warm.append(entrant)
-        for number in range(args.rounds):
+        for number in range(rounds):
             for entrant, said in survivors(in_order(warm, number), Running.go_on):
                 seconds, memory = map(max, zip(*said, strict=True))
                 yield Turn(entrant.name, number, seconds, memory)
-            say(f"round {number + 1} of {args.rounds} is over")
+            say(f"round {number + 1} of {rounds} is over")
 
 
 def survivors(
@@ -388,6 +394,7 @@ def parse_args() -> argparse.Namespace:
     )
     add("--optimizer", choices=("sgd", "adamw"), default="sgd", help="adamw: adam for every name")
     add("--warmup", type=positive, default=10, help="steps before the first turn")
+    add("--settle", type=positive, default=2, help="a turn's first, untimed; memory is taken again")
     add(
         "--block",
         type=positive,
@@ -404,11 +411,11 @@ def parse_args() -> argparse.Namespace:
         args.contestants = [read_name(name, args.optimizer) for name in names]
     except ValueError as error:
         parser.error(str(error))
-    steps = args.warmup + args.rounds * (SETTLE + args.block)
+    steps = args.warmup + args.rounds * (args.settle + args.block)
     if steps > PROJECT_EPOCH and any(one.kind.script is None for one in args.contestants):
         parser.error(
             f"main.py validates and saves after {PROJECT_EPOCH} steps, and this would be {steps}: "
-            f"take a smaller --warmup, --block (to which {SETTLE} are added) or --rounds"
+            "take a smaller --warmup, --settle, --block or --rounds"
         )
     return args
 
@@ -440,7 +447,8 @@ def main() -> int:
         writer = csv.writer(file)
         writer.writerow(Turn._fields)
         for first in range(0, len(present), size):
-            for turn in compete(present[first : first + size], args, Path(folder)):
+            group = [(one, args) for one in present[first : first + size]]
+            for turn in compete(group, args.rounds, Path(folder)):
                 turns.append(turn)
                 writer.writerow([turn.contestant, turn.round, f"{turn.seconds:.7f}", turn.memory])
                 file.flush()  # a run that is cut short leaves what it has measured

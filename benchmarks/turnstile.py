@@ -1,11 +1,12 @@
 """Runs a training script as it is, but lets it train in turns.
 
-    python turnstile.py PIPE WARMUP BLOCK SCRIPT [the script's flags]
+    python turnstile.py PIPE WARMUP SETTLE BLOCK SCRIPT [the script's flags]
 
 The script is an ordinary one that trains on and on, and knows nothing of this: torch calls a hook
 after each step of any optimizer, and this one may wait there. The script runs freely for WARMUP
-steps, then only when step.py, at the other end of the file descriptor PIPE, says so, for BLOCK
-timed steps each time. A step that an overflow skips counts only if the optimizer is called for it.
+steps, then only when step.py, at the other end of the file descriptor PIPE, says so, for SETTLE
+steps and BLOCK timed ones each time. A step that an overflow skips counts only if the optimizer is
+called for it.
 """
 
 import os
@@ -19,10 +20,8 @@ from pathlib import Path
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-SETTLE = 2  # untimed steps at the start of a turn, in which memory is taken again
 
-
-def turns(pipe: Connection, warmup: int, block: int) -> Iterator[None]:
+def turns(pipe: Connection, warmup: int, settle: int, block: int) -> Iterator[None]:
     """Goes on by one at each step of the script; reports seconds per step and peak memory."""
     for _ in range(warmup):
         yield
@@ -37,7 +36,7 @@ def turns(pipe: Connection, warmup: int, block: int) -> Iterator[None]:
             pipe.recv()
         except (EOFError, OSError):  # step.py has ended
             os._exit(0)
-        for _ in range(SETTLE):
+        for _ in range(settle):
             yield
         synchronize()
         if torch.cuda.is_initialized():
@@ -56,16 +55,16 @@ def synchronize() -> None:
 
 
 def main() -> None:
-    descriptor, warmup, block = map(int, sys.argv[1:4])
+    descriptor, warmup, settle, block = map(int, sys.argv[1:5])
     os.set_inheritable(descriptor, False)  # its end is how step.py learns that this one is dead
     pipe = Connection(descriptor)
     pipe.send("torch is imported")
     pipe.recv()
 
-    turn = turns(pipe, warmup, block)
+    turn = turns(pipe, warmup, settle, block)
     next(turn)
     register_optimizer_step_post_hook(lambda *_: next(turn))
-    del sys.argv[:4]
+    del sys.argv[:5]
     sys.path[0] = str(Path(sys.argv[0]).parent)
     runpy.run_path(sys.argv[0], run_name="__main__")
 

@@ -36,8 +36,8 @@ def main() -> None:
             gradient_as_bucket_view=True,
             broadcast_buffers=False,  # nor does Apex's, or the project's before it validates
         )
-    if args.compile:
-        model = torch.compile(model)
+    if args.compile or args.cuda_graphs:
+        model = torch.compile(model, mode="reduce-overhead" if args.cuda_graphs else None)
     criterion = nn.CrossEntropyLoss()
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     images, targets = build_batch(args, device)

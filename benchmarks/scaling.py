@@ -1,0 +1,120 @@
+"""How the speed of a training step grows with the GPUs and with the batch.
+
+    python benchmarks/scaling.py --contestants project-O1,torch-fp16 --gpus 1,4 --batch-sizes 32,256
+
+Each of step.py's contestants takes part once for each number of GPUs and each batch, all of them in
+one run and in turns. Prints a table, in which the efficiency is images/s by those of as many single
+GPUs, and writes every turn to scaling.csv.
+"""
+
+import argparse
+import csv
+import sys
+import tempfile
+from itertools import product
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import torch
+from step import HERE, PROJECT_IMAGES, Contestant, compete, conditions, obstacle, read_name, say
+
+
+class Point(NamedTuple):
+    """A contestant in one of its places."""
+
+    name: str
+    gpus: int
+    batch_size: int  # of each GPU
+
+
+def numbers(text: str) -> list[int]:
+    found = [int(word) for word in text.split(",")]
+    if min(found) < 1:
+        raise ValueError
+    return found
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--contestants", default="project-O1,torch-fp16", help="as of step.py")
+    add("--gpus", type=numbers, default=[1, 2, 4], help="with commas between them")
+    add("--batch-sizes", type=numbers, default=[32, 256], help="of each GPU; likewise")
+    add("--arch", default="resnet50", help="one of torchvision's models")
+    add("--image-size", type=int, default=PROJECT_IMAGES, help="of the peers; main.py has none")
+    add("--warmup", type=int, default=10, help="steps before the first turn")
+    add("--settle", type=int, default=2, help="a turn's first, untimed")
+    add("--block", type=int, default=10, help="timed steps of a turn")
+    add("--rounds", type=int, default=6, help="turns of each")
+    add("--output", type=Path, default=HERE / "scaling.csv")
+    args = parser.parse_args()
+    args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if args.device == "cuda" and max(args.gpus) > torch.cuda.device_count():
+        parser.error(f"--gpus {max(args.gpus)}: this machine has {torch.cuda.device_count()}")
+    try:
+        args.contestants = [read_name(name, "sgd") for name in args.contestants.split(",")]
+    except ValueError as error:
+        parser.error(str(error))
+    return args
+
+
+def main() -> int:
+    args = parse_args()
+    entrants: dict[str, tuple[Point, Contestant, argparse.Namespace]] = {}
+    for one, gpus, batch_size in product(args.contestants, args.gpus, args.batch_sizes):
+        reason = obstacle(one, gpus, args.device)
+        if reason:
+            say(f"{one.name} is left out on {gpus}: {reason}")
+            continue
+        own = argparse.Namespace(**vars(args) | {"gpus": gpus, "batch_size": batch_size})
+        entrant = one._replace(name=f"{one.name}-on-{gpus}-by-{batch_size}")
+        entrants[entrant.name] = Point(one.name, gpus, batch_size), entrant, own
+
+    times: dict[Point, list[float]] = {point: [] for point, *_ in entrants.values()}
+    memory: dict[Point, int] = {}
+    with tempfile.TemporaryDirectory() as folder, args.output.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow([*Point._fields, "round", "seconds", "memory"])
+        who = [(entrant, own) for _, entrant, own in entrants.values()]
+        for turn in compete(who, args.rounds, Path(folder)):
+            point = entrants[turn.contestant][0]
+            times[point].append(turn.seconds)
+            memory[point] = max(turn.memory, memory.get(point, 0))
+            writer.writerow([*point, turn.round, f"{turn.seconds:.7f}", turn.memory])
+            file.flush()
+    args.gpus = max(args.gpus)
+    print(conditions(args))
+    print(table(times, memory))
+    return int(any(len(seconds) < args.rounds for seconds in times.values()))
+
+
+def table(times: dict[Point, list[float]], memory: dict[Point, int]) -> str:
+    """Time, speed, efficiency and memory of each point that had a turn, in Markdown."""
+    speeds = {
+        point: point.gpus * point.batch_size / median(seconds)
+        for point, seconds in times.items()
+        if seconds
+    }
+    heads = ["contestant", "batch a GPU", "GPUs", "ms/step", "images/s", "efficiency", "peak GiB"]
+    rows = [heads, ["---"] * len(heads)]
+    for point in sorted(speeds, key=lambda point: (point.name, point.batch_size, point.gpus)):
+        alone = speeds.get(point._replace(gpus=1))
+        rows.append(
+            [
+                point.name,
+                str(point.batch_size),
+                str(point.gpus),
+                f"{median(times[point]) * 1e3:.2f}",
+                f"{speeds[point]:.0f}",
+                f"{speeds[point] / point.gpus / alone:.3f}" if alone else "–",
+                f"{memory[point] / 2**30:.1f}" if memory[point] else "–",
+            ]
+        )
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
