@@ -2,9 +2,10 @@
 
 PYTHON ?= python3
 VENV ?=
+TASK ?=
 JOBS ?= 2
 ARGS ?=
-export VENV
+export VENV TASK
 
 RUN = "$(PYTHON)" .ci/in_venv.py
 
@@ -15,13 +16,15 @@ help: ## list the commands
 	@echo
 	@echo 'PYTHON=python3.12   the interpreter to make the environment with (default: python3)'
 	@echo 'VENV=folder         the environment (default: one for these requirements in ~/.cache)'
+	@echo 'TASK=segmentation   what make demo trains (or contrastive; default: classification)'
 	@echo 'JOBS=2              how many tests make test runs at once'
 	@echo 'ARGS="-k name"      further arguments of pytest'
 
 demo: ## generate the default project, train it on its own data, show the result
 	@$(RUN) python .ci/demo.py
 
-# Tests that train belong to the xdist group "train", so that they don't compete for the cores.
+# Tests that train belong to the xdist group "train", or "short" if it is mostly one process for few
+# steps: each group has one worker, which keeps its fixtures, and two cores suffice for both.
 test: ## run the tests, except the slow ones
 	@$(RUN) python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
 
@@ -32,7 +35,8 @@ slow: ## run the slow tests, one after the other
 lint: ## check style and shell scripts, change nothing
 	@$(RUN) ruff check --no-cache .
 	@$(RUN) ruff format --no-cache --check .
-	@$(RUN) shellcheck .ci/run '{{cookiecutter.project_slug}}/run.sh'
+	@$(RUN) shellcheck .ci/run '{{cookiecutter.project_slug}}/run.sh' \
+		'{{cookiecutter.project_slug}}/launch'/*slurm.sbatch*
 
 format: ## put the Python files in order
 	@$(RUN) ruff check --no-cache --fix .

@@ -1,4 +1,7 @@
-"""Generates the default project into build/demo, trains it there, and shows what came out."""
+"""Generates a project into build/demo, trains it there, and shows what it learned.
+
+It is the default one, but for its task, which the environment's TASK may name.
+"""
 
 import csv
 import os
@@ -9,14 +12,18 @@ import sys
 import tempfile
 from pathlib import Path
 
+import numpy as np
 from cookiecutter.main import cookiecutter
+from PIL import Image
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 from fresh import copy_template  # noqa: E402
 
 DEMO = ROOT / "build" / "demo"
+TASK = os.environ.get("TASK") or "classification"
 ROWS = 5
+IMAGES = 4
 
 
 def number(text):
@@ -35,12 +42,28 @@ def table(path):
 
 
 def generate():
-    """The project that the defaults give."""
+    """The project that the defaults give for TASK."""
     with tempfile.TemporaryDirectory() as folder:
-        template = copy_template(Path(folder))
-        return Path(
-            cookiecutter(str(template), no_input=True, default_config=True, output_dir=str(DEMO))
-        )
+        template = str(copy_template(Path(folder)))
+        options = {"no_input": True, "default_config": True, "output_dir": str(DEMO)}
+        return Path(cookiecutter(template, extra_context={"task": TASK}, **options))
+
+
+def draw(project, folder):
+    """PNG files of validation digits, named by them; for segmentation, with four in each."""
+    folder.mkdir()
+    file = np.load(project / "data" / "digits.npz")
+    validation = slice(30, None, 5)
+    images, labels = 15 * file["images"][validation], file["labels"][validation]
+    for number in range(IMAGES):
+        if TASK == "segmentation":
+            chosen = range(4 * number, 4 * number + 4)
+            one, two, three, four = images[chosen]
+            image = np.block([[one, two], [three, four]])
+        else:
+            chosen = [number]
+            image = images[number]
+        Image.fromarray(image).save(folder / f"{'_'.join(map(str, labels[chosen]))}.png")
 
 
 def run(command, folder):
@@ -61,6 +84,13 @@ def main():
     output = metrics.parent
     print(f"\nThe end of {os.path.relpath(metrics)}:\n\n{table(metrics)}\n")
     print(f"In {os.path.relpath(output)}: {', '.join(sorted(os.listdir(output)))}")
+    draw(project, DEMO / "images")
+    predict = ["predict.py", os.path.relpath(output / "best.pt", project), "../images"]
+    print(f"\n$ python {' '.join(predict)}\n", flush=True)
+    status = run([sys.executable, *predict], project)
+    if status:
+        sys.exit(status)
+    print()
     print(f"The project is yours to look at: {os.path.relpath(project)}")
 
 

@@ -4,9 +4,9 @@ import shutil
 from argparse import Namespace
 
 import pytest
-from running import run
+from running import Run, run
 
-pytestmark = pytest.mark.xdist_group("train")
+pytestmark = pytest.mark.xdist_group("short")
 SMALL = ("--arch", "shufflenet_v2_x0_5", "--batch-size", 4, "--steps", 4)
 
 
@@ -62,6 +62,7 @@ def test_a_mistake_is_answered_once_for_all_processes(project, flags, saying):
         pytest.param(["--arch", "vit_b_16"], "Wrong image height", id="image_size"),
         pytest.param(["--batch-size", "1"], "more than 1 value per channel", id="batch_of_one"),
         pytest.param(["--data", "/no/such/folder"], "there is no folder", id="data"),
+        pytest.param(["--decode", "gpu"], "for the JPEG files of --data", id="decode"),
     ],
 )
 def test_a_flag_that_can_not_be_right(project, flags, saying):
@@ -82,6 +83,12 @@ def test_a_train_folder_without_images(project, image_folder):
     for image in (image_folder / "train").glob("*/*"):
         image.unlink()
     refused(project, "--data", image_folder, saying=(image_folder / "train", "holds no images"))
+
+
+def test_decoding_on_a_gpu_where_there_is_none(project, image_folder, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    flags = ("--decode", "gpu", "--data", image_folder)
+    refused(project, *SMALL, *flags, saying="this run is on the CPU")
 
 
 def test_a_class_that_only_val_has(project, image_folder):
@@ -157,12 +164,24 @@ def test_code_in_a_checkpoint_is_not_run(project, tmp_path):
 
 def test_a_folder_that_holds_a_run_is_not_overwritten(project, checkpoint):
     (checkpoint.parent / "last.pt").rename(checkpoint.parent / "kept.pt")
-    before = {path: path.read_bytes() for path in checkpoint.parent.iterdir()}
+
+    def content():
+        return {path: path.read_bytes() for path in checkpoint.parent.rglob("*") if path.is_file()}
+
+    before = content()
     refused(
         project, *SMALL, "--output", checkpoint.parent, saying=("already holds", "--resume auto")
     )
-    assert {path: path.read_bytes() for path in checkpoint.parent.iterdir()} == before
+    assert content() == before
     (checkpoint.parent / "kept.pt").rename(checkpoint.parent / "last.pt")
+
+
+def test_a_folder_in_which_a_run_is_at_work(project, tmp_path):
+    flags = (*SMALL[:4], "--output", tmp_path / "run")
+    with Run(project, *flags) as first:
+        first.wait_for("train_loss")
+        refused(project, *flags, saying=("another run is at work", "--output"))
+        assert first.ranks()
 
 
 WHOLE = {

@@ -20,10 +20,16 @@ else:
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 FILES = [
+    ".dockerignore",
+    ".github/workflows/tests.yml",
     ".gitignore",
+    ".pre-commit-config.yaml",
+    "Dockerfile",
     "LICENSE",
     "README.md",
+    "config.example.json",
     "main.py",
+    "predict.py",
     "pyproject.toml",
     "run.sh",
     "task.py",
@@ -52,7 +58,9 @@ FILES = [
     "apex_native/optimizers/fused_sgd.py",
     "apex_native/parallel/LARC.py",
     "apex_native/parallel/__init__.py",
-    "apex_native/parallel/_gather.py",
+    "apex_native/parallel/_exchange.py",
+    "apex_native/parallel/_formula.py",
+    "apex_native/parallel/_mailbox.py",
     "apex_native/parallel/_rows.py",
     "apex_native/parallel/distributed.py",
     "apex_native/parallel/reducer.py",
@@ -65,41 +73,77 @@ FILES = [
     "engine/check.py",
     "engine/checkpoint.py",
     "engine/cli.py",
+    "engine/curves.py",
     "engine/distributed.py",
+    "engine/doctor.py",
     "engine/errors.py",
+    "engine/events.py",
+    "engine/examine.py",
+    "engine/files.py",
+    "engine/finite.py",
+    "engine/images.py",
     "engine/launch.py",
+    "engine/machines.py",
+    "engine/order.py",
     "engine/report.py",
+    "engine/resize.py",
+    "engine/rng.py",
+    "engine/saver.py",
+    "engine/sheet.py",
+    "engine/training.py",
+    "engine/watch.py",
+    "engine/weights.py",
     "tests/conftest.py",
     "tests/processes.py",
     "tests/test_amp.py",
+    "tests/test_check.py",
     "tests/test_checkpoint.py",
+    "tests/test_config.py",
+    "tests/test_doctor.py",
+    "tests/test_features.py",
     "tests/test_formulas.py",
     "tests/test_functions.py",
     "tests/test_images.py",
+    "tests/test_machines.py",
     "tests/test_normalization.py",
     "tests/test_old_scripts.py",
     "tests/test_on_gpu.py",
     "tests/test_optimizers.py",
+    "tests/test_order.py",
     "tests/test_parallel.py",
+    "tests/test_predict.py",
     "tests/test_report.py",
+    "tests/test_saver.py",
+    "tests/test_sheet.py",
+    "tests/test_task.py",
     "tests/test_training.py",
-    "tests/test_validation.py",
 ]
+JOBS = {"slurm": {"launch/slurm.sbatch"}, "kubernetes": {"launch/trainjob.yaml"}, "none": set()}
 # "{{" is left out for Python, where f-strings hold it.
 LEFTOVER = re.compile(r"# %|[«»]|cookiecutter|\{%|(?<!\$)\{#")
 
 
 def combinations(template, **fixed):
-    """Every set of choices that is not refused."""
+    """Every set of choices that is not refused; in turn, what is not in the code."""
     asked = json.loads((template / "cookiecutter.json").read_text(encoding="utf-8"))
     asked = {name: values for name, values in asked.items() if not name.startswith("_")}
     choices = {n: v if isinstance(v, list) else [v, not v] for n, v in asked.items()}
     choices = {n: v for n, v in choices.items() if len(v) > 1 and not isinstance(asked[n], str)}
     choices |= {name: [value] for name, value in fixed.items()}
+    licenses = itertools.cycle(choices.pop("license"))
+    clusters = itertools.cycle(choices.pop("cluster"))
     for values in itertools.product(*choices.values()):
         answers = dict(zip(choices, values, strict=True))
-        if answers["opt_level"] not in ("O4", "O5") or answers["backend"] != "apex":
-            yield answers
+        level, backend = answers["opt_level"], answers["backend"]
+        if level in ("O4", "O5") and backend == "apex":
+            continue
+        if answers["ddp"] == "dataparallel" and (
+            answers["sync_bn"] or backend == "apex" or level == "O4"
+        ):
+            continue
+        alone = answers["ddp"] == "dataparallel"
+        cluster = "none" if alone else next(clusters)
+        yield answers | {"license": next(licenses), "cluster": cluster}
 
 
 def run(*command, **options):
@@ -133,6 +177,7 @@ def test_every_combination(template, bake, tmp_path, level):
     for number, answers in enumerate(combinations(template, opt_level=level)):
         project = bake(into=tmp_path / str(number), **answers)
         expected = set(FILES) - ({"LICENSE"} if answers["license"] == "none" else set())
+        expected |= JOBS[answers["cluster"]]
         assert file_names(project) == expected, answers
         for name in expected - {"data/digits.npz"}:
             text = (project / name).read_text(encoding="utf-8")
@@ -141,13 +186,18 @@ def test_every_combination(template, bake, tmp_path, level):
                 assert list(leftovers(name, text)) == [], answers
                 if name.endswith(".py"):
                     compile(text, name, "exec")
+                if name in ("main.py", "predict.py"):  # to be read in one sitting
+                    assert len(text.splitlines()) < {"main.py": 300, "predict.py": 100}[name]
+        flags = (project / "main.py").read_text(encoding="utf-8")
+        for name in json.loads((project / "config.example.json").read_text(encoding="utf-8")):
+            assert f'add("--{name.replace("_", "-")}"' in flags, answers
         settings = tomllib.loads((project / "pyproject.toml").read_text(encoding="utf-8"))
         assert settings["project"].get("license", "none") == answers["license"]
     lint(tmp_path)
-    # fused_adam, sync_bn, ddp and backend; the licence is not in the code.
-    scripts = 2 * 2 * 2 * (2 if level in ("O4", "O5") else 3)
-    assert len([name for name, _ in seen if name == "main.py"]) == scripts
-    assert number + 1 == 4 * scripts
+    # fused_adam, sync_bn, ddp and backend, and DataParallel with auto or native.
+    scripts = 2 * 2 * 2 * (2 if level in ("O4", "O5") else 3) + 2 * 2 * (level != "O4")
+    assert len([name for name, _ in seen if name == "main.py"]) == 3 * scripts == number + 1
+    assert len([name for name, _ in seen if name == "task.py"]) == 3
 
 
 @pytest.mark.parametrize(
@@ -184,6 +234,24 @@ def test_a_slug_of_any_length_leaves_the_code_in_order(bake, tmp_path, slug, bac
             id="torch-ddp",
         ),
         pytest.param(
+            {"ddp": "dataparallel", "sync_bn": False},
+            ["nn.DataParallel("],
+            ["DistributedDataParallel", "delay_allreduce", "compile"],
+            id="dataparallel",
+        ),
+        pytest.param(
+            {"task": "segmentation"},
+            ["--ignore-index"],
+            ["text_encoder", "resnet18"],
+            id="segmentation",
+        ),
+        pytest.param(
+            {"task": "contrastive"},
+            ["[model.image_encoder, model.text_encoder],", "--text-lr"],
+            ["num_classes", "model, optimizer = ", "--ignore-index"],
+            id="contrastive",
+        ),
+        pytest.param(
             {"opt_level": "O5", "backend": "native"},
             ['default="O5"', 'default="native"'],
             ['default="O1"', 'default="auto"'],
@@ -215,7 +283,9 @@ def test_files_keep_their_modes(template, project):
 def test_code_and_data_without_markers_are_copies(template, project):
     source = template / "{{cookiecutter.project_slug}}"
     copies = {name for name in file_names(project) if name.endswith((".py", ".npz", ".sh"))}
-    for name in copies - {"main.py"}:
+    marked = {"main.py", "predict.py", "run.sh"}
+    marked |= {"tests/test_features.py", "tests/test_training.py"}
+    for name in copies - marked:
         assert (project / name).read_bytes() == (source / name).read_bytes(), name
 
 
@@ -239,8 +309,14 @@ def test_pyproject(project):
         "license": "MIT",
         "license-files": ["LICENSE"],
         "requires-python": ">=3.10",
-        "dependencies": ["torch>=2.6", "torchvision>=0.21", "tqdm"],
-        "optional-dependencies": {"test": ["pytest", "ruff"]},
+        "dependencies": [
+            "torch>=2.6",
+            "torchvision>=0.21",
+            "tqdm>=4.66",
+            "matplotlib>=3.7",
+            "tensorboard>=2.11",
+        ],
+        "optional-dependencies": {"test": ["pre-commit>=3.5", "pytest>=8.0", "ruff>=0.6"]},
     }
 
 
@@ -269,6 +345,15 @@ def test_no_license_leaves_one_of_the_users(bake, tmp_path):
     mine.parent.mkdir()
     mine.write_text("mine")
     bake(into=tmp_path, options={"overwrite_if_exists": True}, license="none")
+    assert mine.read_text() == "mine"
+
+
+@pytest.mark.parametrize("cluster", ["none", "kubernetes"])
+def test_what_the_user_keeps_in_launch_stays(bake, tmp_path, cluster):
+    mine = tmp_path / "ddp_training" / "launch" / "slurm.sbatch"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine")
+    bake(into=tmp_path, options={"overwrite_if_exists": True}, cluster=cluster)
     assert mine.read_text() == "mine"
 
 

@@ -1,4 +1,4 @@
-"""benchmarks/step.py on the CPU, with steps so few and small that only its workings can be seen."""
+"""benchmarks/step.py and loader.py on the CPU, so few and small that only their workings show."""
 
 import csv
 import re
@@ -10,7 +10,7 @@ import pytest
 from fresh import ROOT
 from running import SCREENED
 
-pytestmark = pytest.mark.xdist_group("train")
+pytestmark = pytest.mark.xdist_group("short")
 BENCHMARKS = ROOT / "benchmarks"
 TRAINS = """
 import torch
@@ -115,3 +115,54 @@ def test_the_numbers_of_the_project_are_still_these(step):
     assert f"\nDUMMY_STEPS = {step.PROJECT_EPOCH} " in (project / "main.py").read_text()
     size = f"batch_size, 3, {step.PROJECT_IMAGES}, {step.PROJECT_IMAGES}, device"
     assert size in (project / "task.py").read_text()
+
+
+def test_scaling_runs_each_contestant_in_each_place(tmp_path):
+    script, output = tmp_path / "trains.py", tmp_path / "scaling.csv"
+    script.write_text(TRAINS.format(steps=1000))
+    flags = ("--contestants", script, "--gpus", "1,2", "--batch-sizes", "4,8", "--rounds", 2)
+    short = ("--warmup", 1, "--block", 2, "--output", output)
+    done = subprocess.run(
+        [sys.executable, BENCHMARKS / "scaling.py", *map(str, (*flags, *short))],
+        env=SCREENED | {"CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line.split("|")[1:-1] for line in done.stdout.splitlines() if line.startswith("| t")]
+    rows = [[cell.strip() for cell in line] for line in lines]
+    assert [row[:3] for row in rows] == [
+        ["trains", batch, gpus] for batch in ("4", "8") for gpus in ("1", "2")
+    ]
+    for alone, together in (rows[:2], rows[2:]):
+        assert alone[5] == "1.000"
+        assert float(together[5]) == pytest.approx(int(together[4]) / 2 / int(alone[4]), rel=0.01)
+    with output.open() as file:
+        assert len(list(csv.DictReader(file))) == 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "loaders"),
+    [
+        ((), ["usual (PIL)", "--decode cpu"]),
+        (("--train",), ["synthetic", "usual (PIL)", "--decode cpu"]),
+    ],
+    ids=["alone", "training"],
+)
+def test_loaders_take_turns(tmp_path, flags, loaders):
+    pytest.importorskip("sklearn")
+    small = ("--arch", "shufflenet_v2_x0_5", "--images", 16, "--batch-size", 4, "--workers", 1)
+    short = ("--warmup", 1, "--block", 1, "--rounds", 1, "--output", tmp_path / "loader.csv")
+    done = subprocess.run(
+        [sys.executable, BENCHMARKS / "loader.py", *flags, *map(str, (*small, *short))],
+        env=SCREENED,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")]
+    assert [name.removeprefix("| ") for name, *_ in rows[1:]] == loaders
+    assert all(int(images_per_second) > 0 for _, images_per_second, *_ in rows[1:])

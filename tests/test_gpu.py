@@ -1,10 +1,15 @@
-"""The default project on GPUs: every opt_level, on apex_native and on real Apex, on one and two."""
+"""On GPUs: every task and opt_level, on apex_native and on real Apex, on one GPU and on two."""
 
 import importlib
+import os
+import signal
 
+import numpy as np
 import pytest
 import torch
-from running import best_accuracy, metrics, run
+from fresh import ROOT
+from PIL import Image
+from running import Run, assert_same_run, best, metrics, run
 
 pytestmark = pytest.mark.gpu
 
@@ -30,7 +35,7 @@ def project(bake):
     return bake()
 
 
-def trains(project, tmp_path, backend, level, gpus):
+def trains(project, tmp_path, backend, level, gpus, *flags, metric="val_accuracy", goal=0.97):
     done = run(
         project,
         "--backend",
@@ -39,12 +44,13 @@ def trains(project, tmp_path, backend, level, gpus):
         level,
         "--output",
         tmp_path / "run",
+        *flags,
         nproc=gpus,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert ("real Apex" if backend == "apex" else "apex_native") in done.stdout
     assert f"{gpus} process" in done.stdout
-    assert best_accuracy(tmp_path / "run") >= 0.97
+    assert best(tmp_path / "run", metric) >= goal
 
 
 @pytest.mark.parametrize("gpus", [on_one, on_two])
@@ -53,12 +59,80 @@ def test_apex_native_reaches_the_accuracy(project, tmp_path, level, gpus):
     trains(project, tmp_path, "native", level, gpus)
 
 
+@pytest.mark.parametrize("gpus", [on_one, on_two])
+@pytest.mark.parametrize("flag", ["--compile", "--cuda-graphs"])
+def test_a_compiled_model_reaches_the_accuracy(project, tmp_path, flag, gpus):
+    trains(project, tmp_path, "native", "O1", gpus, flag)
+
+
 @pytest.mark.apex
 @needs_apex
 @pytest.mark.parametrize("gpus", [on_one, on_two])
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 def test_real_apex_reaches_the_accuracy(project, tmp_path, level, gpus):
     trains(project, tmp_path, "apex", level, gpus)
+
+
+FEATURES = ("--batch-size", 16, "--accumulate", 2, "--clip-grad", 5, "--ema", 0.9)
+FEATURES += ("--label-smoothing", 0.1, "--decay-weights-only")
+
+
+@pytest.mark.parametrize("gpus", [on_one, on_two])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+@pytest.mark.parametrize(
+    "backend", ["native", pytest.param("apex", marks=[pytest.mark.apex, needs_apex])]
+)
+def test_accumulated_clipped_and_averaged_steps_reach_the_accuracy(
+    project, tmp_path, backend, level, gpus
+):
+    trains(project, tmp_path, backend, level, gpus, *FEATURES)
+
+
+@pytest.mark.apex
+@needs_apex
+@pytest.mark.parametrize("gpus", [on_one, on_two])
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_real_apex_accumulates_as_apex_native_does(project, tmp_path, level, gpus):
+    """Gradients that missed the reduction, or were scaled twice, would move the loss far more."""
+    flags = ("--opt-level", level, "--steps", 30, "--batch-size", 16, "--accumulate", 2)
+    losses = []
+    for backend in ("apex", "native"):
+        # NCHW on both: real Apex's DDP can't do otherwise.
+        output = ("--no-channels-last", "--output", tmp_path / backend)
+        done = run(project, *flags, "--backend", backend, *output, nproc=gpus)
+        assert done.returncode == 0, done.stdout + done.stderr
+        losses.append(metrics(tmp_path / backend)[-1]["train_loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=0.05)
+
+
+TASKS = {
+    "segmentation": {"metric": "val_miou", "goal": 0.8},
+    "contrastive": {"metric": "val_recall_at_1", "goal": 0.95},
+}
+
+
+@pytest.mark.parametrize("gpus", [on_two if GPUS > 1 else on_one])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+@pytest.mark.parametrize("task", TASKS)
+def test_the_other_tasks_reach_their_goal_on_apex_native(bake, tmp_path, task, level, gpus):
+    trains(bake(task=task), tmp_path, "native", level, gpus, **TASKS[task])
+
+
+@pytest.mark.apex
+@needs_apex
+@pytest.mark.parametrize("gpus", [on_two if GPUS > 1 else on_one])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize("task", TASKS)
+def test_the_other_tasks_reach_their_goal_on_real_apex(bake, tmp_path, task, level, gpus):
+    trains(bake(task=task), tmp_path, "apex", level, gpus, **TASKS[task])
+
+
+@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O5"])
+@pytest.mark.parametrize("task", ["classification", *TASKS])
+def test_dataparallel_reaches_the_goal_on_all_gpus(bake, tmp_path, task, level):
+    project = bake(task=task, ddp="dataparallel", sync_bn=False)
+    trains(project, tmp_path, "native", level, 1, **TASKS.get(task, {}))
 
 
 @pytest.mark.parametrize("gpus", [on_two])
@@ -108,10 +182,10 @@ def test_apexs_ddp_does_mix_up_channels_last_gradients(tmp_path):
 
 
 SAVE_AGAIN = """
-def restore(path, model, optimizer, amp, restore=restore):
-    state = restore(path, model, optimizer, amp)
+def restore(path, model, optimizer, amp, content, restore=restore):
+    state = restore(path, model, optimizer, amp, content)
     if torch.distributed.get_rank() == 0:
-        save(path.with_name("again.pt"), model, optimizer, amp)
+        write(path.with_name("again.pt"), collect(model, optimizer, amp))
     return state
 """
 
@@ -165,6 +239,64 @@ def exchange(project, folder, first, then, level, gpus):
     losses = [row["train_loss"] for row in metrics(folder)]
     assert len(losses) == 4
     assert losses[3] < losses[2] * 1.2  # it goes on where the other stopped
+
+
+@pytest.fixture(scope="module")
+def digit_files(tmp_path_factory):
+    """The digits as JPEG files, for --data."""
+    folder = tmp_path_factory.mktemp("digits")
+    with np.load(ROOT / "{{cookiecutter.project_slug}}" / "data" / "digits.npz") as file:
+        images, labels = file["images"], file["labels"]
+    for index, (image, label) in enumerate(zip(images * 15, labels, strict=True)):
+        place = folder / ("train" if index % 5 else "val") / str(label)
+        place.mkdir(parents=True, exist_ok=True)
+        enlarged = Image.fromarray(image).resize((96, 96), Image.Resampling.BICUBIC)
+        enlarged.convert("RGB").save(place / f"{index}.jpg")
+    return folder
+
+
+@pytest.mark.parametrize("gpus", [on_one])
+@pytest.mark.parametrize("decoder", ["cpu", "gpu"])
+def test_accuracy_holds_wherever_files_are_decoded(project, digit_files, tmp_path, decoder, gpus):
+    flags = ("--data", digit_files, "--epochs", 10, "--workers", 4)
+    done = run(project, *flags, "--decode", decoder, "--output", tmp_path / "run", nproc=gpus)
+    assert done.returncode == 0, done.stderr
+    accuracies = []
+    for other in ("cpu", "gpu"):
+        again = (*flags, "--decode", other, "--eval-only", "--resume", tmp_path / "run" / "last.pt")
+        done = run(project, *again, nproc=gpus)
+        assert done.returncode == 0, done.stderr
+        accuracies.append(float(done.stdout.split("val_accuracy")[-1]))
+    assert accuracies[0] == pytest.approx(accuracies[1], abs=0.01)
+    assert min(accuracies) > 0.5  # of ten classes
+
+
+@pytest.mark.parametrize("gpus", [on_two if GPUS > 1 else on_one])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4"])
+def test_a_resumed_run_is_the_same_to_the_last_bit(project, tmp_path, level, gpus):
+    """Stopped by a signal in the middle of the first epoch."""
+    flags = ("--opt-level", level, "--deterministic", "--epochs", 2)
+    done = run(project, *flags, "--output", tmp_path / "whole", nproc=gpus)
+    assert done.returncode == 0, done.stderr
+    flags = (*flags, "--output", tmp_path / "run")
+    with Run(project, *flags, "--save-every", 5, NPROC=str(gpus)) as stopped:
+        stopped.wait_until((tmp_path / "run" / "step-5.pt").exists)
+        os.kill(stopped.process.pid, signal.SIGTERM)
+        assert stopped.end()[0] == 128 + signal.SIGTERM, stopped.said
+    done = run(project, *flags, "--resume", "auto", nproc=gpus)
+    assert done.returncode == 0, done.stderr
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
+
+
+@pytest.mark.parametrize("gpus", [on_two])
+def test_when_a_rank_is_killed_all_are_gone_within_seconds(project, tmp_path, gpus):
+    flags = ("--dummy", "--arch", "resnet50", "--epochs", 100, "--output", tmp_path / "run")
+    with Run(project, *flags, "--save-every", 20) as killed:
+        killed.wait_until((tmp_path / "run" / "step-20.pt").exists, 120)
+        os.kill(killed.ranks()[1], signal.SIGKILL)
+        status, seconds = killed.end()
+        assert not killed.ranks()
+    assert (status, seconds < 10) == (128 + signal.SIGKILL, True), killed.said
 
 
 def test_more_processes_than_gpus_is_refused(project, tmp_path):

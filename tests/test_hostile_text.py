@@ -168,6 +168,7 @@ def test_it_can_be_installed_whatever_was_typed(bake):
         (path,) = project.glob("*.dist-info/METADATA")
         metadata = email.message_from_bytes(path.read_bytes())
         assert metadata["Name"] == "ddp_training"
-        assert metadata.get_all("Requires-Dist")[:3] == ["torch>=2.6", "torchvision>=0.21", "tqdm"]
+        needs = metadata.get_all("Requires-Dist")
+        assert needs[:3] == ["torch>=2.6", "torchvision>=0.21", "tqdm>=4.66"]
         assert metadata["License-Expression"] == "MIT"
         assert (metadata["Summary"] is None) == (text.splitlines() != [text])

@@ -18,11 +18,13 @@ QUESTIONS = {
     "project_slug": "ddp_training",
     "description": "Multi-GPU, mixed-precision training in PyTorch.",
     "author_name": "The DDP Training authors",
+    "task": "classification",
     "opt_level": "O1",
     "fused_adam": True,
     "sync_bn": True,
     "ddp": "apex",
     "backend": "auto",
+    "cluster": "none",
     "license": "MIT",
 }
 SLUG = re.compile("[A-Za-z]([A-Za-z0-9_-]{0,58}[A-Za-z0-9])?")
@@ -70,7 +72,9 @@ def test_every_question_and_every_choice_has_a_sentence(asked):
         pytest.param({"fused_adam": False}, id="sgd"),
         pytest.param({"sync_bn": False}, id="no-sync_bn"),
         pytest.param({"ddp": "torch"}, id="torch-ddp"),
+        *(pytest.param({"task": task}, id=task) for task in ("segmentation", "contrastive")),
         *(pytest.param({"backend": backend}, id=backend) for backend in ("apex", "native")),
+        *(pytest.param({"cluster": cluster}, id=cluster) for cluster in ("slurm", "kubernetes")),
         *(pytest.param({"license": name}, id=name) for name in ("BSD-3-Clause", "Apache-2.0")),
         pytest.param({"license": "none"}, id="no-license"),
     ],
@@ -225,8 +229,10 @@ def test_a_valid_slug(bake, slug):
         ("fused_adam", "maybe"),
         ("fused_adam", None),
         ("sync_bn", ""),
+        ("task", "detection"),
         ("ddp", "horovod"),
         ("backend", "cuda"),
+        ("cluster", "pbs"),
         ("license", "GPL-3.0"),
         ("license", ""),
     ],
@@ -241,6 +247,19 @@ def test_an_unknown_choice(refusal, asked, name, answer):
 def test_a_level_that_apex_has_not(refusal, level):
     sentence = refusal(opt_level=level, backend="apex")
     assert sentence.startswith(f"opt_level {level} does not exist in NVIDIA's Apex: set backend to")
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        *(("sync_bn", True), ("sync_bn", "yes"), ("backend", "apex"), ("opt_level", "O4")),
+        *(("cluster", "slurm"), ("cluster", "kubernetes")),
+    ],
+)
+def test_what_dataparallel_can_not_do(refusal, name, answer):
+    sentence = refusal(**{"ddp": "dataparallel", "sync_bn": False, name: answer})
+    assert re.match(rf"{name} (\w+ )?cannot go with ddp dataparallel, ", sentence)
+    assert f"set {name} to " in sentence and sentence.endswith("or ddp to apex or torch.\n")
 
 
 @pytest.mark.parametrize("name", ["project_name", "description", "author_name"])
@@ -274,6 +293,7 @@ def test_no_module_of_the_project_can_be_its_slug(template, bake, tmp_path):
             elif isinstance(node, ast.ImportFrom) and not node.level:
                 names.add(node.module.partition(".")[0])
     assert {"engine", "main", "torch"} <= names
+    names -= {"task_segmentation", "task_contrastive"}  # which are task.py in a project
     for name in names - {path.stem for path in project.glob("tests/*.py")}:
         with pytest.raises(FailedHookException):
             print(f"{name} is accepted by the pre-hook:", bake(into=tmp_path, project_slug=name))

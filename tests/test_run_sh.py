@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,10 +17,10 @@ HOSTILE += ["$(touch owned)", "`touch owned`", "; touch owned", "& touch owned",
 HOSTILE += ["'", '"', "\\", "\\n", "a\nb", "tail\n"]
 FOLDERS = ["a b", "it's", 'say "hi"', "a\nb", "tail\n", "-dash", "$(x) `y`", "*", "\\n", "ü🙂"]
 
-# Every call leaves what it was given in $RECORD; the probe for torch (-c) succeeds.
+# Every call leaves what it was given in $RECORD; the probes (-c) succeed, but for $NO_TORCH.
 STAND_IN = """\
 #!/bin/sh
-[ "$1" = -c ] && exit "${NO_TORCH:-0}"
+case "$1 $2" in "-c "*torch*) exit "${NO_TORCH:-0}" ;; "-c "*) exit 0 ;; esac
 exec "$REAL_PYTHON" - "$@" <<'END'
 import json, os, sys
 with open(os.environ["RECORD"], "w") as file:
@@ -111,9 +112,12 @@ def test_shellcheck():
     subprocess.run([shellcheck, "--shell=sh", RUN_SH], check=True)
 
 
-def test_it_comes_through_generation_unchanged(bake):
+def test_it_comes_through_generation_without_dataparallels_line(bake):
     generated = bake() / "run.sh"
-    assert generated.read_bytes() == RUN_SH.read_bytes()
+    source = RUN_SH.read_text(encoding="utf-8")
+    marked = re.compile(r"# % if .*?# % else\n(.*?)# % endif\n", re.DOTALL)
+    assert len(marked.findall(source)) == 1
+    assert generated.read_bytes() == marked.sub(r"\1", source).encode()
     assert os.access(generated, os.X_OK)
 
 
@@ -134,13 +138,14 @@ def test_several_machines(machine, shell):
     env = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "first.example", "NPROC": "4"}
     argv, _ = machine.run("--steps", "1", shell=shell, **env)
     assert argv == [
-        *("-m", "engine.launch", "--nnodes=2", "--node-rank=1"),
-        *("--master-addr=first.example", "--master-port=29500"),
+        *("-m", "engine.launch", "--nnodes=2", "--rdzv-backend=machines"),
+        *("--rdzv-endpoint=first.example:29500", "--rdzv-conf=rank=1,max_restarts=0,wait=600"),
         *("--nproc-per-node=4", "--max-restarts=0"),
         *(str(machine.project / "main.py"), "--steps", "1"),
     ]
-    argv, _ = machine.run(MASTER_PORT="1234", MAX_RESTARTS="3", **env)
-    assert value(argv, "master-port") == "1234"
+    argv, _ = machine.run(MASTER_PORT="1234", MAX_RESTARTS="3", NODE_WAIT="60", **env)
+    assert value(argv, "rdzv-endpoint") == "first.example:1234"
+    assert value(argv, "rdzv-conf") == "rank=1,max_restarts=3,wait=60"
     assert value(argv, "max-restarts") == "3"
 
 
@@ -211,6 +216,26 @@ def test_arguments_arrive_untouched(machine, shell):
 
 
 @pytest.mark.parametrize("shell", SHELLS)
+@pytest.mark.parametrize("flag", ["--check", "--json"])
+def test_a_check_gets_what_a_launch_would(machine, shell, flag):
+    launched, _ = machine.run("--data", "a b", "--other", shell=shell)
+    argv, _ = machine.run("--data", "a b", flag, shell=shell)
+    assert launched[:2] == ["-m", "engine.launch"]
+    assert argv == ["-m", "engine.doctor", *launched[2:-1], flag]
+
+
+def test_a_check_does_not_need_torch(machine):
+    argv, _ = machine.run("--check", NO_TORCH="1")
+    assert argv[:2] == ["-m", "engine.doctor"]
+    named = machine.command("my python", STAND_IN)
+    (machine.bin / "python").unlink()
+    assert "neither python nor python3" in machine.start("--check", NO_TORCH="1").stderr
+    argv, _ = machine.run("--check", NO_TORCH="1", PYTHON=str(named))
+    assert argv[:2] == ["-m", "engine.doctor"]
+    assert "no/such/python" in machine.start("--check", PYTHON="no/such/python").stderr
+
+
+@pytest.mark.parametrize("shell", SHELLS)
 @pytest.mark.parametrize("name", FOLDERS)
 def test_it_works_in_any_folder(machine, name, shell):
     project = machine.folder / name
@@ -263,6 +288,7 @@ def test_it_becomes_the_interpreter_so_that_signals_arrive(machine):
             {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "65536"},
             "MASTER_PORT",
         ),
+        ({"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "a", "NODE_WAIT": "0"}, "NODE_WAIT"),
     ],
 )
 def test_bad_settings_are_refused(machine, env, named):

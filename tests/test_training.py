@@ -1,17 +1,26 @@
 """The default project from answers to accuracy, and started in every way that people start it."""
 
+import ast
 import copy
+import csv
 import re
 import subprocess
 import sys
 from collections import OrderedDict
 
+import numpy as np
 import pytest
 import torch
-from running import SCREENED, best_accuracy, metrics, run
+from PIL import Image
+from running import SCREENED, best, best_accuracy, metrics, predict, predicted_accuracy, run
 
 pytestmark = pytest.mark.xdist_group("train")
 SHORT = ("--arch", "shufflenet_v2_x0_5", "--steps", 3)
+IN_SHORT = {
+    "segmentation": (("--epochs", 5, "--lr", 3e-3), "val_miou", 0.8),
+    "contrastive": (("--epochs", 4, "--text-lr", 5e-4), "val_recall_at_1", 0.9),
+}
+"""For each task, flags with which it learns in few epochs, and what it reaches."""
 
 
 @pytest.fixture(scope="module")
@@ -28,17 +37,136 @@ def test_the_default_run_reaches_the_accuracy(project, tmp_path):
     # The end says the best accuracy and where the files are.
     assert f"{best_accuracy(tmp_path):.4f}" in done.stdout.splitlines()[-1]
     assert str(tmp_path) in done.stdout.splitlines()[-1]
-    assert {"last.pt", "best.pt", "metrics.csv", "config.json"} <= {
+    assert {"last.pt", "best.pt", "metrics.csv", "config.json", "curves.png"} <= {
         path.name for path in tmp_path.iterdir()
     }
+    assert len(list((tmp_path / "validation").glob("epoch_*.png"))) == len(rows)
+    found = predicted_accuracy(project, tmp_path / "best.pt", tmp_path / "png", "0123456789")
+    assert found == pytest.approx(best_accuracy(tmp_path), abs=0.01)
 
 
-@pytest.mark.parametrize("level", ["O0", "O2", "O3", "O4", "O5"])
+WRITE_CANVASES = """
+import sys, task
+from pathlib import Path
+from PIL import Image
+for kind in ("images", "masks"):
+    Path(sys.argv[1], kind).mkdir(parents=True)
+canvases = task.Digits(train=False)
+for number in range(len(canvases)):
+    image, mask = canvases[number]
+    Image.fromarray(image[0].numpy()).save(Path(sys.argv[1], "images", f"{number}.png"))
+    Image.fromarray(mask.numpy()).save(Path(sys.argv[1], "masks", f"{number}.png"))
+"""
+
+
+def test_segmentation_learns_in_short(bake, tmp_path):
+    project, (flags, metric, goal) = bake(task="segmentation"), IN_SHORT["segmentation"]
+    done = run(project, *flags, "--output", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert best(tmp_path, metric) >= goal
+    shown = {path.name for path in (tmp_path / "validation").iterdir()}
+    assert shown == {f"epoch_{epoch:03}.{kind}" for epoch in range(1, 6) for kind in ("csv", "png")}
+    with (tmp_path / "validation" / "epoch_005.csv").open() as file:
+        ious = [float(row["iou"]) for row in csv.DictReader(file)]
+    assert len(ious) == 11
+    assert sum(ious) / 11 == pytest.approx(metrics(tmp_path)[-1][metric])
+    # predict.py makes the same masks of files.
+    truth, masks = tmp_path / "truth", tmp_path / "predicted" / "masks"
+    subprocess.run([sys.executable, "-c", WRITE_CANVASES, truth], cwd=project, check=True)
+    predict(project, tmp_path / "best.pt", truth / "images", "--output", masks.parent)
+    confusion = np.zeros((11, 11))
+    for path in (truth / "masks").iterdir():
+        pair = (np.array(Image.open(file)) for file in (path, masks / path.name))
+        np.add.at(confusion, tuple(pair), 1)
+    hits = confusion.diagonal()
+    iou = np.mean(hits / (confusion.sum(0) + confusion.sum(1) - hits))
+    assert iou == pytest.approx(best(tmp_path, metric), abs=0.01)  # which was in half
+    # --eval-only shows what it validates.
+    flags = ("--eval-only", "--resume", tmp_path / "last.pt", "--output", tmp_path / "eval")
+    done = run(project, *flags, nproc=0)
+    assert done.returncode == 0, done.stderr
+    shown, last = tmp_path / "eval" / "validation", tmp_path / "validation" / "epoch_005"
+    assert {path.name for path in shown.iterdir()} == {"eval_only.csv", "eval_only.png"}
+    with Image.open(shown / "eval_only.png") as one, Image.open(last.with_suffix(".png")) as two:
+        assert one.tobytes() == two.tobytes()
+
+
+def test_contrastive_learns_in_short(bake, tmp_path):
+    project = bake(task="contrastive")
+    flags, metric, goal = IN_SHORT["contrastive"]
+    flags += ("--output", tmp_path)
+    done = run(project, *flags)
+    assert done.returncode == 0, done.stderr
+    assert best(tmp_path, metric) >= goal
+    state = torch.load(tmp_path / "last.pt", weights_only=True)
+    parts = {name.partition(".")[0] for name in state["model"]}
+    assert parts == {"image_encoder", "text_encoder"}
+    assert len(state["optimizer"]["param_groups"]) == 2
+    last = metrics(tmp_path)[-1]
+    done = run(project, *flags, "--eval-only", "--resume", tmp_path / "last.pt", nproc=0)
+    assert f"{metric} {last[metric]:.4f}" in done.stdout
+    names = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+    found = predicted_accuracy(project, tmp_path / "best.pt", tmp_path / "png", names)
+    assert found == pytest.approx(best(tmp_path, metric), abs=0.01)
+
+
+def test_dataparallel_is_one_process(bake, tmp_path):
+    project = bake(ddp="dataparallel", sync_bn=False)
+    variables = {name: value for name, value in SCREENED.items() if name != "NPROC"}
+    flags = (*map(str, SHORT), "--output", tmp_path)
+    done = subprocess.run(
+        [project / "run.sh", *flags], env=variables, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("1 process on the CPU")
+    done = run(project, *flags, nproc=2)
+    assert done.returncode == 2
+    assert "DataParallel is one process for all GPUs, not 2: use NPROC=1" in done.stderr
+    done = run(project, *flags, "--check", nproc=1)
+    assert done.returncode == 0, done.stdout  # with other flags than the other projects have
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", IN_SHORT)
+def test_the_other_tasks_learn_at_another_level(bake, tmp_path, task):
+    flags, metric, goal = IN_SHORT[task]
+    done = run(bake(task=task), *flags, "--opt-level", "O2", "--output", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert best(tmp_path, metric) >= goal
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("task", "answers"),
+    [
+        ("segmentation", {"fused_adam": False, "ddp": "torch"}),
+        ("contrastive", {"ddp": "dataparallel", "sync_bn": False}),
+    ],
+)
+def test_the_other_tasks_reach_their_goal(bake, tmp_path, task, answers):
+    nproc = 1 if answers["ddp"] == "dataparallel" else 2
+    done = run(bake(task=task, **answers), "--output", tmp_path, nproc=nproc)
+    assert done.returncode == 0, done.stderr
+    _, metric, goal = IN_SHORT[task]
+    assert best(tmp_path, metric) >= goal
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O3"])  # O4 and O5 are O1 and O2 on most CPUs
 @pytest.mark.slow
 def test_every_level_reaches_the_accuracy(project, tmp_path, level):
     done = run(project, "--opt-level", level, "--output", tmp_path)
     assert done.returncode == 0, done.stderr
     assert best_accuracy(tmp_path) >= 0.97
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+@pytest.mark.slow
+def test_the_average_of_any_level_predicts(project, tmp_path, level):
+    flags = ("--opt-level", level, "--ema", 0.9, "--epochs", 1, "--warmup-epochs", 0)
+    done = run(project, *flags, "--output", tmp_path, nproc=0)
+    assert done.returncode == 0, done.stderr
+    found = predicted_accuracy(project, tmp_path / "best.pt", tmp_path / "png", "0123456789")
+    assert found == pytest.approx(best_accuracy(tmp_path), abs=0.01)
 
 
 @pytest.mark.slow
@@ -115,7 +243,7 @@ def test_a_run_goes_on_with_another_number_of_processes(project, tmp_path):
     flags = (*SHORT[:2], "--output", tmp_path, "--resume", "auto")
     assert run(project, *flags, "--epochs", 1, nproc=1).returncode == 0
     assert run(project, *flags, "--epochs", 2, nproc=2).returncode == 0
-    assert [(row["epoch"], row["step"]) for row in metrics(tmp_path)] == [(1, 44), (2, 44)]
+    assert [(row["epoch"], row["step"]) for row in metrics(tmp_path)] == [(1, 44), (2, 66)]
 
 
 def test_a_restarted_process_goes_on_by_itself(project, tmp_path):
@@ -123,6 +251,13 @@ def test_a_restarted_process_goes_on_by_itself(project, tmp_path):
     assert run(project, *flags, "--steps", 22).returncode == 0
     assert run(project, *flags, TORCHELASTIC_RESTART_COUNT="1", nproc=0).returncode == 0
     assert [row["epoch"] for row in metrics(tmp_path)] == [1, 2]
+    # But it leaves a run of other flags alone, and validates what it is told to.
+    other = run(project, *flags, "--lr", 0.5, TORCHELASTIC_RESTART_COUNT="1", nproc=0)
+    assert other.returncode == 2
+    assert "holds another run, of lr 0.001 and not 0.5: " in other.stderr
+    given = ("--eval-only", "--resume", tmp_path / "step-22.pt")
+    done = run(project, *flags, *given, TORCHELASTIC_RESTART_COUNT="1", nproc=0)
+    assert f"resumed {tmp_path / 'step-22.pt'} after 1 epochs" in done.stdout
 
 
 def test_the_settings_of_a_resumed_run_are_its_own(project, tmp_path):
@@ -172,7 +307,7 @@ def test_a_checkpoint_of_another_script_goes_on_as_one_of_this_project(epochs, t
     done = run_on_cpu(project, *EPOCHS, "--steps", 4, "--resume", old, "--output", tmp_path / "run")
     assert done.returncode == 0, done.stderr
     assert (
-        f"resumed {old} after 1.00 epochs, a checkpoint of another script: "
+        f"resumed {old} after 1 epochs, 2 steps, a checkpoint of another script: "
         "its weights, optimizer, loss scale, epoch\n"
     ) in done.stdout
     state = torch.load(tmp_path / "run" / "last.pt", weights_only=True)
@@ -191,16 +326,40 @@ def test_what_another_script_did_not_save_is_said(epochs, tmp_path):
     done = run_on_cpu(project, *EPOCHS, "--resume", old, "--eval-only")
     assert done.returncode == 0, done.stderr
     assert (
-        f"resumed {old} after 0.00 epochs, a checkpoint of another script: "
+        f"resumed {old} after 0 epochs, 0 steps, a checkpoint of another script: "
         "its weights, optimizer; it has no loss scale and no epoch\n"
     ) in done.stdout
 
 
-def test_the_readme_names_all_that_main_asks_of_the_task(project):
-    asked = set(re.findall(r"\btask\.(\w+)", (project / "main.py").read_text()))
+@pytest.mark.parametrize("task", ["classification", "segmentation", "contrastive"])
+def test_the_readme_names_all_that_main_asks_of_the_task(bake, task):
+    project = bake(task=task)
+    scripts = "".join((project / name).read_text() for name in ("main.py", "predict.py"))
+    asked = set(re.findall(r"\btask\.(?!py\b)(\w+)", scripts))
     readme = (project / "README.md").read_text()
-    block = readme.split("```python")[1].split("```")[0]
-    assert set(re.findall(r"^(?:def )?(\w+)", block, re.MULTILINE)) == asked
+    block = readme.split("```python")[-1].split("```")[0]
+    assert set(re.findall(r"^(?:def |class )?(\w+)", block, re.MULTILINE)) == asked
+    described, there = signatures(block), signatures((project / "task.py").read_text())
+    assert {"criterion", "show", "Metrics.__init__", "Predictor.__call__"} <= described.keys()
+    for name in described.keys() & there.keys():
+        count = len(described[name])
+        assert described[name] == there[name][:count], name
+        assert all(has_default for _, has_default in there[name][count:]), name
+
+
+def signatures(source):
+    """The parameters of functions and methods: {name: [(parameter, whether it has a default)]}."""
+    found = {}
+    for node in ast.parse(source).body:
+        inside = node.body if isinstance(node, ast.ClassDef) else [node]
+        prefix = f"{node.name}." if isinstance(node, ast.ClassDef) else ""
+        for function in inside:
+            if isinstance(function, ast.FunctionDef):
+                names = [argument.arg for argument in function.args.args]
+                first_default = len(names) - len(function.args.defaults)
+                pairs = [(name, index >= first_default) for index, name in enumerate(names)]
+                found[prefix + function.name] = pairs
+    return found
 
 
 def test_dummy_trains_without_data(project, tmp_path):
@@ -224,8 +383,22 @@ def test_a_checkpoint_can_be_validated_and_moved_to_plain_torch(project, tmp_pat
 
 
 @pytest.mark.slow
-def test_the_projects_own_tests_pass(project):
+@pytest.mark.parametrize(
+    ("answers", "tests"),
+    [
+        ({}, ()),
+        # Of the others, those that differ.
+        ({"task": "segmentation"}, ("task", "config", "predict")),
+        ({"task": "contrastive"}, ("task", "config", "predict", "training")),
+        ({"ddp": "dataparallel", "sync_bn": False}, ("config", "training")),
+    ],
+    ids=["classification", "segmentation", "contrastive", "dataparallel"],
+)
+def test_the_projects_own_tests_pass(bake, answers, tests):
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q"], cwd=project, capture_output=True, text=True
+        [sys.executable, "-m", "pytest", "-q", *(f"tests/test_{name}.py" for name in tests)],
+        cwd=bake(**answers),
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stdout

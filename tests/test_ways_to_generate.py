@@ -2,13 +2,16 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
 from cookiecutter.exceptions import FailedHookException
+from fresh import ROOT
 
 TYPED = '{{ 7*7 }} {% raw %} {# "it\'s" $(touch pwned) `touch pwned` \\ 😀 «opt_level» # % if'
 
@@ -74,16 +77,33 @@ def test_answers_on_the_command_line(run, template, bake):
     assert read(run.work / "ddp_training") == read(expected)
 
 
+def test_answers_in_a_file(run, template, bake):
+    text = "default_context:\n  task: segmentation\n  fused_adam: false\n  ddp: torch\n"
+    (run.work / "answers.yaml").write_text(text)
+    run("cookiecutter", "--no-input", "--config-file", "answers.yaml", template, "ddp=apex")
+    assert read(run.work / "ddp_training") == read(bake(task="segmentation", fused_adam=False))
+    # And that of the README.
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = re.search(r"answers\.yaml.*\n\n((?:    .*\n)+)", readme)[1]
+    (run.work / "answers.yaml").write_text(textwrap.dedent(text))
+    run("cookiecutter", "--no-input", "--config-file", "answers.yaml", template)
+    named = {"project_name": "Leaves", "author_name": "The Leaves authors"}
+    expected = bake(task="segmentation", project_slug="leaves", **named)
+    assert read(run.work / "leaves") == read(expected)
+
+
 def test_prompts(run, template, bake):
     answers = [
         TYPED,
         "my-project",
         f"{TYPED} does it",
         f"{TYPED} & Co",
+        "2",
         "6",
         "n",
         "no",
         "2",
+        "3",
         "3",
         "2",
     ]
@@ -93,11 +113,13 @@ def test_prompts(run, template, bake):
         project_slug="my-project",
         description=f"{TYPED} does it",
         author_name=f"{TYPED} & Co",
+        task="segmentation",
         opt_level="O5",
         fused_adam=False,
         sync_bn=False,
         ddp="torch",
         backend="native",
+        cluster="kubernetes",
         license="BSD-3-Clause",
     )
     assert read(run.work / "my-project") == read(expected)
@@ -113,14 +135,14 @@ def test_prompts(run, template, bake):
 
 
 def test_enter_takes_the_defaults_which_follow_the_name(run, template, bake):
-    run("cookiecutter", template, stdin=TYPED + 10 * "\n")
+    run("cookiecutter", template, stdin=TYPED + 12 * "\n")
     slug = "ddp_7_7_raw_it_s_touch_pwned_touch_pwned_opt_level_if"
     expected = bake(project_name=TYPED, project_slug=slug, author_name=f"The {TYPED} authors")
     assert read(run.work / slug) == read(expected)
 
 
 def test_replay(run, template):
-    answers = [TYPED, "replayed", TYPED, TYPED, "2", "n", "y", "2", "3", "3"]
+    answers = [TYPED, "replayed", TYPED, TYPED, "3", "2", "n", "y", "2", "3", "2", "3"]
     run("cookiecutter", template, stdin="\n".join(answers) + "\n")
     first = read(run.work / "replayed")
     run("cookiecutter", "--replay", "--output-dir", "again", template)
@@ -204,22 +226,28 @@ def test_the_template_as_a_relative_path(run, template, bake):
     assert read(run.work / "out" / "ddp_training") == read(bake())
 
 
-def test_cruft(run, repository, bake):
-    run("cruft", "create", "--no-input", "--extra-context", '{"opt_level": "O2"}', repository)
-    project = run.work / "ddp_training"
-    assert read(project) == read(bake(opt_level="O2"))
-    run("git", "init", "--quiet", cwd=project)
-    commit(run, project, "as generated")
-    run("cruft", "check", cwd=project)
-    assert run("cruft", "diff", "--exit-code", cwd=project) == ""
-
-    # The template moves on; the project follows, with the answers that it was made from.
+def test_cruft_brings_a_new_version_of_the_template_into_an_edited_project(run, repository, bake):
+    run("git", "tag", "v1", cwd=repository)
     task = Path("{{cookiecutter.project_slug}}", "task.py")
     with open(repository / task, "a", encoding="utf-8") as file:
         file.write("\n\nNEW = True\n")
     commit(run, repository, "two")
-    run("cruft", "check", cwd=project, status=1)
-    run("cruft", "update", "--skip-apply-ask", cwd=project)
+
+    # Somebody generated the version before, and has edited it since.
+    answers = ("--extra-context", '{"opt_level": "O2"}')
+    run("cruft", "create", "--no-input", "--checkout", "v1", *answers, repository)
+    project = run.work / "ddp_training"
+    generated = read(bake(opt_level="O2"))
+    assert read(project) == generated
+    edited = generated["task.py"].replace(b"\nimport", b"\n# Mine.\nimport", 1)
+    assert edited != generated["task.py"]
+    (project / "task.py").write_bytes(edited)
+    run("git", "init", "--quiet", cwd=project)
+    commit(run, project, "edited")
+    run("cruft", "check", "--checkout", "v1", cwd=project)
+    run("cruft", "check", "--checkout", "main", cwd=project, status=1)
+
+    run("cruft", "update", "--skip-apply-ask", "--checkout", "main", cwd=project)
     run("cruft", "check", cwd=project)
-    expected = read(bake(opt_level="O2"))
-    assert read(project) == expected | {"task.py": expected["task.py"] + b"\n\nNEW = True\n"}
+    assert read(project) == generated | {"task.py": edited + b"\n\nNEW = True\n"}
+    assert "# Mine." in run("cruft", "diff", cwd=project)

@@ -1,0 +1,241 @@
+"""Runs that are stopped, killed, hung and starved, and what is left of them."""
+
+import contextlib
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from running import Run, assert_same_run, run
+
+pytestmark = pytest.mark.xdist_group("train")
+# With dropout and batch norm; eleven steps in an epoch.
+SMALL = ("--arch", "mobilenet_v3_small", "--batch-size", 64, "--epochs", 2)
+IN_TIME = 10.0  # seconds in which a job that failed has ended
+
+
+@pytest.fixture(scope="module")
+def project(bake):
+    return bake()
+
+
+@pytest.fixture(scope="module")
+def whole(project, tmp_path_factory):
+    """The folder of a run that nothing happened to."""
+    output = tmp_path_factory.mktemp("whole")
+    assert run(project, *SMALL, "--output", output, CUDA_VISIBLE_DEVICES="").returncode == 0
+    return output
+
+
+STARTED = "loss_scale  images"  # the head of the table
+
+
+def started(project, output, *flags, **variables):
+    """A small run on two CPU processes, in the background."""
+    return Run(project, *SMALL, "--output", output, *flags, CUDA_VISIBLE_DEVICES="", **variables)
+
+
+@pytest.mark.parametrize(
+    ("name", "delay"),
+    [
+        ("SIGTERM", 1.0),
+        pytest.param("SIGINT", 1.8, marks=pytest.mark.slow),
+        pytest.param("SIGUSR1", 0.3, marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_that_a_signal_stopped_goes_on_as_if_it_had_not(
+    project, whole, tmp_path, name, delay
+):
+    output = tmp_path / "run"
+    number = signal.Signals[name]
+    with started(project, output, "--workers", 1) as stopped:
+        stopped.wait_for(STARTED)
+        time.sleep(delay)
+        os.kill(stopped.process.pid, number)
+        status, seconds = stopped.end()
+    assert status == 128 + number, stopped.said
+    assert seconds < 10
+    assert "death signal" not in stopped.said
+    assert "Traceback" not in stopped.said
+    assert re.search(r"stopped after step \d+", stopped.said)
+    done = run(project, *SMALL, "--output", output, "--resume", "auto", CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stderr
+    assert_same_run(output, whole)
+
+
+def test_ctrl_c_twice_ends_at_once(project, tmp_path):
+    with started(project, tmp_path / "run", "--epochs", 50) as stopped:
+        stopped.wait_for(STARTED)
+        time.sleep(1)
+        ranks = stopped.ranks()
+        os.kill(ranks[0], signal.SIGSTOP)  # so that the processes can't agree
+        os.kill(ranks[1], signal.SIGINT)
+        time.sleep(1.5)
+        os.kill(ranks[1], signal.SIGINT)
+        status, seconds = stopped.end()
+    assert status == 128 + signal.SIGINT, stopped.said
+    assert seconds < 5
+
+
+def test_slurm_is_asked_to_start_the_job_again(project, tmp_path):
+    (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\n')
+    (tmp_path / "scontrol").chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    with started(project, tmp_path / "run", SLURM_JOB_ID="123", PATH=path) as stopped:
+        stopped.wait_for(STARTED)
+        # As SLURM does it: the processes get the signal and the launcher too, which passes it on.
+        for process in (*stopped.ranks().values(), stopped.process.pid):
+            os.kill(process, signal.SIGUSR1)
+        assert stopped.end()[0] == 128 + signal.SIGUSR1, stopped.said
+    assert (tmp_path / "asked").read_text() == "requeue 123\n"
+    flags = (*SMALL, "--output", tmp_path / "run", "--steps", 12)
+    done = run(project, *flags, nproc=0, SLURM_RESTART_COUNT="1")
+    assert done.returncode == 0, done.stderr
+    assert f"resumed {tmp_path}/run/last.pt" in done.stdout
+
+
+def test_a_killed_rank_is_replaced_and_the_run_goes_on_as_if_nothing_had_been(
+    project, whole, tmp_path
+):
+    flags = ("--save-every", 4)
+    with started(project, tmp_path / "run", *flags, MAX_RESTARTS="2") as killed:
+        for rank, step in ((1, 4), (0, 16)):
+            killed.wait_until((tmp_path / "run" / f"step-{step}.pt").exists)
+            os.kill(killed.ranks()[rank], signal.SIGKILL)
+        status, _ = killed.end(120)
+    assert status == 0, killed.said
+    assert killed.said.count("resumed") == 2
+    assert_same_run(tmp_path / "run", whole)
+
+
+BREAK = """
+import os, sys, time, runpy
+import torch
+from engine import saver
+take = saver.Saver._after_step
+def after_step(self):
+    take(self)
+    if self.progress.step == 3 and os.environ["RANK"] == "1":
+        {what}
+saver.Saver._after_step = after_step
+runpy.run_path("{main}", run_name="__main__")
+"""
+
+
+@pytest.fixture
+def breaking(project):
+    """Makes main.py do something on rank 1, after the third step."""
+    main = project / "main.py"
+    kept = main.with_name("kept.py")
+    main.rename(kept)
+    yield lambda what: main.write_text(BREAK.format(what=what, main=kept))
+    kept.rename(main)
+
+
+@pytest.mark.parametrize("error", ["ValueError", "RuntimeError"])
+def test_the_first_exception_ends_the_job_with_its_traceback_first(
+    project, breaking, tmp_path, error
+):
+    breaking(f"print('now', flush=True); raise {error}('the cause')")
+    with started(project, tmp_path / "run", "--epochs", 50) as failed:
+        failed.wait_for("now")
+        status, seconds = failed.end()
+        assert not failed.ranks()
+    assert (status, seconds < IN_TIME) == (1, True), failed.said
+    errors = re.findall(r"^\w*Error: .*", failed.said, re.MULTILINE)
+    assert errors[0] == f"{error}: the cause", failed.said
+
+
+def test_a_hang_is_ended_with_the_step_and_the_place(project, breaking, tmp_path):
+    breaking("time.sleep(600)")
+    with started(project, tmp_path / "run", "--timeout", 6) as hung:
+        hung.wait_for(STARTED)
+        status, seconds = hung.end()
+        assert not hung.ranks()
+    assert (status, seconds < 6 + IN_TIME) == (1, True), hung.said
+    found = re.search(r"error: rank 1 has been in step \d+ for (\d+) s, more than --t", hung.said)
+    assert found and int(found[1]) >= 6, hung.said
+    assert "time.sleep(600)" in hung.said
+
+
+def test_processes_without_their_launcher_leave(project, tmp_path):
+    with started(project, tmp_path / "run", "--epochs", 50) as orphaned:
+        orphaned.wait_for(STARTED)
+        assert len(orphaned.ranks()) == 2
+        os.kill(orphaned.process.pid, signal.SIGKILL)
+        orphaned.wait_until(lambda: not orphaned.ranks(), 5)
+
+
+def test_bad_usage_is_not_tried_again(project, tmp_path):
+    done = run(project, "--arch", "resnet81", "--output", tmp_path / "run", MAX_RESTARTS="3")
+    assert done.returncode == 2
+    assert done.stderr.count("error: ") == 1
+
+
+def test_bad_numbers_end_the_run_and_leave_the_checkpoint_before_them(project, breaking, tmp_path):
+    breaking("next(self.parts[0].parameters()).data.fill_(float('nan'))")
+    flags = (*SMALL, "--opt-level", "O0", "--output", tmp_path / "run", "--save-every", 3)
+    done = run(project, *flags, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 1
+    assert "losses are not finite. The first layer that is not finite is features.0" in done.stderr
+    assert "could not be written" in done.stdout
+    assert torch.load(tmp_path / "run" / "last.pt", weights_only=True)["step"] == 3
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a small disk")
+def test_a_full_disk_is_survived(project, tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=60m", "tmpfs", disk], check=False)
+    if mounted.returncode:
+        pytest.skip("can't mount here")
+    try:
+        flags = (*SMALL, "--output", disk / "run", "--save-every", 2)
+        done = run(project, *flags, "--keep", 9, "--steps", 10, CUDA_VISIBLE_DEVICES="")
+        assert done.returncode == 2
+        assert "(No space left on device); the run goes on" in done.stdout
+        assert "mend that, and add --resume auto" in done.stderr
+        last = torch.load(disk / "run" / "last.pt", weights_only=True)
+        assert 0 < last["step"] < 10
+        assert not list((disk / "run").glob("*.tmp"))
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+@pytest.mark.slow
+def test_chaos(project, whole, tmp_path, capsys):
+    """Killed and stopped at random moments, during saves too, runs end as if nothing had been."""
+    kills, seed = 0, int(os.environ.get("CHAOS_SEED", random.randrange(2**32)))
+    chance = random.Random(seed)
+    wanted = int(os.environ.get("CHAOS_KILLS", 30))
+    lives = 0
+    for number in range(wanted):
+        output, status = tmp_path / str(number), None
+        while status != 0:
+            lives += 1
+            assert lives < 5 * wanted + 20, f"seed {seed}"
+            resume = ["--resume", "auto"] if list(output.glob("*.pt")) else []
+            if not resume:
+                shutil.rmtree(output, ignore_errors=True)
+            with started(project, output, "--save-every", 1, *resume) as victim:
+                victim.wait_for(STARTED)
+                time.sleep(chance.uniform(0.0, 0.4))
+                if kills < wanted and victim.process.poll() is None:
+                    target = chance.choice([*victim.ranks().values(), victim.process.pid])
+                    blow = chance.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM])
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(target, blow)
+                        kills += 1
+                status, _ = victim.end()
+        assert_same_run(output, whole)
+        if kills >= wanted:
+            break
+    with capsys.disabled():
+        print(f"\nchaos: {kills} kills, {lives} lives, seed {seed}", file=sys.stderr)
+    assert kills >= wanted
