@@ -143,8 +143,8 @@ def _for_device(properties: Properties, device: torch.device) -> Properties:
     served = casting.half_type(wanted, device)
     if served != wanted:
         say_if_verbose(
-            f"amp: this CPU has no arithmetic in {_name(wanted)}, "
-            f"{properties.opt_level} computes in {_name(served)} here"
+            f"amp: {properties.opt_level} computes in {_name(served)} on this CPU, "
+            f"not in {_name(wanted)}"
         )
     return replace(properties, **{"function_type" if is_cast else "cast_model_type": served})
 

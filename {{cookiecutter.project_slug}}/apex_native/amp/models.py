@@ -11,19 +11,17 @@ HALF_TYPES = (torch.float16, torch.bfloat16)
 
 
 def half_type(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The type that serves as `dtype` on `device`: itself, but for half types on most CPUs.
+    """The type that serves as `dtype` on `device`: itself, but for half types on CPUs.
 
     A CPU without instructions for a 16-bit type emulates it, up to a hundred times slower than
-    fp32. So CPUs take the first of `dtype`, bfloat16 and float32 that they compute with.
+    fp32; and with those for fp16, torch (2.15) still cannot train an LSTM in it. So CPUs compute
+    in bfloat16 if they have instructions for it, else in float32.
     """
     if device.type != "cpu" or dtype not in HALF_TYPES:
         return dtype
-    supported = {
-        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
-        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
-    }
-    candidates = (dtype, torch.bfloat16) if torch.backends.mkldnn.is_available() else ()
-    return next((half for half in candidates if supported[half]()), torch.float32)
+    mkldnn = torch.backends.mkldnn.is_available()
+    has_bfloat16 = mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.bfloat16 if has_bfloat16 else torch.float32
 
 
 def cast_tensors(value: object, dtype: torch.dtype) -> object:
