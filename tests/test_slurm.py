@@ -238,48 +238,83 @@ def test_when_one_node_fails_the_job_does(cluster, instead):
 
 
 SAVE_AND_END = """\
-case ${SLURM_RESTART_COUNT:-0} in 0) ;; *) exit 0 ;; esac
 trap 'exit 143' TERM
-touch "ready$NODE_RANK"
+touch "start${SLURM_RESTART_COUNT:-0}.$NODE_RANK"
 sleep 1000 &
 wait
 """
 
 
-@real
-def test_a_job_that_ends_in_the_grace_time_of_its_preemption_is_requeued(cluster, instead):
-    folder = instead(SAVE_AND_END)
-    job = cluster.submit(folder, NO_GPU, "--")
-    cluster.wait_until(lambda: len([*folder.glob("ready*")]) == 2)
+def preempt(cluster, folder):
     cluster.ask("sbatch", "--partition=high", "--exclusive", "-N2", "--wrap=true", cwd=folder)
-    cluster.start_again(job)
-    cluster.wait_for(job, "COMPLETED")
 
 
 @real
-def test_a_job_that_ends_by_sigterm_is_not_requeued(cluster, instead):
+def test_a_job_that_ends_in_the_grace_time_of_its_preemption_is_requeued_else_it_has_failed(
+    cluster, instead
+):
     folder = instead(SAVE_AND_END)
     job = cluster.submit(folder, NO_GPU, "--")
-    cluster.wait_until(lambda: len([*folder.glob("ready*")]) == 2)
+    cluster.wait_until(lambda: len([*folder.glob("start0.*")]) == 2)
+    preempt(cluster, folder)
+    cluster.start_again(job)
+    cluster.wait_until(lambda: len([*folder.glob("start1.*")]) == 2)
     cluster.ask("scancel", "--signal=TERM", job)
     cluster.wait_for(job, "FAILED")
 
 
 @real
+def test_usr1_does_not_end_a_job_that_is_only_starting(cluster, instead):
+    folder = instead('touch "start$NODE_RANK"\nuntil [ -e go ]; do sleep 0.1; done\n')
+    job = cluster.submit(folder, NO_GPU, "--")
+    cluster.wait_until(lambda: len([*folder.glob("start*")]) == 2)
+    cluster.ask("scancel", "--signal=USR1", job)
+    time.sleep(1)  # in which the signal arrives
+    (folder / "go").touch()
+    cluster.wait_for(job, "COMPLETED")
+
+
+FLAGS = (*SMALL, "--epochs", "4", "--seed", "0")
+
+
+@pytest.fixture(scope="module")
+def whole(cluster, project):
+    """The output of a training that nothing disturbs."""
+    job = cluster.submit(project, NO_GPU, "--", *FLAGS)
+    cluster.wait_for(job, "COMPLETED")
+    return project / "runs" / job
+
+
+def assert_resumed(cluster, job, output, whole):
+    cluster.wait_for(job, "COMPLETED")
+    assert cluster.shows(job, "Restarts=1 ")
+    said = "".join(path.read_text() for path in output.glob("node*.log"))
+    assert said.count("2 processes on the CPU") == 2
+    assert said.count(f"resumed runs/{job}/") == 1
+    assert_same_run(output, whole)
+
+
+@real
 def test_jobs_share_nodes_and_one_that_is_stopped_is_requeued_and_ends_as_the_other(
-    cluster, project
+    cluster, project, whole
 ):
-    flags = (*SMALL, "--epochs", "4", "--seed", "0")
-    array = cluster.submit(project, NO_GPU, "--array=3-4", "--", *flags)
+    array = cluster.submit(project, NO_GPU, "--array=3-4", "--", *FLAGS)
     other, stopped = f"{array}_3", f"{array}_4"
     output = project / "runs" / stopped
     cluster.wait_until(lambda: (output / "last.pt").exists())
     cluster.ask("scancel", "--signal=USR1", stopped)
     cluster.start_again(stopped)
-    for job, restarts in ((stopped, 1), (other, 0)):
-        cluster.wait_for(job, "COMPLETED")
-        assert cluster.shows(job, f"Restarts={restarts} ")
-    said = "".join(path.read_text() for path in output.glob("node*.log"))
-    assert said.count("2 processes on the CPU") == 2
-    assert said.count(f"resumed runs/{stopped}/") == 1
-    assert_same_run(output, project / "runs" / other)
+    assert_resumed(cluster, stopped, output, whole)
+    cluster.wait_for(other, "COMPLETED")
+    assert cluster.shows(other, "Restarts=0 ")
+    assert_same_run(project / "runs" / other, whole)
+
+
+@real
+def test_a_training_that_another_job_preempts_ends_as_if_undisturbed(cluster, project, whole):
+    job = cluster.submit(project, NO_GPU, "--", *FLAGS)
+    output = project / "runs" / job
+    cluster.wait_until(lambda: (output / "last.pt").exists())
+    preempt(cluster, project)
+    cluster.start_again(job)
+    assert_resumed(cluster, job, output, whole)

@@ -1,5 +1,6 @@
 """Weights to begin with, from a file or from torchvision."""
 
+import sys
 from pathlib import Path
 
 import torch
@@ -7,6 +8,7 @@ import torchvision
 from torch import Tensor, nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
+from engine import distributed
 from engine.errors import UserError
 
 COUNTERS = "num_batches_tracked"  # of batch norms, which old files lack
@@ -72,8 +74,9 @@ def _of_torchvision(source: str, arch: str) -> dict[str, Tensor]:
             f"--weights {source}: there is no such file, and torchvision has no weights of that "
             f"name for {arch}; name a file, or DEFAULT"
         ) from None
+    progress = distributed.is_speaker() and sys.stderr.isatty()
     try:
-        return weights.get_state_dict(progress=False, check_hash=True, map_location="cpu")
+        return weights.get_state_dict(progress=progress, check_hash=True, map_location="cpu")
     except (OSError, RuntimeError) as error:
         reason = getattr(error, "reason", error)
         raise UserError(

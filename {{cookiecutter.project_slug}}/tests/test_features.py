@@ -26,6 +26,7 @@ import task
 from apex_native import amp
 from engine import checkpoint, distributed, training, weights
 from engine.errors import UserError
+from engine.report import Report
 from engine.watch import Watch
 
 # % if task != "classification" or ddp == "dataparallel"
@@ -74,6 +75,7 @@ def on_the_small_set(output: str, flags: tuple) -> Iterator[None]:
             (distributed, "device_for", lambda _: torch.device("cpu")),
             (distributed, "join", lambda *_: None),
             (Watch, "start", lambda _: None),
+            (Report, "_draw", lambda _: None),  # in a process of its own, which takes a second
         ):
             patches.enter_context(mock.patch.object(thing, name, value))
         yield
@@ -264,6 +266,19 @@ def test_weights_that_are_not_there(
     monkeypatch.setattr(torch.hub, "urlopen", mock.Mock(side_effect=URLError("no network")))
     with pytest.raises(UserError, match=words):
         weights.load(torchvision.models.resnet18(), source, "resnet18")
+
+
+@pytest.mark.parametrize(("terminal", "rank"), [(True, 0), (False, 0), (True, 1)])
+def test_a_download_shows_a_bar_to_a_terminal_once(
+    monkeypatch: pytest.MonkeyPatch, terminal: bool, rank: int
+) -> None:
+    model = torchvision.models.resnet18()
+    get = mock.Mock(return_value=model.state_dict())
+    monkeypatch.setattr(torchvision.models.WeightsEnum, "get_state_dict", get)
+    monkeypatch.setattr(sys, "stderr", mock.Mock(isatty=lambda: terminal))
+    monkeypatch.setenv("RANK", str(rank))
+    assert weights.load(model, "DEFAULT", "resnet18") == "weights of DEFAULT"
+    assert get.call_args.kwargs["progress"] == (terminal and not rank)
 
 
 def test_a_frozen_part_computes_as_in_validation() -> None:
