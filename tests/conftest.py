@@ -1,6 +1,7 @@
 """What the tests generate projects with."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,9 @@ from cookiecutter.generate import generate_context
 from cookiecutter.main import cookiecutter
 from cookiecutter.prompt import prompt_for_config
 from fresh import copy_template
+
+# Several processes share the cores: threads that wait for one another's core slow all of them down.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(scope="session")

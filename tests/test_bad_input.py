@@ -62,6 +62,7 @@ def test_a_mistake_is_answered_once_for_all_processes(project, flags, saying):
         pytest.param(["--arch", "vit_b_16"], "Wrong image height", id="image_size"),
         pytest.param(["--batch-size", "1"], "more than 1 value per channel", id="batch_of_one"),
         pytest.param(["--data", "/no/such/folder"], "there is no folder", id="data"),
+        pytest.param(["--cuda-graphs"], "this run is on the CPU", id="cuda_graphs"),
         pytest.param(["--decode", "gpu"], "for the JPEG files of --data", id="decode"),
     ],
 )

@@ -215,6 +215,10 @@ def main() -> None:
     if on_gpu:
         torch.cuda.set_device(device)
         torch.backends.cudnn.benchmark = not args.deterministic
+    # % if ddp != "dataparallel"
+    elif args.cuda_graphs:
+        distributed.stop("--cuda-graphs: this run is on the CPU; take --compile, or leave it out")
+    # % endif
     if args.deterministic:
         distributed.make_deterministic()
     apex, reason = backend.load_backend(args.backend, args.opt_level, **needs)

@@ -1,5 +1,6 @@
 """What all tests share."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -8,6 +9,10 @@ from processes import Processes
 from torch import nn
 
 from apex_native import amp
+
+# Several processes share the cores: threads that wait for one another's core slow all of them down.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+torch.set_num_threads(1)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
