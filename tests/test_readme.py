@@ -1,0 +1,155 @@
+"""The commands of the generated READMEs, run as they stand there but for fewer steps.
+
+Those for several machines are run in test_hosts.py, those for SLURM in test_slurm.py; docker's,
+kubectl's and those of data of one's own are read in test_docker.py, test_kubernetes.py and
+test_own_data.py.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+import torchvision
+from running import SCREENED
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("train")]
+# Without a GPU the answer is a sentence; minutes of compiling are those of test_training.py.
+FOR_GPUS = ("--decode gpu", "--cuda-graphs")
+ELSEWHERE = ("--compile",)
+NO_TRAINING = (
+    *("--help", "--check", "--print-config", "--eval-only", "--resume auto"),
+    *("predict.py", "engine.report"),
+)
+WEIGHTS = {"classification": "resnet18", "segmentation": "deeplabv3_resnet50"}
+
+
+def commands(project: Path) -> list[str]:
+    """What the README has between backticks, or on a line of code, and is to be typed here."""
+    text = (project / "README.md").read_text(encoding="utf-8")
+    found = re.findall(r"`([^`\n]+)`", text) + re.findall(r"^    (\S[^#\n]*)", text, re.MULTILINE)
+    typed = re.compile(r"([A-Z_]+=\S+ )*(\./run\.sh|python -m engine|python predict\.py)( |$)")
+    there = {command.strip() for command in found if typed.match(command)}
+    return sorted(command for command in there if "NNODES=" not in command)
+
+
+def execute(project: Path, command: str, **variables: str) -> subprocess.CompletedProcess:
+    folder = os.path.dirname(sys.executable)
+    env = SCREENED | {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"} | variables
+    return subprocess.run(
+        ["sh", "-euc", command], cwd=project, env=env, capture_output=True, text=True, timeout=300
+    )
+
+
+def save_old_checkpoint(of: Path, path: Path) -> None:
+    """In the form that Apex's documentation had."""
+    state = torch.load(of, weights_only=True)
+    model = {f"module.{name}": value for name, value in state["model"].items()}
+    torch.save({"model": model, "optimizer": state["optimizer"], "amp": state["amp"]}, path)
+
+
+@pytest.fixture(scope="module")
+def project(bake):
+    """The default project after the three lines that the README begins with."""
+    project = bake()
+    text = (project / "README.md").read_text(encoding="utf-8")
+    lines = re.search(r"## Run it\n\n((?:    .*\n)+)", text)[1]
+    assert lines.split("\n")[-2].strip() == "./run.sh"
+    # What torch and the others would install are gigabytes that are there already.
+    variables = {"PIP_NO_DEPS": "1", "PYTHONPATH": sysconfig.get_path("purelib"), "PYTHON": ""}
+    done = execute(project, lines, **variables)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "best val_accuracy 0.9" in done.stdout
+    return project
+
+
+def failures(project: Path, lines: list[str], images: Path, hub: Path) -> list[str]:
+    """What the commands say that do not do as they should; two are run at a time."""
+
+    def failure(number: int, line: str) -> str | None:
+        output = f"runs/{number}"
+        command = re.sub(r"\bDIR\b|\bFILES_OR_FOLDERS\b", str(images), line)
+        trains = not any(word in line for word in NO_TRAINING)
+        if trains:
+            small = " --batch-size 4" if "DIR" in line or "deeplab" in line else ""
+            command += f"{small} --steps 1 --output {output}"
+        variables = {"NPROC": "1", "OMP_NUM_THREADS": "1", "TORCH_HOME": str(hub)}
+        done = execute(project, command, **variables)
+        if any(flag in line for flag in FOR_GPUS):
+            fine = done.returncode == 2 and "this run is on the CPU" in done.stderr
+        else:
+            fine = done.returncode == 0 and not (
+                trains and not (project / output / "last.pt").exists()
+            )
+        return None if fine else f"{command}\n{done.stdout}{done.stderr}"
+
+    lines = [line for line in lines if not any(flag in line for flag in ELSEWHERE)]
+    with ThreadPoolExecutor(2) as pool:
+        return [said for said in pool.map(failure, range(len(lines)), lines) if said]
+
+
+def test_each_does_what_it_says(project, image_folder, tmp_path):
+    (run,) = (project / "runs").iterdir()
+    for name in ("a", "b"):
+        shutil.copytree(run, run.with_name(name))
+    for name in ("OLD.pt", "FILE.pt"):
+        save_old_checkpoint(run / "best.pt", project / name)
+    hub = fill_hub(tmp_path, "classification")
+    lines = commands(project)
+    assert len(lines) > 25
+    assert not failures(project, lines, image_folder, hub)
+    assert (project / "FILE.json").read_text().startswith("{")
+    assert (project / "runs" / "comparison.png").exists() or (project / "comparison.png").exists()
+
+
+@pytest.mark.parametrize("task", ["segmentation", "contrastive"])
+def test_those_of_the_other_tasks(bake, project, image_folder, tmp_path, task):
+    other = bake(task=task)
+    lines = [line for line in commands(other) if line not in commands(project)]
+    lines = [line for line in lines if "--data" not in line and "best.pt" not in line]
+    assert lines
+    assert not failures(other, lines, image_folder, fill_hub(tmp_path, task))
+
+
+def fill_hub(folder: Path, task: str) -> Path:
+    """A TORCH_HOME with a file in the place of the weights that DEFAULT stands for."""
+    arch = WEIGHTS.get(task, "resnet18")
+    weights = torchvision.models.get_model_weights(arch).DEFAULT
+    options = {"aux_loss": True, "weights_backbone": None} if task == "segmentation" else {}
+    model = torchvision.models.get_model(arch, **options)
+    path = folder / "hub" / "checkpoints" / weights.url.rpartition("/")[2]
+    path.parent.mkdir(parents=True)
+    torch.save(model.state_dict(), path)
+    return folder
+
+
+def test_tensorboard_answers(project, tmp_path):
+    text = (project / "README.md").read_text(encoding="utf-8")
+    (command,) = re.findall("`(tensorboard [^`]*)`", text)
+    folder = os.path.dirname(sys.executable)
+    with (tmp_path / "log").open("w+") as log:
+        board = subprocess.Popen(
+            [f"{folder}/{command.split()[0]}", *command.split()[1:], "--port=0"],
+            cwd=project,
+            stdout=log,
+            stderr=log,
+        )
+        try:
+            deadline = time.monotonic() + 60
+            while not (address := re.search(r"http://\S+", Path(log.name).read_text())):
+                assert time.monotonic() < deadline, Path(log.name).read_text()
+                time.sleep(0.2)
+            with urllib.request.urlopen(f"{address[0]}data/plugin/scalars/tags") as answer:
+                tags = answer.read().decode()
+        finally:
+            board.kill()
+            board.wait()
+    assert "epoch/val_accuracy" in tags
