@@ -60,12 +60,11 @@ def four_processes() -> Iterator[Processes]:
     processes.stop()
 
 
-@pytest.fixture
-def interpreted_processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Processes]:
+@pytest.fixture(scope="session")
+def interpreted_processes() -> Iterator[Processes]:
     """Two on the CPU that run Triton's kernels line by line."""
     pytest.importorskip("triton", minversion="3.7")  # 3.6's interpreter fails on a newer NumPy
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    processes = Processes("gloo")
+    processes = Processes("gloo", TRITON_INTERPRET="1")
     yield processes
     processes.stop()
 

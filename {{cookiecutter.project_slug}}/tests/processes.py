@@ -25,10 +25,12 @@ class Processes:
     A call with a function of a module (not a local one) and its arguments runs it in each of them
     and returns a list of what they return, by rank. If one fails, AssertionError holds its
     traceback; if one hangs, all are ended in time. The next call then starts new ones.
+
+    `variables` are added to their environment.
     """
 
-    def __init__(self, backend: str = "gloo", world_size: int = 2) -> None:
-        self.backend, self.world_size = backend, world_size
+    def __init__(self, backend: str = "gloo", world_size: int = 2, **variables: str) -> None:
+        self.backend, self.world_size, self.variables = backend, world_size, variables
         self._processes: list[mp.Process] = []
         self._ends: list[Connection] = []
 
@@ -73,7 +75,7 @@ class Processes:
         path = os.path.join(self._folder.name, "group")
         for rank in range(self.world_size):
             end, others_end = context.Pipe()
-            arguments = (others_end, self.backend, path, rank, self.world_size)
+            arguments = (others_end, self.backend, path, rank, self.world_size, self.variables)
             process = context.Process(target=_work, args=arguments, daemon=True)
             process.start()
             others_end.close()
@@ -89,7 +91,15 @@ def _receive(end: Connection) -> tuple[bool, object]:
         return False, "the process ended"
 
 
-def _work(end: Connection, backend: str, path: str, rank: int, world_size: int) -> None:
+def _work(
+    end: Connection,
+    backend: str,
+    path: str,
+    rank: int,
+    world_size: int,
+    variables: dict[str, str],
+) -> None:
+    os.environ.update(variables)
     torch.set_num_threads(1)
     if backend == "nccl":
         torch.cuda.set_device(rank)

@@ -71,6 +71,15 @@ def test_what_is_printed_can_be_given_back(parse, file, capsys):
     assert cli.settings(parse("--config", file(printed))) == cli.settings(parse(*SOME))
 
 
+def test_of_several_processes_one_prints(parse, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    for flag in ("--print-config", "--help"):
+        with pytest.raises(SystemExit) as end:
+            parse(flag)
+        assert not end.value.code
+    assert capsys.readouterr().out == ""
+
+
 def test_the_example_holds_flags_of_this_project(parse):
     args = vars(parse("--config", EXAMPLE))
     example = json.loads(EXAMPLE.read_text())
