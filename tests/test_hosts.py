@@ -257,17 +257,28 @@ def test_a_signal_on_one_host_stops_the_run_on_all(hosts, project, tmp_path):
 
 
 @pytest.mark.slow
-def test_hosts_that_differ(hosts, project, tmp_path):
-    """In torch; tests/test_machines.py in the project has the rest."""
+@pytest.mark.parametrize(
+    ("file", "line", "words"),
+    [
+        (
+            "main.py",
+            "import torch; torch.__version__ = '2.5'",
+            "torch is 2.5 on host1 (rank 1) but ",
+        ),
+        ("task.py", "# Edited here alone.", "task.py is "),
+    ],
+    ids=["torch", "code"],
+)
+def test_hosts_that_differ(hosts, project, tmp_path, file, line, words):
+    """The project's own tests/test_machines.py has the rest."""
     copied = shutil.copytree(project, tmp_path / "project")
-    main = (copied / "main.py").read_text()
-    (copied / "main.py").write_text("import torch; torch.__version__ = '2.5'\n" + main)
+    (copied / file).write_text(f"{line}\n{(copied / file).read_text()}")
     first = hosts[0].start(project, *SMALL, "--output", tmp_path / "0")
     second = hosts[1].start(copied, *SMALL, "--output", tmp_path / "1")
     with all_of(first, second):
         statuses, said = errors(first, second)
     assert statuses == [2, 2]
-    assert said[0].startswith("torch is 2.5 on host1 (rank 1) but ")
+    assert said[0].startswith(words)
     assert said[1] == "machine 0 (host0) ended with status 2, and says why"
 
 
