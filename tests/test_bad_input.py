@@ -203,10 +203,16 @@ def bake_beside(bake, package):
     return project
 
 
-def test_real_apex_is_not_compiled(bake):
+@pytest.mark.parametrize(
+    ("flag", "saying"),
+    [
+        ("--compile", "torch.compile can't follow"),
+        ("--compress-gradients", "real Apex's DDP can't compress"),
+    ],
+)
+def test_what_real_apex_can_not_do(bake, flag, saying):
     project = bake_beside(bake, WHOLE)
-    saying = "torch.compile can't follow"
-    refused(project, "--backend", "apex", "--compile", saying=(saying, "use --backend native"))
+    refused(project, "--backend", "apex", flag, saying=(saying, "use --backend native"))
 
 
 @pytest.mark.parametrize(

@@ -60,8 +60,8 @@ def test_apex_native_reaches_the_accuracy(project, tmp_path, level, gpus):
 
 
 @pytest.mark.parametrize("gpus", [on_one, on_two])
-@pytest.mark.parametrize("flag", ["--compile", "--cuda-graphs"])
-def test_a_compiled_model_reaches_the_accuracy(project, tmp_path, flag, gpus):
+@pytest.mark.parametrize("flag", ["--compile", "--cuda-graphs", "--compress-gradients"])
+def test_a_run_with_that_flag_reaches_the_accuracy(project, tmp_path, flag, gpus):
     trains(project, tmp_path, "native", "O1", gpus, flag)
 
 

@@ -117,6 +117,9 @@ def parse_args() -> Namespace:
     # % if ddp == "apex"
     add("--delay-allreduce", action="store_true", help="accept parameters without a gradient")
     # % endif
+    # % if ddp != "dataparallel"
+    add("--compress-gradients", action="store_true", help="send them as bfloat16: half the bytes")
+    # % endif
     add("--timeout", type=count, default=600, help="seconds in which a step must be done")
 
     add = parser.add_argument_group("run").add_argument
@@ -200,6 +203,9 @@ def main() -> None:
     needs = {"replicated": True}
     # % else
     needs = {"compiled": args.compile or args.cuda_graphs}
+    # % if ddp == "apex"
+    needs["compressed"] = args.compress_gradients
+    # % endif
     # % endif
     if args.check:
         examine.settings(args, build_datasets, needs)
@@ -350,6 +356,10 @@ def main() -> None:
     # outputs come back to the first, and Python runs one thread at a time. For comparison only.
     image_encoder, text_encoder = (nn.DataParallel(encoder) for encoder in encoders)
     # % endif
+    # % if ddp != "dataparallel"
+    if args.compress_gradients:
+        training.compress_gradients(image_encoder, text_encoder)
+    # % endif
     # % else
     model, optimizer = apex.amp.initialize(
         model,
@@ -370,6 +380,10 @@ def main() -> None:
     # One process and a thread for each GPU: at every step the model is copied to all GPUs, the
     # outputs come back to the first, and Python runs one thread at a time. For comparison only.
     model = nn.DataParallel(model)
+    # % endif
+    # % if ddp != "dataparallel"
+    if args.compress_gradients:
+        training.compress_gradients(model)
     # % endif
     # % endif
 

@@ -39,7 +39,11 @@ class Problem(NamedTuple):
 
 
 def load_backend(
-    choice: str, opt_level: str, compiled: bool = False, replicated: bool = False
+    choice: str,
+    opt_level: str,
+    compiled: bool = False,
+    replicated: bool = False,
+    compressed: bool = False,
 ) -> tuple[ModuleType, str]:
     """The package that serves Apex's calls, and one line that says which and why.
 
@@ -49,12 +53,13 @@ def load_backend(
         opt_level: O4 and O5 are not in NVIDIA's Apex.
         compiled: whether the model is to be compiled, which Apex's patches of torch stand against.
         replicated: whether DataParallel is to copy the model, which its patch of forward can't.
+        compressed: whether DDP is to compress gradients, for which Apex's has no hook.
 
     Raises UserError if `choice` is "apex" and Apex can't serve.
     """
     if choice == "native":
         return apex_native, "apex_native, as asked"
-    problem = problem_with_apex(opt_level, compiled, replicated)
+    problem = problem_with_apex(opt_level, compiled, replicated, compressed)
     if problem is None:
         return importlib.import_module("apex"), "real Apex"
     if choice == "apex":
@@ -65,7 +70,7 @@ def load_backend(
 
 
 def problem_with_apex(
-    opt_level: str, compiled: bool = False, replicated: bool = False
+    opt_level: str, compiled: bool = False, replicated: bool = False, compressed: bool = False
 ) -> Problem | None:
     """Why real Apex can't serve here, or None if it can."""
     try:
@@ -96,6 +101,8 @@ def problem_with_apex(
         return Problem(
             "real Apex ties a model's forward to one GPU, and DataParallel's copies call that"
         )
+    if compressed:
+        return Problem("real Apex's DDP can't compress gradients")
     if not torch.cuda.is_available():
         return Problem("Apex needs a GPU")
     if opt_level not in APEX_LEVELS:

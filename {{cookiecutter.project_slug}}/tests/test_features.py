@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torchvision
 from processes import Processes
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -212,6 +213,38 @@ def test_the_average_is_of_fp32_masters() -> None:
     for name, average in ema.module.state_dict().items():
         expected = 0.9 * before[name] + 0.1 * (before[name].half().float() - 1e-5)
         torch.testing.assert_close(average, expected, rtol=0, atol=1e-7)
+
+
+def reduced_types(output: str, *flags: object) -> tuple[dict, set[torch.dtype]]:
+    """The last checkpoint of a run, and in which types gradients were reduced."""
+    types = set()
+    reduce = dist.all_reduce
+
+    def recording(tensor: Tensor, *args: object, **kwargs: object) -> object:
+        types.add(tensor.dtype)
+        return reduce(tensor, *args, **kwargs)
+
+    with mock.patch.object(default_hooks.dist, "all_reduce", recording):
+        state, _ = trained(output, *flags)
+    return state, types
+
+
+@pytest.mark.parametrize("level", ("O0", "O1"))
+def test_gradients_can_travel_as_bfloat16(
+    two_processes: Processes, tmp_path: Path, level: str
+) -> None:
+    flags = ("--opt-level", level, "--compress-gradients")
+    (state, types), _ = two_processes(reduced_types, str(tmp_path), *flags)
+    assert torch.bfloat16 in types
+    assert NEAR["O0"] < distance(state["model"], reference()[0]) < 0.05
+
+
+def test_half_gradients_are_not_compressed(two_processes: Processes, tmp_path: Path) -> None:
+    flags = ("--opt-level", "O5", "--compress-gradients")
+    if amp.models.half_type(torch.bfloat16, torch.device("cpu")) != torch.bfloat16:
+        pytest.skip("this CPU does not compute in bfloat16")
+    with pytest.raises(AssertionError, match="--compress-gradients: .* leave it out"):
+        two_processes(trained, str(tmp_path), *flags)
 
 
 @pytest.mark.parametrize("level", LEVELS)
