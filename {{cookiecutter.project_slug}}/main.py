@@ -66,7 +66,7 @@ def parse_args() -> Namespace:
     # % endif
     add("--freeze", nargs="+", metavar="PART", help="keep these as they are, such as layer1")
     # % if sync_bn
-    add("--sync-bn-group", type=cli.natural, default=0, help="processes of one (default: all)")
+    add("--sync-bn-group", type=cli.natural, default=0, help="processes sharing one (default: all)")
     # % endif
     add("--channels-last", action=flag, help="NHWC, which convolutions like best (default: yes)")
 
