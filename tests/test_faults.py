@@ -83,6 +83,35 @@ def test_ctrl_c_twice_ends_at_once(project, tmp_path):
     assert seconds < 5
 
 
+SAVES_FOR_LONG = """\
+import signal, sys, time
+from pathlib import Path
+
+def save(number, _):
+    time.sleep(32)  # torchrun waits for 30
+    Path(sys.argv[2], "saved").touch()
+    sys.exit(128 + number)
+
+signal.signal(signal.SIGTERM, save)
+print("started", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+def test_processes_that_save_for_long_are_waited_for(project, tmp_path):
+    folder = tmp_path / "project"
+    shutil.copytree(project / "engine", folder / "engine")
+    shutil.copy(project / "run.sh", folder)
+    (folder / "main.py").write_text(SAVES_FOR_LONG)
+    (tmp_path / "run").mkdir()
+    with Run(folder, "--output", tmp_path / "run", NPROC="1") as stopped:
+        stopped.wait_for("started")
+        os.kill(stopped.process.pid, signal.SIGTERM)
+        status, _ = stopped.end()
+    assert (status, (tmp_path / "run" / "saved").exists()) == (128 + signal.SIGTERM, True)
+
+
 def test_slurm_is_asked_to_start_the_job_again(project, tmp_path):
     (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\n')
     (tmp_path / "scontrol").chmod(0o755)

@@ -288,6 +288,14 @@ def test_a_resumed_run_is_the_same_to_the_last_bit(project, tmp_path, level, gpu
     assert_same_run(tmp_path / "run", tmp_path / "whole")
 
 
+@pytest.mark.parametrize("gpus", [on_two if GPUS > 1 else on_one])
+@pytest.mark.parametrize("task", ["segmentation", "contrastive"])
+@pytest.mark.parametrize("flag", ["--deterministic", "--cuda-graphs"])
+def test_the_other_tasks_run_with_that_flag(bake, tmp_path, task, flag, gpus):
+    done = run(bake(task=task), flag, "--epochs", 2, "--output", tmp_path / "run", nproc=gpus)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("gpus", [on_two])
 def test_when_a_rank_is_killed_all_are_gone_within_seconds(project, tmp_path, gpus):
     flags = ("--dummy", "--arch", "resnet50", "--epochs", 100, "--output", tmp_path / "run")

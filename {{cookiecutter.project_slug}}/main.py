@@ -410,7 +410,11 @@ def main() -> None:
             shown = validated, val_set.dataset, metrics, args.output
             report.picture(progress.step, task.show, *shown)
         return
+    # % if task == "contrastive"
+    audit = Audit(model, optimizer, apex.amp, train_loader, [image_encoder, text_encoder])
+    # % else
     audit = Audit(model, optimizer, apex.amp, train_loader)
+    # % endif
     report.open(cli.settings(args), resume, progress)
     last_step = args.steps or sys.maxsize
     if progress.epoch >= args.epochs or progress.step >= last_step:

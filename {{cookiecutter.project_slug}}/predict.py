@@ -54,7 +54,7 @@ def load(path: Path) -> tuple[nn.Module, dict]:
     """The trained model, in fp32 on the CPU, and what its checkpoint says of it."""
     state = checkpoint.load(path)
     about = state.get("about")
-    if not about:
+    if not isinstance(about, dict) or not {"metric", "arch", "data"} <= about.keys():
         raise UserError(
             f"{path}: it does not say of which model and classes it is; go on with it for an epoch "
             f"(./run.sh --resume {path} --epochs N), and use the checkpoint which that saves"
@@ -64,14 +64,14 @@ def load(path: Path) -> tuple[nn.Module, dict]:
             f"{path}: it is of another task, with {about['metric']} where this one has "
             f"{task.METRIC}; use predict.py of the project that made it"
         )
-    # % if task == "contrastive"
-    model = task.build_model(about["arch"])
-    # % else
-    model = task.build_model(about["arch"], len(about["classes"]))
-    # % endif
     try:
+        # % if task == "contrastive"
+        model = task.build_model(about["arch"])
+        # % else
+        model = task.build_model(about["arch"], len(about.get("classes", ())))
+        # % endif
         model.load_state_dict(state.get("ema", state["model"]))
-    except RuntimeError:
+    except (RuntimeError, TypeError, AttributeError):
         raise UserError(
             f"{path}: its weights do not fit {about['arch']} as task.py builds it now; use the "
             "task.py that it was trained with"

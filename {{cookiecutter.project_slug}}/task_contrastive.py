@@ -183,7 +183,7 @@ class Metrics:
 
     def update(self, images: Tensor, captions: Tensor) -> None:
         """Adds a batch: embeddings (N, EMBEDDING) and the captions (N, L) that belong to them."""
-        self.images.append(images)
+        self.images.append(images.clone())  # CUDA graphs write the next batch over these
         self.captions.append([bytes(row).rstrip(b"\0") for row in captions.cpu().numpy()])
 
     def compute(self) -> dict[str, float]:

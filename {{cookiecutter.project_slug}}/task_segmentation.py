@@ -150,9 +150,10 @@ def criterion(
     """The mean cross entropy of the pixels that count, with that of an auxiliary head if any."""
     outputs = output if isinstance(output, Mapping) else {"out": output}
     counted = (masks != IGNORED).sum().clamp(min=1)  # a crop may lie in nothing but ignored pixels
-    options = {"ignore_index": IGNORED, "label_smoothing": label_smoothing, "reduction": "sum"}
+    # Their sum is taken here: torch's own has no deterministic kernel for pixels on a GPU.
+    options = {"ignore_index": IGNORED, "label_smoothing": label_smoothing, "reduction": "none"}
     losses = {
-        name: F.cross_entropy(scores, masks.long(), **options) / counted
+        name: F.cross_entropy(scores, masks.long(), **options).sum() / counted
         for name, scores in outputs.items()
     }
     return losses["out"] + AUX_WEIGHT * losses.get("aux", 0.0)
@@ -177,7 +178,8 @@ class Metrics:
         """Adds the pixels of a batch."""
         scores = scores_of(output).float()
         masks = masks.long()
-        self.losses += F.cross_entropy(scores, masks, ignore_index=IGNORED, reduction="sum")
+        losses = F.cross_entropy(scores, masks, ignore_index=IGNORED, reduction="none")
+        self.losses += losses.sum(dtype=torch.float64)
         counted = masks != IGNORED
         cells = len(self.confusion) * masks[counted] + scores.argmax(dim=1)[counted]
         counts = torch.bincount(cells, minlength=self.confusion.numel())

@@ -4,7 +4,7 @@ Later it would be an error that names something else, a hang, or a result that i
 """
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from types import ModuleType
 
@@ -55,6 +55,7 @@ class Audit:
         model: inside its DistributedDataParallel.
         amp: real Apex's or apex_native's, after ``initialize``.
         batches: those to train on; of a DataLoader, the processes' shares are compared.
+        wrapped: the parts of the model that have a DistributedDataParallel each, if not all of it.
 
     Raises UserError: the optimizer misses a parameter; a weight, batch norm or master has another
     type than the opt_level gives it; processes share a GPU, or start with different weights; their
@@ -62,9 +63,14 @@ class Audit:
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, amp: ModuleType, batches: Iterable
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        amp: ModuleType,
+        batches: Iterable,
+        wrapped: Sequence[nn.Module] = (),
     ) -> None:
-        self.model, self.is_first = model, True
+        self.model, self.wrapped, self.is_first = model, wrapped or [model], True
         module = getattr(model, "module", model)
         device = next(module.parameters()).device
         # What a process can find alone comes first: it must not leave others in a collective.
@@ -83,13 +89,14 @@ class Audit:
         averages wrongly as soon as processes differ in which ones they are.
         """
         accepting = ("find_unused_parameters", "delay_allreduce")  # torch's name, Apex's name
-        if not self.is_first or any(getattr(self.model, name, False) for name in accepting):
+        accepts = any(getattr(part, name, False) for part in self.wrapped for name in accepting)
+        if not self.is_first or accepts:
             return
         self.is_first = False
         parameters = getattr(self.model, "module", self.model).named_parameters()
         unused = [name for name, p in parameters if p.requires_grad and p.grad is None]
         if unused:
-            is_torchs = type(self.model) is nn.parallel.DistributedDataParallel
+            is_torchs = type(self.wrapped[0]) is nn.parallel.DistributedDataParallel
             flag = "find_unused_parameters=True" if is_torchs else "--delay-allreduce"
             raise UserError(
                 f"no gradient reaches {first_few(unused)}: use them in the loss, set their "

@@ -74,12 +74,14 @@ def weights(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
 def collect(model: nn.Module, optimizer: Optimizer, amp: object) -> dict[str, object]:
     """What a checkpoint holds of them: ``model``, ``optimizer`` and ``amp``.
 
-    Waits for the device.
+    And ``scale_is_dynamic``, which ``amp`` does not say in the form that Apex gives it. Waits for
+    the device.
     """
     return {
         "model": weights(model, optimizer),
         "optimizer": optimizer.state_dict(),
         "amp": dict(amp.state_dict()),
+        "scale_is_dynamic": _has_dynamic_scale(amp),
     }
 
 
@@ -341,8 +343,11 @@ def restore(
         _place_moments(optimizer, state["optimizer"])
         for group, settings in zip(optimizer.param_groups, own, strict=True):
             group.update(settings)
-        if "amp" in state:
-            amp.load_state_dict(state["amp"])
+        # A static scale is this run's own, and one to start a dynamic scale with it would be none.
+        scalers = state.get("amp", {})
+        were_static = all(scaler["loss_scale"] == 1.0 for scaler in scalers.values())
+        if _has_dynamic_scale(amp) and state.get("scale_is_dynamic", not were_static):
+            amp.load_state_dict(scalers)
     except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
         reason = shorten(" ".join(str(error).split()), 160)
         raise UserError(
@@ -350,6 +355,10 @@ def restore(
             f"and the classes that it was made with ({reason})"
         ) from None
     return state
+
+
+def _has_dynamic_scale(amp: object) -> bool:
+    return any(scaler.dynamic for scaler in amp._amp_state.loss_scalers)
 
 
 def _kind(groups: list[dict]) -> str:

@@ -241,7 +241,12 @@ def unpack(packed: Packed, device: torch.device) -> Tensor:
             # would write the next images over these, once they are freed.
             torch.cuda.current_stream(device).synchronize()
         del images, decoded
-    return torch.cat(crops) if len(crops) > 1 else crops[0]
+    if len(crops) == 1:
+        return crops[0]
+    images = torch.cat(crops)
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()  # as above: others read it without waiting
+    return images
 
 
 def _groups(pixels: list[int]) -> Iterator[range]:

@@ -20,6 +20,8 @@ from engine.errors import BAD_USAGE
 from engine.machines import Ended, Machines
 from engine.watch import SIGNALS
 
+STOP_S = 600  # for processes that were asked to stop; whoever asked may be less patient
+
 
 def main() -> None:
     """Runs torchrun; exits with 0, the first failing process's status, or 128 + its signal."""
@@ -31,6 +33,7 @@ def main() -> None:
     # is gone. So they are not asked to stop, which the agent would wait half a minute for.
     api._get_default_signal = lambda: signal.SIGKILL
     LocalElasticAgent._stop_workers = _stop_at_once
+    LocalElasticAgent._shutdown = _wait_for_the_last_save
     LocalElasticAgent._rendezvous = _meet_all
     LocalElasticAgent._start_workers = _count_rounds
     LocalElasticAgent._monitor_workers = _without_needless_restart
@@ -56,7 +59,7 @@ def _run() -> tuple[int, str]:
             return 128 - failure.exitcode, f"rank {rank} was ended by {name}"
         return failure.exitcode, ""
     except api.SignalException as error:
-        return 128 + error.sigval, ""
+        return 128 + error.sigval, _unsaved
     except Ended as error:
         return error.status, str(error)
     return 0, ""
@@ -67,6 +70,7 @@ def _pass_on(number: int, _: object) -> None:
 
 
 _met: list[Machines] = []
+_unsaved = ""
 
 
 def _meet(params: RendezvousParameters) -> Machines:
@@ -75,6 +79,7 @@ def _meet(params: RendezvousParameters) -> Machines:
 
 
 _rendezvous = LocalElasticAgent._rendezvous
+_shutdown = LocalElasticAgent._shutdown
 _start_workers = LocalElasticAgent._start_workers
 _monitor_workers = LocalElasticAgent._monitor_workers
 
@@ -92,6 +97,21 @@ def _meet_all(agent: LocalElasticAgent, group: WorkerGroup) -> None:
 def _stop_at_once(agent: LocalElasticAgent, *_: object, **__: object) -> None:
     if agent._pcontext:
         agent._pcontext.close(signal.SIGKILL)
+
+
+def _wait_for_the_last_save(agent: LocalElasticAgent, *args: object, **kwargs: object) -> None:
+    """Waits longer than torch's half a minute for processes that end because of a signal."""
+    global _unsaved
+    error, context = sys.exc_info()[1], agent._pcontext
+    if isinstance(error, api.SignalException) and context:
+        context.close(error.sigval, STOP_S)
+        ended = [handler.proc.returncode for handler in context.subprocess_handlers.values()]
+        if -signal.SIGKILL in ended:
+            _unsaved = (
+                f"a process was killed, {STOP_S} s after {error.sigval.name} or by another: its "
+                "last step may not be saved"
+            )
+    _shutdown(agent, *args, **kwargs)
 
 
 def _count_rounds(agent: LocalElasticAgent, group: WorkerGroup) -> dict[int, object]:

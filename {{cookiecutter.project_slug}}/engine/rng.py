@@ -34,6 +34,7 @@ def state() -> dict[str, object]:
         state["numpy"] = (name, key.tolist(), *rest)
     if torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
+        state["each_cuda"] = torch.cuda.get_rng_state_all()  # DataParallel draws on all of them
     return state
 
 
@@ -44,4 +45,7 @@ def restore(state: dict[str, object]) -> None:
     if "numpy" in state and "numpy" in sys.modules:
         sys.modules["numpy"].random.set_state(state["numpy"])
     if "cuda" in state and torch.cuda.is_initialized():
+        each = state.get("each_cuda", [])
+        if len(each) == torch.cuda.device_count():
+            torch.cuda.set_rng_state_all(each)
         torch.cuda.set_rng_state(state["cuda"])

@@ -113,6 +113,8 @@ class Saver:
         state = checkpoint.restore(path, *self.parts, content=content)
         for name in vars(self.progress):
             setattr(self.progress, name, state[name])
+        if not (self.folder / checkpoint.BEST).exists():  # of this folder, the next one is
+            self.progress.best = -math.inf
         if self.progress.step is None:  # in another script's
             self.progress.step = self.progress.epoch * steps_per_epoch
         words = f"resumed {path} after {self.progress.epoch} epochs, {self.progress.step} steps"

@@ -131,7 +131,9 @@ class Ema:
     @torch.no_grad()
     def update(self, weights: Mapping[str, Tensor]) -> None:
         """Takes a step's `weights` in, fp32, as ``checkpoint.weights`` gives them."""
-        pairs = [(mean, weights[name]) for name, mean in self.module.state_dict().items()]
+        means = self.module.state_dict(keep_vars=True)
+        # Weights that are tied have several names, and are averaged once.
+        pairs = list({id(mean): (mean, weights[name]) for name, mean in means.items()}.values())
         averaged = [pair for pair in pairs if pair[0].is_floating_point()]
         means, values = map(list, zip(*averaged, strict=True))
         self.average(means, values, None)

@@ -11,6 +11,7 @@ from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from engine import distributed
 from engine.errors import UserError
 
+PARTS = ("ema", "model", "state_dict")
 COUNTERS = "num_batches_tracked"  # of batch norms, which old files lack
 
 
@@ -21,9 +22,10 @@ def load(model: nn.Module, source: str, arch: str) -> str:
     and is the same in all of them.
 
     Args:
-        source: a file, of a state dict or a checkpoint with "model" or "state_dict"; or the name
-            of torchvision's weights, such as IMAGENET1K_V1 or ResNet50_Weights.DEFAULT, which are
-            downloaded if torch hub has not kept them.
+        source: a file, of a state dict or of a checkpoint, whose "ema" is taken if there is one,
+            else "model" or "state_dict"; or the name of torchvision's weights, such as
+            IMAGENET1K_V1 or ResNet50_Weights.DEFAULT, which are downloaded if torch hub has not
+            kept them.
         arch: torchvision's name of the model.
 
     Raises UserError if they can't be read, or are another model's.
@@ -52,7 +54,7 @@ def _read(source: str, arch: str) -> dict[str, Tensor]:
         return _of_torchvision(source, arch)
     try:
         state = torch.load(source, map_location="cpu", weights_only=True)
-        state = dict(state.get("model", state.get("state_dict", state)))
+        state = dict(next((state[part] for part in PARTS if part in state), state))
         consume_prefix_in_state_dict_if_present(state, "module.")
         if not all(isinstance(value, Tensor) for value in state.values()):
             raise TypeError

@@ -52,6 +52,7 @@ class Run:
 
     def __init__(self, package: str, kind: str, level: str, ddp: str = "apex", **options) -> None:
         rank = dist.get_rank()
+        self.is_part = options.get("is_part", False)
         self.apex = importlib.import_module(package)
         self.device = torch.device(kind, rank if kind == "cuda" else None)
         self.module = Net().to(self.device)
@@ -76,6 +77,9 @@ class Run:
         return [*self.module.conv.parameters(), *self.module.norm.parameters()]
 
     def audit(self) -> check.Audit:
+        if self.is_part:
+            whole = nn.Sequential(self.module)
+            return check.Audit(whole, self.optimizer, self.apex.amp, self.batches, [self.model])
         return check.Audit(self.model, self.optimizer, self.apex.amp, self.batches)
 
     def steps(self, audit: check.Audit) -> None:
@@ -231,9 +235,16 @@ def test_torchs_own_wrapper_is_told_its_own_flag(two_processes):
     assert all(answer.endswith("accept it with find_unused_parameters=True") for answer in answers)
 
 
-def test_parameters_may_be_unused_if_that_was_said(setting):
+@pytest.mark.parametrize("is_part", [False, True])
+def test_parameters_may_be_unused_if_that_was_said(setting, is_part):
     processes, package, kind = setting
-    assert processes(said, unused, package, kind, "O1", accepts_unused=True) == ["", ""]
+    options = {"accepts_unused": True, "is_part": is_part}
+    assert processes(said, unused, package, kind, "O1", **options) == ["", ""]
+
+
+def test_unused_parameters_of_a_part_are_named(two_processes):
+    for answer in two_processes(said, unused, "apex_native", "cpu", "O1", is_part=True):
+        assert "no gradient reaches 0.spare.weight, 0.spare.bias" in answer
 
 
 def padded(run: Run) -> None:

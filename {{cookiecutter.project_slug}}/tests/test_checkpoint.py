@@ -6,6 +6,7 @@ import os
 import time
 import zipfile
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -64,6 +65,44 @@ def test_adams_moments_are_fp32_and_lie_as_their_parameters_do(
             assert moment.dtype == torch.float32
             assert moment.stride() == parameter.stride()
             assert torch.equal(moment, expected[index][name])
+
+
+@pytest.mark.parametrize("has_own_form", [True, False])
+@pytest.mark.parametrize(
+    ("before", "after", "resumed"),
+    [
+        ({"opt_level": "O4"}, {"opt_level": "O1"}, 2.0**16),
+        ({"opt_level": "O1"}, {"opt_level": "O4"}, 1.0),
+        ({"opt_level": "O1"}, {"opt_level": "O1", "loss_scale": 128.0}, 128.0),
+        ({"opt_level": "O1"}, {"opt_level": "O2"}, 2.0**10),
+    ],
+    ids=["to_dynamic", "to_static", "to_another", "dynamic"],
+)
+def test_a_scale_goes_on_only_where_both_are_dynamic(
+    whole: Path, before: dict, after: dict, resumed: float, has_own_form: bool
+) -> None:
+    def initialized(options: dict) -> tuple[nn.Module, torch.optim.Optimizer]:
+        return amp.initialize(*small(), verbosity=0, **options)
+
+    model = initialized(before)
+    if before["opt_level"] == "O1":
+        amp.load_state_dict({"loss_scaler0": {"loss_scale": 2.0**10, "unskipped": 7}})
+    state = state_of(*model)
+    if not has_own_form:  # but that of Apex
+        del state["scale_is_dynamic"]
+    checkpoint.write(whole, state)
+    checkpoint.restore(whole, *initialized(after), amp)
+    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == resumed
+
+
+def test_a_static_scale_of_real_apex_is_not_overwritten(whole: Path) -> None:
+    """Its load_state_dict takes any scale."""
+    state = amp.initialize(*small(), opt_level="O1", verbosity=0)
+    checkpoint.write(whole, state_of(*state))
+    scalers = [mock.Mock(dynamic=False)]
+    apexs = mock.Mock(_amp_state=mock.Mock(loss_scalers=scalers))
+    checkpoint.restore(whole, *small(), apexs)
+    assert not apexs.load_state_dict.called
 
 
 @pytest.mark.parametrize("length", [0, 1, 1000, 20_000])

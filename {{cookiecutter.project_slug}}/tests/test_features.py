@@ -260,6 +260,15 @@ def test_all_of_it_resumes_exactly(two_processes: Processes, tmp_path: Path, lev
     assert (resumed["step"], resumed["amp"]) == (whole["step"], whole["amp"])
 
 
+def test_tied_weights_are_averaged_once() -> None:
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    model[1].weight = model[0].weight
+    ema = training.Ema(model, 0.9)
+    before = model[0].weight.detach().clone()
+    ema.update({name: torch.zeros(2, 2) for name in model.state_dict()})
+    torch.testing.assert_close(ema.module[0].weight, 0.9 * before)
+
+
 def test_the_schedule_in_steps() -> None:
     args = Namespace(schedule="step", epochs=9, warmup_epochs=2.0)
     rates = [main.schedule(args, epoch) for epoch in (0.5, 2, 2.9, 3, 5.9, 6, 8.9)]
@@ -276,6 +285,8 @@ def test_weights_of_other_classes_are_taken_but_for_the_head(tmp_path: Path) -> 
     said = weights.load(four, file, "resnet18")
     assert said == f"weights of {file}, but for fc.weight, fc.bias: 10 classes there, 4 here"
     torch.testing.assert_close(four.conv1.weight, ten.conv1.weight, rtol=0, atol=0)
+    torch.save({"model": four.state_dict(), "ema": ten.state_dict()}, file)  # predict.py's choice
+    assert weights.load(four, file, "resnet18").startswith(said)
     with pytest.raises(UserError, match="another model than --arch resnet34"):
         weights.load(torchvision.models.resnet34(num_classes=4), file, "resnet34")
     narrow, wide = map(torchvision.models.get_model, ("shufflenet_v2_x0_5", "shufflenet_v2_x1_0"))

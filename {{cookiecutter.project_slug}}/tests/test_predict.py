@@ -127,10 +127,14 @@ def test_a_broken_image_is_named_and_the_others_are_done(
         ),
         (lambda path: torch.save(build(1).state_dict(), path), "it is not a checkpoint"),
         (lambda path: save(path, {}, about={}), "it does not say of which model and classes it is"),
+        (
+            lambda path: save(path, {}, about="x"),
+            "it does not say of which model and classes it is",
+        ),
         (lambda path: save(path, {}, about=ABOUT | {"metric": "val_x"}), "it is of another task"),
         (lambda path: save(path, {}), f"its weights do not fit {ARCH}"),
     ],
-    ids=["missing", "torn", "weights", "no_about", "other_task", "other_weights"],
+    ids=["missing", "torn", "weights", "no_about", "odd_about", "other_task", "other_weights"],
 )
 def test_a_checkpoint_that_can_not_predict(
     predicted: Predicted, checkpoint: Path, images: Path, damage: Callable, words: str

@@ -83,6 +83,45 @@ def test_each_rank_goes_on_with_its_own_random_numbers(
     assert {path.name for path in tmp_path.iterdir()} == {"step-2.pt", "step-4.pt", "last.pt"}
 
 
+def best_after_a_resume(folder: str, other: str) -> list[float]:
+    """The best result that is known when a run goes on, in its folder and in another one."""
+    args = {"save_every": None, "keep": 2, "timeout": 60, "arch": "linear", "data": None}
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    bests = []
+    for output in (folder, folder, other):
+        parts = (Namespace(output=Path(output), **args), model, optimizer, amp, lambda line: None)
+        saver = Saver(*parts)
+        if not bests:
+            saver.save(0.75)
+            saver.finish()
+            dist.barrier()
+        else:
+            saver.resume(Path(folder, "last.pt"), 10)
+        bests.append(saver.progress.best)
+    return bests
+
+
+def test_a_run_that_goes_on_elsewhere_has_a_best_of_its_own(
+    two_processes: Processes, tmp_path: Path
+) -> None:
+    folders = [tmp_path / "there", tmp_path / "here"]
+    for folder in folders:
+        folder.mkdir()
+    bests, _ = two_processes(best_after_a_resume, *map(str, folders))
+    assert bests == [0.75, 0.75, -float("inf")]
+
+
+@pytest.mark.gpu(2)
+def test_random_numbers_of_each_gpu_go_on() -> None:
+    """DataParallel's threads draw on all of them."""
+    rng.seed(0)
+    state = rng.state()
+    expected = [torch.rand(3, device=f"cuda:{index}").tolist() for index in range(2)]
+    rng.restore(state)
+    assert [torch.rand(3, device=f"cuda:{index}").tolist() for index in range(2)] == expected
+
+
 class Net(nn.Sequential):
     def __init__(self) -> None:
         super().__init__(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))

@@ -146,6 +146,15 @@ def test_recall_equals_that_of_a_single_process(processes, size):
         assert results["val_loss"] == pytest.approx(loss, rel=1e-4, abs=1e-6)
 
 
+@torch.no_grad()
+def test_embeddings_may_be_written_over_by_those_of_the_next_batch() -> None:
+    """As CUDA graphs do."""
+    metrics, embedded = task.Metrics(build().text_encoder), torch.ones(2, task.EMBEDDING)
+    metrics.update(embedded, torch.zeros(2, 5, dtype=torch.uint8))
+    embedded.zero_()
+    torch.testing.assert_close(metrics.images, [torch.ones(2, task.EMBEDDING)])
+
+
 # A folder of images and captions
 
 
