@@ -25,8 +25,15 @@ FP16, FP32 = torch.float16, torch.float32
 @pytest.fixture(params=["imitated", pytest.param("cuda", marks=pytest.mark.gpu)])
 def o1(request: pytest.FixtureRequest) -> Iterator[None]:
     """O1 on a GPU, or on the imitation, whose tensors have types and shapes but no values."""
-    with FakeTensorMode() if request.param == "imitated" else contextlib.nullcontext():
-        amp.initialize(nn.Linear(1, 1, device="cuda"), opt_level="O1", verbosity=0)
+    is_imitated = request.param == "imitated"
+    with FakeTensorMode() if is_imitated else contextlib.nullcontext():
+        try:
+            model = nn.Linear(1, 1, device="cuda")
+        except RuntimeError as error:
+            if is_imitated and "driver version is insufficient" in str(error):
+                pytest.skip("torch 2.6 imitates no GPU where there is no driver")
+            raise
+        amp.initialize(model, opt_level="O1", verbosity=0)
         yield
 
 

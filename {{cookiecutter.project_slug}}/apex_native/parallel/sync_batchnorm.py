@@ -72,7 +72,7 @@ class SyncBatchNorm(_BatchNorm):
         if self.track_running_stats:
             self.num_batches_tracked.add_(1)
             if momentum is None:
-                momentum = self.num_batches_tracked.reciprocal()
+                momentum = self.num_batches_tracked.to(self.running_mean.dtype).reciprocal()
         tracked = self.track_running_stats
         return _normalise(
             input,
