@@ -29,7 +29,7 @@ test: ## run the tests, except the slow ones
 	@$(RUN) python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
 
 slow: ## run the slow tests, one after the other
-	@$(RUN) python -m pytest -m slow $(ARGS)
+	@$(RUN) python -m pytest -m slow -rs $(ARGS)
 
 # Without a cache, which ruff would put into the template.
 lint: ## check style and shell scripts, change nothing

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,12 @@ from fresh import copy_template
 
 # Several processes share the cores: threads that wait for one another's core slow all of them down.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_runtest_setup(item):
+    """Leaves out slow tests after SLOW_UNTIL, in seconds since 1970, if that is set."""
+    if item.get_closest_marker("slow") and time.time() > float(os.environ.get("SLOW_UNTIL", "inf")):
+        pytest.skip("the time for slow tests is up (SLOW_UNTIL)")
 
 
 @pytest.fixture(scope="session")

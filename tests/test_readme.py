@@ -72,7 +72,7 @@ def project(bake):
 
 
 def failures(project: Path, lines: list[str], images: Path, hub: Path) -> list[str]:
-    """What the commands say that do not do as they should; two are run at a time."""
+    """What the commands say that do not do as they should; each core runs one at a time."""
 
     def failure(number: int, line: str) -> str | None:
         output = f"runs/{number}"
@@ -94,7 +94,7 @@ def failures(project: Path, lines: list[str], images: Path, hub: Path) -> list[s
         return None if fine else f"{command}\n{done.stdout}{done.stderr}"
 
     lines = [line for line in lines if not any(flag in line for flag in ELSEWHERE)]
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         return [said for said in pool.map(failure, range(len(lines)), lines) if said]
 
 
