@@ -12,6 +12,7 @@ from cookiecutter.prompt import prompt_for_config
 from fresh import copy_template
 
 # Several processes share the cores: threads that wait for one another's core slow all of them down.
+# And runs that are compared to the last bit have the same number of them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 

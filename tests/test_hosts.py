@@ -13,7 +13,6 @@ from running import SCREENED, Run, assert_same_run, run
 pytestmark = pytest.mark.xdist_group("train")
 # Eleven steps in an epoch. Three processes and more need --deterministic for the same bits.
 SMALL = ("--arch", "shufflenet_v2_x0_5", "--batch-size", 64, "--epochs", 2, "--deterministic")
-THREADS = {"OMP_NUM_THREADS": "1"}  # as many on a host of one process as on one of three
 SWITCH = f"s{os.getpid()}"
 
 
@@ -46,7 +45,7 @@ class Host:
     def start(self, project, *flags, before="true", **variables):
         """``./run.sh`` with one process, as one of two hosts unless `variables` say otherwise."""
         defaults = {"NPROC": "1", "NNODES": "2", "NODE_RANK": str(self.number)}
-        defaults |= {"MASTER_ADDR": "10.0.0.1", "CUDA_VISIBLE_DEVICES": ""} | THREADS
+        defaults |= {"MASTER_ADDR": "10.0.0.1", "CUDA_VISIBLE_DEVICES": ""}
         return Run(project, *flags, prefix=self.command(before), **defaults | variables)
 
     def lose(self):
@@ -169,7 +168,7 @@ def ends_well(*runs):
 def whole(project, tmp_path_factory):
     """The folder of a run of two processes on one host."""
     output = tmp_path_factory.mktemp("whole")
-    done = run(project, *SMALL, "--output", output, CUDA_VISIBLE_DEVICES="", **THREADS)
+    done = run(project, *SMALL, "--output", output, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr
     return output
 
@@ -186,7 +185,7 @@ def test_two_hosts_started_as_the_readme_says(hosts, project, whole, tmp_path):
         runs.append(
             subprocess.Popen(
                 [*host.command(), "sh", "-c", command, "sh", *map(str, flags)],
-                env=SCREENED | {"NPROC": "1"} | THREADS,
+                env=SCREENED | {"NPROC": "1"},
                 cwd=project,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -208,7 +207,7 @@ def test_three_hosts(hosts, project, tmp_path):
     ) as runs:
         ends_well(*runs)
     one = tmp_path / "one"
-    done = run(project, *flags, one, nproc=3, CUDA_VISIBLE_DEVICES="", **THREADS)
+    done = run(project, *flags, one, nproc=3, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr
     assert_same_run(tmp_path / "0", one)
 

@@ -83,8 +83,7 @@ def failures(project: Path, lines: list[str], images: Path, hub: Path) -> list[s
         if trains:
             small = " --batch-size 4" if "DIR" in line or "deeplab" in line else ""
             command += f"{small} --steps 1 --output {output}"
-        variables = {"NPROC": "1", "OMP_NUM_THREADS": "1", "TORCH_HOME": str(hub)}
-        done = execute(project, command, **variables)
+        done = execute(project, command, NPROC="1", TORCH_HOME=str(hub))
         if any(flag in line for flag in FOR_GPUS):
             fine = done.returncode == 2 and "this run is on the CPU" in done.stderr
         else:

@@ -66,7 +66,7 @@ class Cluster:
 
     def __init__(self, folder):
         self.folder, self.projects = folder, set()
-        variables = {"SLURM_CONF": f"{folder}/slurm.conf", "NPROC": "1", "OMP_NUM_THREADS": "1"}
+        variables = {"SLURM_CONF": f"{folder}/slurm.conf", "NPROC": "1"}
         self.env = SCREENED | variables
         with ExitStack() as stack:
             sockets = [stack.enter_context(socket.socket()) for _ in range(3)]

@@ -38,28 +38,19 @@ class Problem(NamedTuple):
     remedy: str = ""
 
 
-def load_backend(
-    choice: str,
-    opt_level: str,
-    compiled: bool = False,
-    replicated: bool = False,
-    compressed: bool = False,
-) -> tuple[ModuleType, str]:
+def load_backend(choice: str, opt_level: str, **needs: bool) -> tuple[ModuleType, str]:
     """The package that serves Apex's calls, and one line that says which and why.
 
     Args:
         choice: "apex" (real Apex or stop), "native" (apex_native), or "auto": real Apex if it
             has every call, its compiled extensions and a GPU, else apex_native.
-        opt_level: O4 and O5 are not in NVIDIA's Apex.
-        compiled: whether the model is to be compiled, which Apex's patches of torch stand against.
-        replicated: whether DataParallel is to copy the model, which its patch of forward can't.
-        compressed: whether DDP is to compress gradients, for which Apex's has no hook.
+        opt_level, needs: as `problem_with_apex` takes them.
 
     Raises UserError if `choice` is "apex" and Apex can't serve.
     """
     if choice == "native":
         return apex_native, "apex_native, as asked"
-    problem = problem_with_apex(opt_level, compiled, replicated, compressed)
+    problem = problem_with_apex(opt_level, **needs)
     if problem is None:
         return importlib.import_module("apex"), "real Apex"
     if choice == "apex":
@@ -72,7 +63,14 @@ def load_backend(
 def problem_with_apex(
     opt_level: str, compiled: bool = False, replicated: bool = False, compressed: bool = False
 ) -> Problem | None:
-    """Why real Apex can't serve here, or None if it can."""
+    """Why real Apex can't serve here, or None if it can.
+
+    Args:
+        opt_level: O4 and O5 are not in NVIDIA's Apex.
+        compiled: whether the model is to be compiled, which Apex's patches of torch stand against.
+        replicated: whether DataParallel is to copy the model, which its patch of forward can't.
+        compressed: whether DDP is to compress gradients, for which Apex's has no hook.
+    """
     try:
         apex = importlib.import_module("apex")
     except ModuleNotFoundError as error:
