@@ -17,7 +17,7 @@ from statistics import median
 from typing import NamedTuple
 
 import torch
-from step import HERE, PROJECT_IMAGES, Contestant, compete, conditions, obstacle, read_name, say
+from step import HERE, Contestant, compete, conditions, obstacle, read_name, say
 
 
 class Point(NamedTuple):
@@ -44,7 +44,7 @@ def parse_args() -> argparse.Namespace:
     add("--gpus", type=numbers, default=[1, 2, 4], help="with commas between them")
     add("--batch-sizes", type=numbers, default=[32, 256], help="of each GPU; likewise")
     add("--arch", default="resnet50", help="one of torchvision's models")
-    add("--image-size", type=int, default=PROJECT_IMAGES, help="of the peers; main.py has none")
+    add("--image-size", type=int, help="default: the project's, 224, or 512 of segmentation")
     add("--warmup", type=int, default=10, help="steps before the first turn")
     add("--settle", type=int, default=2, help="a turn's first, untimed")
     add("--block", type=int, default=10, help="timed steps of a turn")

@@ -11,7 +11,8 @@ are the same for all. Prints a table, and writes every turn to step.csv.
 Contestants are named KIND[-OPTION...][-PRECISION]:
 
     project             main.py on apex_native: O0 to O5; options adam, syncbn, torchddp, compile,
-                        graphs (CUDA's)
+                        graphs (CUDA's), bf16grads (--compress-gradients), saving (a checkpoint
+                        every 25 steps)
     apex                the same main.py on real Apex: O0 to O3; options adam, syncbn, torchddp
     apex_channels_last  Apex's amp by hand on channels_last weights, without its DDP: O0 to O3; adam
     apex_snippet        the loop of the usual snippet: O1, NCHW, Apex's DDP
@@ -29,6 +30,7 @@ import csv
 import os
 import platform
 import random
+import re
 import shlex
 import signal
 import socket
@@ -48,13 +50,15 @@ from typing import NamedTuple
 
 import torch
 from cookiecutter.main import cookiecutter
+from torchvision.models import list_models, segmentation
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tests"))
 from fresh import copy_template  # noqa: E402
 
 PROJECT_EPOCH = 100  # DUMMY_STEPS of main.py, after which it validates and saves
-PROJECT_IMAGES = 224  # the size of task.dummy_batch
+# What says how large the images of main.py's --dummy are.
+IN_TASK_PY = {"classification": "3, 224, 224, device", "segmentation": "SIZE = 512"}
 PATIENCE_S = 300  # for a first step with compilation; a turn takes seconds
 LAST_LINES = 15
 
@@ -78,7 +82,7 @@ ON_TORCH = ("adam", "syncbn", *COMPILED)
 IN_PROJECT = ("adam", "syncbn", "torchddp")
 PEERS = HERE / "peers"
 KINDS = {
-    "project": Kind(None, (), (*IN_PROJECT, *COMPILED), LEVELS),
+    "project": Kind(None, (), (*IN_PROJECT, *COMPILED, "bf16grads", "saving"), LEVELS),
     "apex": Kind(None, APEX, IN_PROJECT, APEX_LEVELS),
     "apex_channels_last": Kind(PEERS / "apex_channels_last.py", APEX, ("adam",), APEX_LEVELS),
     "apex_snippet": Kind(PEERS / "apex_snippet.py", APEX, (), {"O1": "fp16"}),
@@ -151,34 +155,43 @@ def command(contestant: Contestant, args: argparse.Namespace, folder: Path) -> l
     flags += ["--compile"] if "compile" in options else []
     flags += ["--cuda-graphs"] if "graphs" in options else []
     if kind.script is None:
-        script = main_py(folder, "adam" in options, "syncbn" in options, "torchddp" in options)
+        answers = {
+            "task": "segmentation" if args.arch in list_models(segmentation) else "classification",
+            "fused_adam": "yes" if "adam" in options else "no",
+            "sync_bn": "yes" if "syncbn" in options else "no",
+            "ddp": "torch" if "torchddp" in options else "apex",
+        }
+        script = main_py(folder, tuple(answers.items()), args.image_size)
+        flags += ["--compress-gradients"] if "bf16grads" in options else []
+        flags += ["--save-every", "25"] if "saving" in options else []
         flags += ["--backend", "apex" if kind.needs else "native", "--opt-level", precision]
         flags += ["--dummy", "--epochs", "1000", "--output", str(folder / contestant.name)]
     else:
         script = kind.script
-        flags += ["--image-size", str(args.image_size), "--precision", precision]
+        flags += ["--image-size", str(args.image_size)] if args.image_size else []
+        flags += ["--precision", precision]
         flags += ["--optimizer", "adamw" if "adam" in options else "sgd"]
         flags += ["--sync-bn"] if "syncbn" in options else []
     return [str(script), *flags]
 
 
 @cache
-def main_py(folder: Path, adam: bool, syncbn: bool, torchddp: bool) -> Path:
-    """main.py of a project that the template makes in `folder`."""
+def main_py(folder: Path, answers: tuple[tuple[str, str], ...], image_size: int | None) -> Path:
+    """main.py of a project that the template makes in `folder`, of such images."""
     template, output = (Path(tempfile.mkdtemp(dir=folder)) for _ in range(2))
     copy_template(template)
-    answers = {
-        "fused_adam": "yes" if adam else "no",
-        "sync_bn": "yes" if syncbn else "no",
-        "ddp": "torch" if torchddp else "apex",
-    }
     project = cookiecutter(
         str(template),
         no_input=True,
         default_config=True,
-        extra_context=answers,
+        extra_context=dict(answers),
         output_dir=str(output),
     )
+    if image_size:  # as an owner would change it
+        task, old = Path(project) / "task.py", IN_TASK_PY[dict(answers)["task"]]
+        new = re.sub(r"\d{2,}", str(image_size), old)
+        assert task.read_text().count(old) == 1
+        task.write_text(task.read_text().replace(old, new))
     return Path(project) / "main.py"
 
 
@@ -389,9 +402,7 @@ def parse_args() -> argparse.Namespace:
     add("--device", choices=("cuda", "cpu"), default=None, help="default: cuda if there is one")
     add("--arch", default="resnet50", help="one of torchvision's models")
     add("--batch-size", type=positive, default=256, help="of each process")
-    add(
-        "--image-size", type=positive, default=PROJECT_IMAGES, help="of the peers; main.py has none"
-    )
+    add("--image-size", type=positive, help="default: the project's, 224, or 512 of segmentation")
     add("--optimizer", choices=("sgd", "adamw"), default="sgd", help="adamw: adam for every name")
     add("--warmup", type=positive, default=10, help="steps before the first turn")
     add("--settle", type=positive, default=2, help="a turn's first, untimed; memory is taken again")
@@ -438,8 +449,6 @@ def main() -> int:
             say(f"{contestant.name} is left out: {reason}")
         else:
             present.append(contestant)
-    if args.image_size != PROJECT_IMAGES and any(one.kind.script is None for one in present):
-        say(f"main.py's own images stay at {PROJECT_IMAGES}²; ratios to it compare nothing")
 
     turns = []
     size = args.at_once or max(1, len(present))

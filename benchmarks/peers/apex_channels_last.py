@@ -6,8 +6,7 @@ There is no DistributedDataParallel, because Apex's mixes up the gradients of su
 import torch
 from apex import amp
 from apex.optimizers import FusedAdam
-from common import build_batch, build_model, build_optimizer, parse_args
-from torch import nn
+from common import build_batch, build_criterion, build_model, build_optimizer, parse_args
 
 
 def main() -> None:
@@ -19,7 +18,7 @@ def main() -> None:
     else:
         optimizer = build_optimizer(args, model.parameters())
     model, optimizer = amp.initialize(model, optimizer, opt_level=args.precision)
-    criterion = nn.CrossEntropyLoss()
+    criterion = build_criterion(args)
     images, targets = build_batch(args, torch.device("cuda"))
 
     while True:

@@ -6,8 +6,7 @@ import torch
 import torch.distributed as dist
 from apex import amp
 from apex.parallel import DistributedDataParallel
-from common import build_batch, build_model, build_optimizer, parse_args
-from torch import nn
+from common import build_batch, build_criterion, build_model, build_optimizer, parse_args
 
 
 def main() -> None:
@@ -19,7 +18,7 @@ def main() -> None:
     dist.init_process_group("nccl", rank=rank, world_size=world_size)
 
     model = build_model(args).cuda()
-    criterion = nn.CrossEntropyLoss().cuda()
+    criterion = build_criterion(args)
     optimizer = build_optimizer(args, model.parameters())
     model, optimizer = amp.initialize(model, optimizer, opt_level=args.precision)
     model = DistributedDataParallel(model)

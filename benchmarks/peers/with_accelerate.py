@@ -2,8 +2,7 @@
 
 import torch
 from accelerate import Accelerator
-from common import build_batch, build_model, build_optimizer, parse_args
-from torch import nn
+from common import build_batch, build_criterion, build_model, build_optimizer, parse_args
 
 PRECISIONS = {"fp32": "no", "fp16": "fp16", "bf16": "bf16"}
 
@@ -16,7 +15,7 @@ def main() -> None:
     model = build_model(args).to(memory_format=torch.channels_last)
     optimizer = build_optimizer(args, model.parameters())
     model, optimizer = accelerator.prepare(model, optimizer)
-    criterion = nn.CrossEntropyLoss()
+    criterion = build_criterion(args)
     images, targets = build_batch(args, accelerator.device)
 
     while True:

@@ -3,9 +3,8 @@
 import os
 
 import torch
-from common import build_batch, build_model, build_optimizer, parse_args
+from common import build_batch, build_criterion, build_model, build_optimizer, parse_args
 from lightning.fabric import Fabric
-from torch import nn
 
 PRECISIONS = {"fp32": "32-true", "fp16": "16-mixed", "bf16": "bf16-mixed"}
 
@@ -21,7 +20,7 @@ def main() -> None:
     model = build_model(args).to(memory_format=torch.channels_last)
     optimizer = build_optimizer(args, model.parameters())
     model, optimizer = fabric.setup(model, optimizer)
-    criterion = nn.CrossEntropyLoss()
+    criterion = build_criterion(args)
     images, targets = build_batch(args, fabric.device)
 
     while True:
