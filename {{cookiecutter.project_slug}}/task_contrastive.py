@@ -51,15 +51,41 @@ def build_model(arch: str) -> nn.Module:
 class TwoEncoders(nn.Module):
     """The two encoders that are trained together, and saved as one.
 
-    Called with images, (N, 3, H, W), it gives their embeddings, (N, EMBEDDING), of any length.
+    Called with images, (N, 3, H, W), it gives their embeddings, (N, EMBEDDING), of any length; with
+    captions too, as TextEncoder takes them, the embeddings of both.
     """
 
     def __init__(self, image_encoder: nn.Module, text_encoder: nn.Module) -> None:
         super().__init__()
         self.image_encoder, self.text_encoder = image_encoder, text_encoder
 
-    def forward(self, images: Tensor) -> Tensor:
-        return self.image_encoder(images)
+    def forward(
+        self, images: Tensor, captions: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        embeddings = self.image_encoder(images)
+        return embeddings if captions is None else (embeddings, self.text_encoder(captions))
+
+
+class Block(nn.Module):
+    """A layer of a transformer: (N, L, WIDTH) and which of the L are text, (N, L) → (N, L, WIDTH).
+
+    nn.TransformerEncoderLayer makes numbers of its mask. Under real Apex's O1 those are fp32 beside
+    half queries, and torch's attention by cuDNN misreads them (pytorch#191612): all becomes nan.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.queries_keys_values = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+        self.mix_heads = nn.Linear(WIDTH, WIDTH)
+        wide = nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        self.of_each = nn.Sequential(nn.LayerNorm(WIDTH), *wide)
+
+    def forward(self, features: Tensor, is_text: Tensor) -> Tensor:
+        heads = self.queries_keys_values(self.norm(features)).unflatten(2, (3, HEADS, -1))
+        queries, keys, values = heads.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(queries, keys, values, is_text[:, None, None])
+        features = features + self.mix_heads(mixed.transpose(1, 2).flatten(2))
+        return features + self.of_each(features)
 
 
 class TextEncoder(nn.Module):
@@ -74,18 +100,17 @@ class TextEncoder(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(256, WIDTH)
         self.position = nn.Parameter(0.02 * torch.randn(LENGTH, WIDTH))
-        layer = nn.TransformerEncoderLayer(
-            WIDTH, HEADS, 4 * WIDTH, 0.0, "gelu", batch_first=True, norm_first=True
-        )
-        norm = nn.LayerNorm(WIDTH)
-        self.layers = nn.TransformerEncoder(layer, DEPTH, norm, enable_nested_tensor=False)
+        self.layers = nn.ModuleList(Block() for _ in range(DEPTH))
+        self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, EMBEDDING, bias=False)
         self.log_scale = nn.Parameter(torch.zeros(1))
 
     def forward(self, captions: Tensor) -> Tensor:
         is_text = captions != 0
         features = self.embed(captions.long()) + self.position[: captions.shape[1]]
-        features = self.layers(features, src_key_padding_mask=~is_text)
+        for layer in self.layers:
+            features = layer(features, is_text)
+        features = self.norm(features)
         weights = (is_text / is_text.sum(dim=1, keepdim=True)).to(features.dtype)
         mean = (features * weights.unsqueeze(2)).sum(dim=1)
         scale = (self.log_scale.float().exp() / 0.07).clamp(max=COLDEST)

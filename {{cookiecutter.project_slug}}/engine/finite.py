@@ -10,13 +10,13 @@ PATIENCE = 10  # losses in a row
 LOWEST_SCALE = 2.0**-16  # 32 overflows below where a dynamic scale starts
 
 
-def demand(bad: Tensor, scale: float, model: nn.Module, images: Tensor) -> None:
+def demand(bad: Tensor, scale: float, model: nn.Module, *inputs: Tensor) -> None:
     """Raises FloatingPointError if training can't recover. Waits for the device.
 
     Args:
         bad: how many losses in a row are not finite.
         scale: the loss scale.
-        model, images: one step's, to find out where the first such number comes from.
+        model, inputs: one step's, to find out where the first such number comes from.
     """
     if bad.item() >= PATIENCE:
         cause = f"the last {bad.item():.0f} losses are not finite"
@@ -25,15 +25,15 @@ def demand(bad: Tensor, scale: float, model: nn.Module, images: Tensor) -> None:
     else:
         return
     raise FloatingPointError(
-        f"{cause}. {first_bad_layer(unwrap(model), images)}. Go on from an earlier checkpoint "
+        f"{cause}. {first_bad_layer(unwrap(model), *inputs)}. Go on from an earlier checkpoint "
         "with a lower --lr, or look at the data; none that holds nan was written"
     )
 
 
 @torch.no_grad()
-def first_bad_layer(model: nn.Module, images: Tensor) -> str:
+def first_bad_layer(model: nn.Module, *inputs: Tensor) -> str:
     """Where a forward pass first meets a number that is not finite, in words."""
-    if not _is_finite(images):
+    if not all(map(_is_finite, inputs)):
         return "The images are not finite"
     found: list[str] = []
 
@@ -54,7 +54,7 @@ def first_bad_layer(model: nn.Module, images: Tensor) -> str:
     ]
     try:
         with evaluation(model):  # in which no layer waits for other processes
-            model(images)
+            model(*inputs)
     finally:
         for hook in hooks:
             hook.remove()

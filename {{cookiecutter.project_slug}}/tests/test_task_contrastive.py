@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Subset
 import main
 import task_contrastive as task
 from apex_native.parallel import DistributedDataParallel
-from engine import distributed
+from engine import distributed, finite
 from engine.errors import UserError
 
 PAIRS = 6
@@ -144,6 +144,15 @@ def test_recall_equals_that_of_a_single_process(processes, size):
     for results in processes(validated, size):
         assert results["val_recall_at_1"] == recall
         assert results["val_loss"] == pytest.approx(loss, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["image_encoder.conv1.0", "text_encoder.layers.1.mix_heads"])
+def test_a_layer_of_either_encoder_that_is_not_finite_is_named(name: str) -> None:
+    model, images = build(), torch.randn(2, 3, 32, 32)
+    captions = torch.tensor([[97, 98, 0], [99, 0, 0]], dtype=torch.uint8)
+    assert "the loss is not" in finite.first_bad_layer(model, images, captions)
+    model.get_submodule(name).weight.data.fill_(float("nan"))
+    assert f"is {name}, in its weights" in finite.first_bad_layer(model, images, captions)
 
 
 @torch.no_grad()
