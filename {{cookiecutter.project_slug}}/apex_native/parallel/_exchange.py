@@ -6,6 +6,7 @@ They are operators, because torch.compile must not look inside; eager code calls
 import os
 import socket
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from weakref import WeakKeyDictionary
 
 import torch
@@ -73,12 +74,15 @@ def _mailbox_of(group: dist.ProcessGroup, sums: Tensor) -> object | None:
     size = max(2048, 1 << (sums.shape[-1] - 1).bit_length())  # so that one serves most models
     key = size, sums.device
     if key not in known:
-        known[key] = _make_mailbox(group, size, sums.device)
+        # CUDA graphs that warm up take over what this thread allocates, and stop at what stays.
+        with ThreadPoolExecutor(1) as thread:
+            known[key] = thread.submit(_make_mailbox, group, size, sums.device).result()
     return known[key]
 
 
 def _make_mailbox(group: dist.ProcessGroup, channels: int, device: torch.device) -> object | None:
     """A Mailbox, if every process of `group` finds that it can; all must ask at once."""
+    torch.cuda.set_device(device)  # of this thread
     everyone = [None] * group.size()
     here = socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)
     dist.all_gather_object(everyone, here, group)
@@ -90,7 +94,9 @@ def _make_mailbox(group: dist.ProcessGroup, channels: int, device: torch.device)
         return None
     from ._mailbox import Mailbox  # it needs Triton, which takes a while to import
 
-    return Mailbox(group, channels, device)
+    mailbox = Mailbox(group, channels, device)
+    torch.cuda.current_stream().synchronize()  # it is for another thread's stream
+    return mailbox
 
 
 def _problem(everyone: list[tuple], here: tuple, device: torch.device) -> str | None:
