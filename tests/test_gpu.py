@@ -97,7 +97,7 @@ def test_real_apex_accumulates_as_apex_native_does(project, tmp_path, level, gpu
     flags = ("--opt-level", level, "--steps", 30, "--batch-size", 16, "--accumulate", 2)
     losses = []
     for backend in ("apex", "native"):
-        # NCHW on both: real Apex's DDP can't do otherwise.
+        # NCHW on both: real Apex's DDP, of several processes, can't do otherwise.
         output = ("--no-channels-last", "--output", tmp_path / backend)
         done = run(project, *flags, "--backend", backend, *output, nproc=gpus)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -152,8 +152,10 @@ def test_real_apex_with_torchs_ddp_reaches_the_accuracy(bake, tmp_path, level, g
 
 @pytest.mark.apex
 @needs_apex
-def test_channels_last_is_refused_on_apexs_ddp(project, tmp_path):
-    done = run(project, "--backend", "apex", "--channels-last", "--output", tmp_path / "r", nproc=1)
+@pytest.mark.parametrize("gpus", [on_two])
+def test_channels_last_is_refused_on_apexs_ddp(project, tmp_path, gpus):
+    flags = ("--backend", "apex", "--channels-last", "--output", tmp_path / "run")
+    done = run(project, *flags, nproc=gpus)
     assert done.returncode == 2
     assert "error: --channels-last: real Apex's DDP mixes up its gradients" in done.stderr
 

@@ -267,7 +267,8 @@ def main() -> None:
     # % endif
 
     # Model, SyncBN, device and memory format; only then the optimizer, which must see the
-    # parameters that are trained; then amp, which may cast them; then DDP, which hooks them.
+    # parameters that are trained; then amp, which may cast them; then DDP, which hooks them. One
+    # process has nobody to share statistics or gradients with.
     # % if task == "contrastive"
     model = task.build_model(args.arch)
     try_out(model, task.criterion, task.prepare(tried[0]), model.text_encoder(tried[1]))
@@ -284,7 +285,8 @@ def main() -> None:
     ema = training.Ema(model, args.ema) if args.ema else None
     # % if sync_bn
     group = backend.syncbn_group(apex, args.sync_bn_group)
-    model = apex.parallel.convert_syncbn_model(model, process_group=group)
+    if world_size > 1:
+        model = apex.parallel.convert_syncbn_model(model, process_group=group)
     # % endif
     # % if ddp == "apex"
     args.channels_last = backend.channels_last(apex, args.channels_last, report.say)
@@ -320,9 +322,6 @@ def main() -> None:
         # % endif
         report.say(training.scale_lr(optimizer, factor))
     highest = [group["lr"] for group in optimizer.param_groups]
-    # % if ddp != "dataparallel"
-    mode = "reduce-overhead" if args.cuda_graphs else None
-    # % endif
     # % if ddp == "apex"
     delay = args.delay_allreduce or args.deterministic  # see make_deterministic
     # % elif ddp == "torch"
@@ -339,27 +338,29 @@ def main() -> None:
     # % if ddp != "dataparallel"
     if needs["compiled"]:
         for encoder in encoders:
-            encoder.compile(mode=mode)
+            encoder.compile(mode="reduce-overhead" if args.cuda_graphs else None)
     # % endif
-    # % if ddp == "apex"
-    image_encoder, text_encoder = (
-        apex.parallel.DistributedDataParallel(encoder, delay_allreduce=delay)
-        for encoder in encoders
-    )
-    # % elif ddp == "torch"
-    image_encoder, text_encoder = (
-        nn.parallel.DistributedDataParallel(encoder, devices, find_unused_parameters=delay)
-        for encoder in encoders
-    )
-    # % else
+    # % if ddp == "dataparallel"
     # One process and a thread for each GPU: at every step the model is copied to all GPUs, the
     # outputs come back to the first, and Python runs one thread at a time. For comparison only.
-    image_encoder, text_encoder = (nn.DataParallel(encoder) for encoder in encoders)
+    encoders = [nn.DataParallel(encoder) for encoder in encoders]
+    # % else
+    if world_size > 1:
+        # % if ddp == "apex"
+        encoders = [
+            apex.parallel.DistributedDataParallel(encoder, delay_allreduce=delay)
+            for encoder in encoders
+        ]
+        # % else
+        encoders = [
+            nn.parallel.DistributedDataParallel(encoder, devices, find_unused_parameters=delay)
+            for encoder in encoders
+        ]
+        # % endif
+        if args.compress_gradients:
+            training.compress_gradients(*encoders)
     # % endif
-    # % if ddp != "dataparallel"
-    if args.compress_gradients:
-        training.compress_gradients(image_encoder, text_encoder)
-    # % endif
+    image_encoder, text_encoder = encoders
     # % else
     model, optimizer = apex.amp.initialize(
         model,
@@ -370,20 +371,21 @@ def main() -> None:
     )
     # % if ddp != "dataparallel"
     if needs["compiled"]:
-        model.compile(mode=mode)
+        model.compile(mode="reduce-overhead" if args.cuda_graphs else None)
     # % endif
-    # % if ddp == "apex"
-    model = apex.parallel.DistributedDataParallel(model, delay_allreduce=delay)
-    # % elif ddp == "torch"
-    model = nn.parallel.DistributedDataParallel(model, devices, find_unused_parameters=delay)
-    # % else
+    # % if ddp == "dataparallel"
     # One process and a thread for each GPU: at every step the model is copied to all GPUs, the
     # outputs come back to the first, and Python runs one thread at a time. For comparison only.
     model = nn.DataParallel(model)
-    # % endif
-    # % if ddp != "dataparallel"
-    if args.compress_gradients:
-        training.compress_gradients(model)
+    # % else
+    if world_size > 1:
+        # % if ddp == "apex"
+        model = apex.parallel.DistributedDataParallel(model, delay_allreduce=delay)
+        # % else
+        model = nn.parallel.DistributedDataParallel(model, devices, find_unused_parameters=delay)
+        # % endif
+        if args.compress_gradients:
+            training.compress_gradients(model)
     # % endif
     # % endif
 
@@ -411,7 +413,7 @@ def main() -> None:
             report.picture(progress.step, task.show, *shown)
         return
     # % if task == "contrastive"
-    audit = Audit(model, optimizer, apex.amp, train_loader, [image_encoder, text_encoder])
+    audit = Audit(model, optimizer, apex.amp, train_loader, encoders)
     # % else
     audit = Audit(model, optimizer, apex.amp, train_loader)
     # % endif
@@ -446,7 +448,8 @@ def main() -> None:
 
             optimizer.zero_grad()
             # % if task == "contrastive"
-            embeddings = image_encoder(task.prepare(images)), text_encoder(targets)
+            images = task.prepare(images)
+            embeddings = image_encoder(images), text_encoder(targets)
             loss = task.criterion(*embeddings, targets, rank, world_size)
             with apex.amp.scale_loss(loss, optimizer) as scaled_loss:
                 scaled_loss.backward()
@@ -458,8 +461,9 @@ def main() -> None:
                 images, targets = distributed.to_device(batch, device, memory_format)
                 is_last = number == len(batches)
                 with training.reduction(model, is_last):
-                    output = model(task.prepare(images))
-                    loss = task.criterion(output, targets, args.label_smoothing)
+                    images = task.prepare(images)
+                    # No name keeps the output: its memory is free in the backward pass.
+                    loss = task.criterion(model(images), targets, args.label_smoothing)
                     part, wait = loss / len(batches), not is_last
                     with apex.amp.scale_loss(part, optimizer, delay_unscale=wait) as scaled_loss:
                         scaled_loss.backward()
@@ -477,7 +481,11 @@ def main() -> None:
             if progress.step % LOG_EVERY == 0:  # here the CPU waits for the GPU
                 lr = optimizer.param_groups[0]["lr"]
                 report.step(bar, progress.step, lr, backend.loss_scale(apex))
-                finite.demand(meter.bad, backend.loss_scale(apex), model, task.prepare(images))
+                # % if task == "contrastive"
+                finite.demand(meter.bad, backend.loss_scale(apex), model, images, targets)
+                # % else
+                finite.demand(meter.bad, backend.loss_scale(apex), model, images)
+                # % endif
 
         row = {"epoch": progress.epoch + 1, "step": progress.step, **meter.results()}
         if meter.warm_up_s:

@@ -111,10 +111,10 @@ def problem_with_apex(
 def channels_last(apex: ModuleType, asked: bool | None, say: Callable[[str], None]) -> bool | None:
     """What --channels-last says, or False, with a line, where only NCHW is right.
 
-    Real Apex's DDP puts gradients back in NCHW order, whatever that of the weights is. Raises
-    UserError if channels_last was asked for there.
+    Real Apex's DDP, which several processes need, puts gradients back in NCHW order, whatever that
+    of the weights is. Raises UserError if channels_last was asked for there.
     """
-    if apex.__name__ != "apex":
+    if apex.__name__ != "apex" or dist.get_world_size() == 1:
         return asked
     if asked:
         raise UserError("--channels-last: real Apex's DDP mixes up its gradients; leave it out")

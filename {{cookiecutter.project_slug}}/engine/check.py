@@ -52,7 +52,7 @@ class Audit:
     indices. The second one takes less than 1 ms. Every process makes an Audit, before its loop.
 
     Args:
-        model: inside its DistributedDataParallel.
+        model: inside its DistributedDataParallel, if there are several processes.
         amp: real Apex's or apex_native's, after ``initialize``.
         batches: those to train on; of a DataLoader, the processes' shares are compared.
         wrapped: the parts of the model that have a DistributedDataParallel each, if not all of it.
@@ -86,7 +86,8 @@ class Audit:
 
         Raises UserError that names the parameters without a gradient, unless the model was told to
         accept them. torch's DistributedDataParallel would raise in the next step, Apex's hangs or
-        averages wrongly as soon as processes differ in which ones they are.
+        averages wrongly as soon as processes differ in which ones they are. In one process, where
+        they harm nothing, it is a warning.
         """
         accepting = ("find_unused_parameters", "delay_allreduce")  # torch's name, Apex's name
         accepts = any(getattr(part, name, False) for part in self.wrapped for name in accepting)
@@ -95,13 +96,18 @@ class Audit:
         self.is_first = False
         parameters = getattr(self.model, "module", self.model).named_parameters()
         unused = [name for name, p in parameters if p.requires_grad and p.grad is None]
-        if unused:
-            is_torchs = type(self.wrapped[0]) is nn.parallel.DistributedDataParallel
-            flag = "find_unused_parameters=True" if is_torchs else "--delay-allreduce"
-            raise UserError(
-                f"no gradient reaches {first_few(unused)}: use them in the loss, set their "
-                f"requires_grad to False, or accept it with {flag}"
-            )
+        if not unused:
+            return
+        problem = (
+            f"no gradient reaches {first_few(unused)}: use them in the loss, set their "
+            "requires_grad to False"
+        )
+        if dist.get_world_size() == 1:
+            print(f"warning: {problem}, or let it be in one process", flush=True)
+            return
+        is_torchs = type(self.wrapped[0]) is nn.parallel.DistributedDataParallel
+        flag = "find_unused_parameters=True" if is_torchs else "--delay-allreduce"
+        raise UserError(f"{problem}, or accept it with {flag}")
 
 
 def device_identity(device: torch.device) -> str:

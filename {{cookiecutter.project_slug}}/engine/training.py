@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.optim import Optimizer
@@ -87,9 +88,10 @@ def reduction(model: nn.Module, wanted: bool) -> Iterator[None]:
     """Whether the passes in its body, forward and backward, average gradients over processes.
 
     Those of passes without are added up, and averaged in the next one with. They must still be
-    scaled then: give ``amp.scale_loss`` a ``delay_unscale`` in the passes without.
+    scaled then: give ``amp.scale_loss`` a ``delay_unscale`` in the passes without. A model that is
+    in no DistributedDataParallel never averages any.
     """
-    if wanted or isinstance(model, nn.DataParallel):
+    if wanted or dist.get_world_size() == 1:
         yield
     elif hasattr(model, "no_sync"):  # torch's, and apex_native's
         with model.no_sync():

@@ -185,8 +185,11 @@ def single_model(run: Run) -> None:
 def half_masters(run: Run) -> None:
     if hasattr(run.optimizer, "_amp_lazy_init"):
         run.optimizer._amp_lazy_init()
+    # Real Apex can only make them of right weights, and single ones are their own masters.
+    weights = set(run.module.parameters())
     for parameter in run.optimizer.param_groups[0]["params"]:
-        parameter.data = parameter.data.bfloat16()
+        if parameter not in weights:
+            parameter.data = parameter.data.bfloat16()
 
 
 def unused(run: Run) -> None:
