@@ -1,6 +1,8 @@
 """engine/check.py: what is wrong with a run is said in its first step, by name."""
 
+import contextlib
 import importlib
+import io
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -68,7 +70,7 @@ class Run:
             self.model = self.apex.parallel.DistributedDataParallel(
                 self.model, delay_allreduce=delay
             )
-        else:
+        elif ddp == "torch":
             self.model = nn.parallel.DistributedDataParallel(self.model)
         sampler = DistributedSampler(Numbers(), drop_last=True)
         self.batches = DataLoader(Numbers(), 4, sampler=sampler, drop_last=True)
@@ -248,6 +250,24 @@ def test_parameters_may_be_unused_if_that_was_said(setting, is_part):
 def test_unused_parameters_of_a_part_are_named(two_processes):
     for answer in two_processes(said, unused, "apex_native", "cpu", "O1", is_part=True):
         assert "no gradient reaches 0.spare.weight, 0.spare.bias" in answer
+
+
+def said_alone(*how: str) -> tuple[str, str]:
+    """What the audit of a run without DistributedDataParallel raises, and what it prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        raised = said(unused, *how)
+    return raised, printed.getvalue()
+
+
+def test_in_one_process_unused_parameters_are_a_warning() -> None:
+    process = Processes("gloo", 1)
+    try:
+        [(raised, printed)] = process(said_alone, "apex_native", "cpu", "O1", "none")
+    finally:
+        process.stop()
+    assert raised == ""
+    assert printed.startswith("warning: no gradient reaches spare.weight, spare.bias: use them")
+    assert len(printed.splitlines()) == 1
 
 
 def padded(run: Run) -> None:
