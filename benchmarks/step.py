@@ -274,7 +274,7 @@ def environment(rank: int, size: int, port: int, device: str) -> dict[str, str]:
     variables = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // size)),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, os.cpu_count() // size))),
     }
     if device == "cpu":
         variables |= {"CUDA_VISIBLE_DEVICES": ""}

@@ -113,8 +113,9 @@ def test_a_name_that_is_none_is_refused(step, name):
 def test_the_numbers_of_the_project_are_still_these(step):
     project = ROOT / "{{cookiecutter.project_slug}}"
     assert f"\nDUMMY_STEPS = {step.PROJECT_EPOCH} " in (project / "main.py").read_text()
-    size = f"batch_size, 3, {step.PROJECT_IMAGES}, {step.PROJECT_IMAGES}, device"
-    assert size in (project / "task.py").read_text()
+    files = {"classification": "task.py", "segmentation": "task_segmentation.py"}
+    for task, line in step.IN_TASK_PY.items():
+        assert (project / files[task]).read_text().count(line) == 1
 
 
 def test_scaling_runs_each_contestant_in_each_place(tmp_path):

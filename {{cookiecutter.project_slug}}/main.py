@@ -201,11 +201,10 @@ def main() -> None:
     # % endif
     # % if ddp == "dataparallel"
     needs = {"replicated": True}
+    # % elif ddp == "apex"
+    needs = {"compiled": args.compile or args.cuda_graphs, "compressed": args.compress_gradients}
     # % else
     needs = {"compiled": args.compile or args.cuda_graphs}
-    # % if ddp == "apex"
-    needs["compressed"] = args.compress_gradients
-    # % endif
     # % endif
     if args.check:
         examine.settings(args, build_datasets, needs)
