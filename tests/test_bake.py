@@ -171,7 +171,10 @@ def leftovers(name, text):
 # Every combination
 
 
-@pytest.mark.parametrize("level", LEVELS)
+MOST_ALIKE = [pytest.param(level, marks=pytest.mark.slow) for level in ("O0", "O2", "O3")]
+
+
+@pytest.mark.parametrize("level", ["O1", "O4", "O5", *MOST_ALIKE])
 def test_every_combination(template, bake, tmp_path, level):
     seen = set()
     for number, answers in enumerate(combinations(template, opt_level=level)):

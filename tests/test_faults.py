@@ -167,7 +167,9 @@ def breaking(project):
     kept.rename(main)
 
 
-@pytest.mark.parametrize("error", ["ValueError", "RuntimeError"])
+@pytest.mark.parametrize(
+    "error", ["ValueError", pytest.param("RuntimeError", marks=pytest.mark.slow)]
+)
 def test_the_first_exception_ends_the_job_with_its_traceback_first(
     project, breaking, tmp_path, error
 ):
