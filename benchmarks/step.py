@@ -10,9 +10,9 @@ are the same for all. Prints a table, and writes every turn to step.csv.
 
 Contestants are named KIND[-OPTION...][-PRECISION]:
 
-    project             main.py on apex_native: O0 to O5; options adam, syncbn, torchddp, compile,
-                        graphs (CUDA's), bf16grads (--compress-gradients), saving (a checkpoint
-                        every 25 steps)
+    project             main.py on apex_native: O0 to O5; options adam, compile, graphs (CUDA's),
+                        saving (a checkpoint every 25 steps); with several GPUs syncbn, torchddp,
+                        bf16grads (--compress-gradients)
     apex                the same main.py on real Apex: O0 to O3; options adam, syncbn, torchddp
     apex_channels_last  Apex's amp by hand on channels_last weights, without its DDP: O0 to O3; adam
     apex_snippet        the loop of the usual snippet: O1, NCHW, Apex's DDP
@@ -20,7 +20,8 @@ Contestants are named KIND[-OPTION...][-PRECISION]:
                         graphs
     fabric, accelerate  Lightning Fabric, Hugging Face Accelerate: fp16, fp32, bf16; option adam
 
-Without an option: SGD with momentum, each process's own batch norm, the kind's own DDP. Without a
+Without an option: SGD with momentum, each process's own batch norm, the kind's own DDP with several
+GPUs (and on one where its script has it). Without a
 precision: O1 or fp16. A ratio is to torch by hand of the same optimizer and precision; for other
 kinds than torch, of the same options too, if such a one takes part.
 """
@@ -143,6 +144,9 @@ def obstacle(contestant: Contestant, gpus: int, device: str) -> str | None:
         return "Apex needs a GPU"
     if contestant.kind is KINDS["apex_channels_last"] and gpus > 1:
         return "it has no DDP, so it runs on one GPU only"
+    shared = contestant.options & {"syncbn", "torchddp", "bf16grads"}
+    if contestant.kind.script is None and gpus == 1 and shared:
+        return f"main.py has no {' and no '.join(sorted(shared))} in one process"
     return None
 
 

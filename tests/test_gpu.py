@@ -243,6 +243,21 @@ def exchange(project, folder, first, then, level, gpus):
     assert losses[3] < losses[2] * 1.2  # it goes on where the other stopped
 
 
+@pytest.mark.apex
+@needs_apex
+@pytest.mark.parametrize("gpus", [on_two])
+def test_real_apex_goes_on_in_one_process_and_in_two_again(project, tmp_path, gpus):
+    """With DDP and SyncBN in NCHW, without them in channels_last, and back."""
+    flags = ("--backend", "apex", "--opt-level", "O2", "--epochs", 6, "--output", tmp_path)
+    for processes, steps in ((gpus, 44), (1, 132), (gpus, 176)):
+        done = run(project, *flags, "--resume", "auto", "--steps", steps, nproc=processes)
+        assert done.returncode == 0, done.stderr
+        assert ("NCHW, because" in done.stdout) == (processes > 1)
+    rows = metrics(tmp_path)
+    assert [row["epoch"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert rows[-1]["val_accuracy"] >= 0.95
+
+
 @pytest.fixture(scope="module")
 def digit_files(tmp_path_factory):
     """The digits as JPEG files, for --data."""
@@ -273,7 +288,7 @@ def test_accuracy_holds_wherever_files_are_decoded(project, digit_files, tmp_pat
     assert min(accuracies) > 0.5  # of ten classes
 
 
-@pytest.mark.parametrize("gpus", [on_two if GPUS > 1 else on_one])
+@pytest.mark.parametrize("gpus", [on_one, on_two])
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4"])
 def test_a_resumed_run_is_the_same_to_the_last_bit(project, tmp_path, level, gpus):
     """Stopped by a signal in the middle of the first epoch."""
@@ -290,7 +305,7 @@ def test_a_resumed_run_is_the_same_to_the_last_bit(project, tmp_path, level, gpu
     assert_same_run(tmp_path / "run", tmp_path / "whole")
 
 
-@pytest.mark.parametrize("gpus", [on_two if GPUS > 1 else on_one])
+@pytest.mark.parametrize("gpus", [on_one, on_two])
 @pytest.mark.parametrize("task", ["segmentation", "contrastive"])
 @pytest.mark.parametrize("flag", ["--deterministic", "--cuda-graphs"])
 def test_the_other_tasks_run_with_that_flag(bake, tmp_path, task, flag, gpus):

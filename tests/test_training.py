@@ -255,6 +255,39 @@ def test_a_restarted_process_goes_on_by_itself(project, tmp_path):
     assert f"resumed {tmp_path / 'step-22.pt'} after 1 epochs" in done.stdout
 
 
+WITH_PARTS = """
+
+class WithParts(nn.Module):
+    def __init__(self, arch, num_classes, build_model=build_model):
+        super().__init__()
+        self.module, self.head = build_model(arch, 20), nn.Linear(20, num_classes)
+        self.spare = nn.Linear(2, 2)
+
+    def forward(self, images):
+        return self.head(self.module(images))
+
+
+build_model = WithParts
+"""
+"""A model with a part called module, as DDP has one, and a part that nothing uses."""
+
+
+def test_a_model_of_other_parts_in_one_process_and_in_two(bake, tmp_path):
+    project = bake()
+    with (project / "task.py").open("a") as file:
+        file.write(WITH_PARTS)
+    done = run(project, *SHORT, "--output", tmp_path / "one", nproc=0)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("warning: no gradient reaches spare.weight, spare.bias") == 1
+    saved = torch.load(tmp_path / "one" / "last.pt", weights_only=True)["model"]
+    assert saved.keys() >= {"module.conv1.0.weight", "head.weight", "spare.bias"}
+    flags = ("--resume", tmp_path / "one" / "last.pt", "--output", tmp_path / "two")
+    done = run(project, *SHORT[:2], *flags)
+    assert done.returncode == 2
+    assert "resumed" in done.stdout
+    assert "error: no gradient reaches spare.weight, spare.bias" in done.stderr
+
+
 def test_the_settings_of_a_resumed_run_are_its_own(project, tmp_path):
     assert run(project, *SHORT, "--output", tmp_path / "a", nproc=0).returncode == 0
     flags = ("--resume", tmp_path / "a" / "last.pt", "--weight-decay", "0.5")

@@ -412,9 +412,9 @@ def main() -> None:
             report.picture(progress.step, task.show, *shown)
         return
     # % if task == "contrastive"
-    audit = Audit(model, optimizer, apex.amp, train_loader, encoders)
+    audit = Audit(model, optimizer, apex.amp, train_loader, report.say, encoders)
     # % else
-    audit = Audit(model, optimizer, apex.amp, train_loader)
+    audit = Audit(model, optimizer, apex.amp, train_loader, report.say)
     # % endif
     report.open(cli.settings(args), resume, progress)
     last_step = args.steps or sys.maxsize
@@ -445,7 +445,6 @@ def main() -> None:
             for group, lr in zip(optimizer.param_groups, highest, strict=True):
                 group["lr"] = lr * schedule(args, progress.epoch + done)
 
-            optimizer.zero_grad()
             # % if task == "contrastive"
             images = task.prepare(images)
             embeddings = image_encoder(images), text_encoder(targets)
@@ -473,6 +472,7 @@ def main() -> None:
             if args.clip_grad:
                 nn.utils.clip_grad_norm_(apex.amp.master_params(optimizer), args.clip_grad)
             optimizer.step()
+            optimizer.zero_grad()  # here, so that validation has the gradients' memory
             if ema:
                 ema.update(checkpoint.weights(model, optimizer))
 
@@ -481,7 +481,8 @@ def main() -> None:
                 lr = optimizer.param_groups[0]["lr"]
                 report.step(bar, progress.step, lr, backend.loss_scale(apex))
                 # % if task == "contrastive"
-                finite.demand(meter.bad, backend.loss_scale(apex), model, images, targets)
+                inputs = {"image_encoder": images, "text_encoder": targets}
+                finite.demand(meter.bad, backend.loss_scale(apex), model, inputs)
                 # % else
                 finite.demand(meter.bad, backend.loss_scale(apex), model, images)
                 # % endif

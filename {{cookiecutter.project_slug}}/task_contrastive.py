@@ -51,19 +51,15 @@ def build_model(arch: str) -> nn.Module:
 class TwoEncoders(nn.Module):
     """The two encoders that are trained together, and saved as one.
 
-    Called with images, (N, 3, H, W), it gives their embeddings, (N, EMBEDDING), of any length; with
-    captions too, as TextEncoder takes them, the embeddings of both.
+    Called with images, (N, 3, H, W), it gives their embeddings, (N, EMBEDDING), of any length.
     """
 
     def __init__(self, image_encoder: nn.Module, text_encoder: nn.Module) -> None:
         super().__init__()
         self.image_encoder, self.text_encoder = image_encoder, text_encoder
 
-    def forward(
-        self, images: Tensor, captions: Tensor | None = None
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        embeddings = self.image_encoder(images)
-        return embeddings if captions is None else (embeddings, self.text_encoder(captions))
+    def forward(self, images: Tensor) -> Tensor:
+        return self.image_encoder(images)
 
 
 class Block(nn.Module):

@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
+from engine.checkpoint import unwrap
 from engine.errors import UserError, first_few
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -55,6 +56,7 @@ class Audit:
         model: inside its DistributedDataParallel, if there are several processes.
         amp: real Apex's or apex_native's, after ``initialize``.
         batches: those to train on; of a DataLoader, the processes' shares are compared.
+        say: prints a line on rank 0.
         wrapped: the parts of the model that have a DistributedDataParallel each, if not all of it.
 
     Raises UserError: the optimizer misses a parameter; a weight, batch norm or master has another
@@ -68,10 +70,12 @@ class Audit:
         optimizer: Optimizer,
         amp: ModuleType,
         batches: Iterable,
+        say: Callable[[str], None],
         wrapped: Sequence[nn.Module] = (),
     ) -> None:
         self.model, self.wrapped, self.is_first = model, wrapped or [model], True
-        module = getattr(model, "module", model)
+        self.say = say
+        module = unwrap(model)
         device = next(module.parameters()).device
         # What a process can find alone comes first: it must not leave others in a collective.
         _require_all_in(optimizer, module)
@@ -94,7 +98,7 @@ class Audit:
         if not self.is_first or accepts:
             return
         self.is_first = False
-        parameters = getattr(self.model, "module", self.model).named_parameters()
+        parameters = unwrap(self.model).named_parameters()
         unused = [name for name, p in parameters if p.requires_grad and p.grad is None]
         if not unused:
             return
@@ -103,7 +107,7 @@ class Audit:
             "requires_grad to False"
         )
         if dist.get_world_size() == 1:
-            print(f"warning: {problem}, or let it be in one process", flush=True)
+            self.say(f"warning: {problem}; several processes would not go on")
             return
         is_torchs = type(self.wrapped[0]) is nn.parallel.DistributedDataParallel
         flag = "find_unused_parameters=True" if is_torchs else "--delay-allreduce"

@@ -38,8 +38,13 @@ class Progress:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The module inside a DistributedDataParallel, whose keys carry no ``module.``."""
-    return getattr(model, "module", model)
+    """The module inside a DistributedDataParallel or DataParallel, or `model`, if in none.
+
+    Its keys carry no ``module.`` of theirs. A model may have a part of that name itself.
+    """
+    is_torchs = isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel)
+    is_apexs = type(model).__module__.startswith("apex.parallel.")
+    return model.module if is_torchs or is_apexs else model
 
 
 def _apex_masters(optimizer: Optimizer) -> dict[Tensor, Tensor]:

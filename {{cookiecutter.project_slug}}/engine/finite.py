@@ -1,5 +1,7 @@
 """Ends a run whose numbers have gone bad, with the place where they first do."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
@@ -10,13 +12,16 @@ PATIENCE = 10  # losses in a row
 LOWEST_SCALE = 2.0**-16  # 32 overflows below where a dynamic scale starts
 
 
-def demand(bad: Tensor, scale: float, model: nn.Module, *inputs: Tensor) -> None:
+def demand(
+    bad: Tensor, scale: float, model: nn.Module, inputs: Tensor | Mapping[str, Tensor]
+) -> None:
     """Raises FloatingPointError if training can't recover. Waits for the device.
 
     Args:
         bad: how many losses in a row are not finite.
         scale: the loss scale.
-        model, inputs: one step's, to find out where the first such number comes from.
+        model, inputs: one step's, to find out where the first such number comes from; if the parts
+            of the model have inputs of their own, those by the parts' names.
     """
     if bad.item() >= PATIENCE:
         cause = f"the last {bad.item():.0f} losses are not finite"
@@ -25,16 +30,17 @@ def demand(bad: Tensor, scale: float, model: nn.Module, *inputs: Tensor) -> None
     else:
         return
     raise FloatingPointError(
-        f"{cause}. {first_bad_layer(unwrap(model), *inputs)}. Go on from an earlier checkpoint "
+        f"{cause}. {first_bad_layer(unwrap(model), inputs)}. Go on from an earlier checkpoint "
         "with a lower --lr, or look at the data; none that holds nan was written"
     )
 
 
 @torch.no_grad()
-def first_bad_layer(model: nn.Module, *inputs: Tensor) -> str:
+def first_bad_layer(model: nn.Module, inputs: Tensor | Mapping[str, Tensor]) -> str:
     """Where a forward pass first meets a number that is not finite, in words."""
-    if not all(map(_is_finite, inputs)):
-        return "The images are not finite"
+    by_part = inputs if isinstance(inputs, Mapping) else {"": inputs}
+    if not all(map(_is_finite, by_part.values())):
+        return "What goes into the model is not finite"
     found: list[str] = []
 
     def look(name: str, module: nn.Module, inputs: tuple, output: object) -> None:
@@ -54,7 +60,8 @@ def first_bad_layer(model: nn.Module, *inputs: Tensor) -> str:
     ]
     try:
         with evaluation(model):  # in which no layer waits for other processes
-            model(*inputs)
+            for part, its_input in by_part.items():
+                model.get_submodule(part)(its_input)
     finally:
         for hook in hooks:
             hook.remove()

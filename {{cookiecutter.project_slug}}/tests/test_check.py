@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import io
 from collections.abc import Callable, Iterator
+from types import ModuleType
 
 import pytest
 import torch
@@ -81,8 +82,11 @@ class Run:
     def audit(self) -> check.Audit:
         if self.is_part:
             whole = nn.Sequential(self.module)
-            return check.Audit(whole, self.optimizer, self.apex.amp, self.batches, [self.model])
-        return check.Audit(self.model, self.optimizer, self.apex.amp, self.batches)
+            return check.Audit(whole, *self.others(), [self.model])
+        return check.Audit(self.model, *self.others())
+
+    def others(self) -> tuple:
+        return self.optimizer, self.apex.amp, self.batches, print
 
     def steps(self, audit: check.Audit) -> None:
         for _ in range(2):
@@ -259,15 +263,37 @@ def said_alone(*how: str) -> tuple[str, str]:
     return raised, printed.getvalue()
 
 
-def test_in_one_process_unused_parameters_are_a_warning() -> None:
-    process = Processes("gloo", 1)
-    try:
-        [(raised, printed)] = process(said_alone, "apex_native", "cpu", "O1", "none")
-    finally:
-        process.stop()
+@pytest.fixture(scope="module")
+def one_process() -> Iterator[Processes]:
+    processes = Processes("gloo", 1)
+    yield processes
+    processes.stop()
+
+
+def test_in_one_process_unused_parameters_are_a_warning(one_process):
+    [(raised, printed)] = one_process(said_alone, "apex_native", "cpu", "O1", "none")
     assert raised == ""
     assert printed.startswith("warning: no gradient reaches spare.weight, spare.bias: use them")
     assert len(printed.splitlines()) == 1
+
+
+def chosen_format(package: str, asked: bool | None) -> tuple[bool | None, list[str]] | str:
+    """What backend.channels_last chooses and says, or raises."""
+    said = []
+    try:
+        return backend.channels_last(ModuleType(package), asked, said.append), said
+    except UserError as error:
+        return str(error)
+
+
+def test_real_apex_takes_channels_last_in_one_process_only(one_process, two_processes):
+    for processes in (one_process, two_processes):
+        assert processes(chosen_format, "apex_native", True)[0] == (True, [])
+    assert one_process(chosen_format, "apex", True) == [(True, [])]
+    assert one_process(chosen_format, "apex", None) == [(None, [])]
+    (format, [said]), _ = two_processes(chosen_format, "apex", None)
+    assert format is False and said.startswith("NCHW, because real Apex's DDP")
+    assert "--channels-last" in two_processes(chosen_format, "apex", True)[1]
 
 
 def padded(run: Run) -> None:

@@ -130,7 +130,7 @@ class Net(nn.Sequential):
 @pytest.mark.parametrize(
     ("break_it", "named"),
     [
-        (lambda net, images: images.fill_(float("inf")), "The images are not finite"),
+        (lambda net, images: images.fill_(float("inf")), "goes into the model is not finite"),
         (lambda net, images: net[2].weight.data.fill_(float("nan")), "is 2, in its weights"),
         (lambda net, images: net[1].running_mean.fill_(float("nan")), "is 1, in its statistics"),
         (lambda net, images: net[0].weight.data.fill_(3e38), "output is not finite is 0"),

@@ -150,9 +150,10 @@ def test_recall_equals_that_of_a_single_process(processes, size):
 def test_a_layer_of_either_encoder_that_is_not_finite_is_named(name: str) -> None:
     model, images = build(), torch.randn(2, 3, 32, 32)
     captions = torch.tensor([[97, 98, 0], [99, 0, 0]], dtype=torch.uint8)
-    assert "the loss is not" in finite.first_bad_layer(model, images, captions)
+    inputs = {"image_encoder": images, "text_encoder": captions}
+    assert "the loss is not" in finite.first_bad_layer(model, inputs)
     model.get_submodule(name).weight.data.fill_(float("nan"))
-    assert f"is {name}, in its weights" in finite.first_bad_layer(model, images, captions)
+    assert f"is {name}, in its weights" in finite.first_bad_layer(model, inputs)
 
 
 @torch.no_grad()
