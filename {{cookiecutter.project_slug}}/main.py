@@ -356,8 +356,8 @@ def main() -> None:
             for encoder in encoders
         ]
         # % endif
-        if args.compress_gradients:
-            training.compress_gradients(*encoders)
+    if args.compress_gradients:
+        training.compress_gradients(*encoders)
     # % endif
     image_encoder, text_encoder = encoders
     # % else
@@ -383,8 +383,8 @@ def main() -> None:
         # % else
         model = nn.parallel.DistributedDataParallel(model, devices, find_unused_parameters=delay)
         # % endif
-        if args.compress_gradients:
-            training.compress_gradients(model)
+    if args.compress_gradients:
+        training.compress_gradients(model)
     # % endif
     # % endif
 

@@ -47,18 +47,20 @@ def freeze(model: nn.Module, names: Iterable[str], trained: Iterable[nn.Module])
     return f"{frozen:,} of {sum(sizes.values()):,} parameters are frozen"
 
 
-def compress_gradients(*models: nn.parallel.DistributedDataParallel) -> None:
+def compress_gradients(*models: nn.Module) -> None:
     """Has fp32 gradients travel as bfloat16: half the bytes, and averages rounded to 8 bits.
 
-    With fp32's range, unlike fp16, it takes the gradients of any scaled loss. Raises UserError if
-    weights, and so their gradients, are half already.
+    With fp32's range, unlike fp16, it takes the gradients of any scaled loss. Those of a model that
+    is in no DistributedDataParallel don't travel. Raises UserError if weights, and so their
+    gradients, are half already.
     """
     for model in models:
         if any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters()):
             raise UserError(
                 "--compress-gradients: at this --opt-level they have 16 bits already; leave it out"
             )
-        model.register_comm_hook(None, bf16_compress_hook)
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            model.register_comm_hook(None, bf16_compress_hook)
 
 
 def parameters(model: nn.Module, lr: float, decay_weights_only: bool) -> list[dict]:
