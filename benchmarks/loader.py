@@ -208,7 +208,7 @@ def milliseconds(act: Callable) -> float:
 
 def train(folder: Path, args: Namespace) -> list[Turn]:
     """The turns of main.py with each loader, and with --dummy."""
-    script = main_py(folder, adam=True, syncbn=False, torchddp=False)  # FusedAdam is the default
+    script = main_py(folder, sync_bn="no")
     common = ["--arch", args.arch, "--batch-size", str(args.batch_size), "--epochs", "1000"]
     common += ["--workers", str(args.workers), "--backend", "native"]
     common += ["--compile"] if args.compile else []

@@ -165,7 +165,7 @@ def command(contestant: Contestant, args: argparse.Namespace, folder: Path) -> l
             "sync_bn": "yes" if "syncbn" in options else "no",
             "ddp": "torch" if "torchddp" in options else "apex",
         }
-        script = main_py(folder, tuple(answers.items()), args.image_size)
+        script = main_py(folder, args.image_size, **answers)
         flags += ["--compress-gradients"] if "bf16grads" in options else []
         flags += ["--save-every", "25"] if "saving" in options else []
         flags += ["--backend", "apex" if kind.needs else "native", "--opt-level", precision]
@@ -180,19 +180,19 @@ def command(contestant: Contestant, args: argparse.Namespace, folder: Path) -> l
 
 
 @cache
-def main_py(folder: Path, answers: tuple[tuple[str, str], ...], image_size: int | None) -> Path:
-    """main.py of a project that the template makes in `folder`, of such images."""
+def main_py(folder: Path, image_size: int | None = None, **answers: str) -> Path:
+    """main.py of a project that the template makes in `folder`; its --dummy has such images."""
     template, output = (Path(tempfile.mkdtemp(dir=folder)) for _ in range(2))
     copy_template(template)
     project = cookiecutter(
         str(template),
         no_input=True,
         default_config=True,
-        extra_context=dict(answers),
+        extra_context=answers,
         output_dir=str(output),
     )
     if image_size:  # as an owner would change it
-        task, old = Path(project) / "task.py", IN_TASK_PY[dict(answers)["task"]]
+        task, old = Path(project) / "task.py", IN_TASK_PY[answers["task"]]
         new = re.sub(r"\d{2,}", str(image_size), old)
         assert task.read_text().count(old) == 1
         task.write_text(task.read_text().replace(old, new))
