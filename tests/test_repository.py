@@ -47,10 +47,18 @@ def test_a_push_installs_checks_and_tests_the_project(project):
     workflow = yaml.safe_load((project / ".github" / "workflows" / "tests.yml").read_text())
     (job,) = workflow["jobs"].values()
     install, *checks, tests = (step["run"] for step in job["steps"] if "run" in step)
-    assert (install, tests) == ("pip install -e .[test]", "python -m pytest")
+    assert (install, tests) == (
+        "pip install -e .[test]",
+        "python -m pytest -n auto --dist loadfile",
+    )
     pyproject = tomllib.loads((project / "pyproject.toml").read_text())
     needed = pyproject["project"]["optional-dependencies"]["test"]
-    assert {name.partition(">")[0] for name in needed} == {"pre-commit", "pytest", "ruff"}
+    assert {name.partition(">")[0] for name in needed} == {
+        "pre-commit",
+        "pytest",
+        "pytest-xdist",
+        "ruff",
+    }
     assert len(checks) == 2
     for check in checks:
         done = subprocess.run([sys.executable, "-m", *check.split()], cwd=project)

@@ -424,7 +424,10 @@ def test_a_checkpoint_can_be_validated_and_moved_to_plain_torch(project, tmp_pat
 )
 def test_the_projects_own_tests_pass(bake, answers, tests):
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", *(f"tests/test_{name}.py" for name in tests)],
+        [
+            *(sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile"),
+            *(f"tests/test_{name}.py" for name in tests),
+        ],
         cwd=bake(**answers),
         capture_output=True,
         text=True,

@@ -207,10 +207,9 @@ print("local rank", parser.parse_args().local_rank)
     ("launcher", "arguments"),
     [
         (["torch.distributed.launch", "--nproc-per-node=2"], ["old.py"]),
-        (["torch.distributed.run", "--nproc-per-node=2"], ["old.py"]),
         (["torch.distributed.run", "--nproc-per-node=2"], ["-m", "old"]),
     ],
-    ids=["launch", "torchrun", "module"],
+    ids=["launch", "module"],
 )
 def test_every_launcher_gives_the_local_rank(tmp_path, monkeypatch, launcher, arguments):
     (tmp_path / "old.py").write_bytes(OTHER_SPELLINGS.encode("latin-1"))
