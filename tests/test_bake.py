@@ -319,7 +319,9 @@ def test_pyproject(project):
             "matplotlib>=3.7",
             "tensorboard>=2.11",
         ],
-        "optional-dependencies": {"test": ["pre-commit>=3.5", "pytest>=8.0", "pytest-xdist>=3.5", "ruff>=0.6"]},
+        "optional-dependencies": {
+            "test": ["pre-commit>=3.5", "pytest>=8.0", "pytest-xdist>=3.5", "ruff>=0.6"]
+        },
     }
 
 
