@@ -23,14 +23,14 @@ from typing import NamedTuple
 
 import torch
 from step import conditions, whole_number
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE / "peers"))
-from common import build_batch, build_model, build_optimizer  # noqa: E402
+from common import build_batch, build_criterion, build_model, build_optimizer  # noqa: E402
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 WARM_UP = 5
@@ -125,7 +125,7 @@ def build_step(args: argparse.Namespace) -> Callable[[], None]:
         model.compile()
     dtype = DTYPES[args.precision]
     scaler = torch.amp.GradScaler(args.device, enabled=dtype == torch.float16)
-    criterion = nn.CrossEntropyLoss()
+    criterion = build_criterion(args)
     images, targets = build_batch(args, torch.device(args.device))
 
     def step() -> None:

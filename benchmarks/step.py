@@ -21,9 +21,9 @@ Contestants are named KIND[-OPTION...][-PRECISION]:
     fabric, accelerate  Lightning Fabric, Hugging Face Accelerate: fp16, fp32, bf16; option adam
 
 Without an option: SGD with momentum, each process's own batch norm, the kind's own DDP with several
-GPUs (and on one where its script has it). Without a
-precision: O1 or fp16. A ratio is to torch by hand of the same optimizer and precision; for other
-kinds than torch, of the same options too, if such a one takes part.
+GPUs (and on one where its script has it). Without a precision: O1 or fp16. A ratio is to torch by
+hand of the same optimizer and precision; for other kinds than torch, of the same options too, if
+such a one takes part.
 """
 
 import argparse
@@ -51,10 +51,11 @@ from typing import NamedTuple
 
 import torch
 from cookiecutter.main import cookiecutter
-from torchvision.models import list_models, segmentation
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "tests"))
+PEERS = HERE / "peers"
+sys.path[:0] = [str(HERE.parent / "tests"), str(PEERS)]
+from common import is_segmentation  # noqa: E402
 from fresh import copy_template  # noqa: E402
 
 PROJECT_EPOCH = 100  # DUMMY_STEPS of main.py, after which it validates and saves
@@ -81,7 +82,6 @@ class Kind(NamedTuple):
 COMPILED = ("compile", "graphs")
 ON_TORCH = ("adam", "syncbn", *COMPILED)
 IN_PROJECT = ("adam", "syncbn", "torchddp")
-PEERS = HERE / "peers"
 KINDS = {
     "project": Kind(None, (), (*IN_PROJECT, *COMPILED, "bf16grads", "saving"), LEVELS),
     "apex": Kind(None, APEX, IN_PROJECT, APEX_LEVELS),
@@ -160,7 +160,7 @@ def command(contestant: Contestant, args: argparse.Namespace, folder: Path) -> l
     flags += ["--cuda-graphs"] if "graphs" in options else []
     if kind.script is None:
         answers = {
-            "task": "segmentation" if args.arch in list_models(segmentation) else "classification",
+            "task": "segmentation" if is_segmentation(args.arch) else "classification",
             "fused_adam": "yes" if "adam" in options else "no",
             "sync_bn": "yes" if "syncbn" in options else "no",
             "ddp": "torch" if "torchddp" in options else "apex",
@@ -275,10 +275,11 @@ class Running:
 
 def environment(rank: int, size: int, port: int, device: str) -> dict[str, str]:
     """As torchrun makes it for several processes; for one, as it is at a prompt."""
+    cores = os.cpu_count() or 1
     variables = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, os.cpu_count() // size))),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // size))),
     }
     if device == "cpu":
         variables |= {"CUDA_VISIBLE_DEVICES": ""}

@@ -171,10 +171,13 @@ def leftovers(name, text):
 # Every combination
 
 
-MOST_ALIKE = [pytest.param(level, marks=pytest.mark.slow) for level in ("O0", "O2", "O3")]
+LIKE_O1 = ("O0", "O2", "O3")  # but for the level itself
 
 
-@pytest.mark.parametrize("level", ["O1", "O4", "O5", *MOST_ALIKE])
+@pytest.mark.parametrize(
+    "level",
+    [pytest.param(one, marks=[pytest.mark.slow] * (one in LIKE_O1)) for one in LEVELS],
+)
 def test_every_combination(template, bake, tmp_path, level):
     seen = set()
     for number, answers in enumerate(combinations(template, opt_level=level)):

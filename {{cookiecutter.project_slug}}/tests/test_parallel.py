@@ -451,8 +451,9 @@ def on_each_rank_compile(level, wrap_first):
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
 def test_a_model_compiles_whole_before_and_after_ddp(two_processes, level, wrap_first):
     """torch's own DistributedDataParallel is one break, outside the model."""
+    counts_none = torch.__version__.startswith("2.6.")
     for breaks, sizes in two_processes(on_each_rank_compile, level, wrap_first):
-        assert len(breaks) <= wrap_first  # torch 2.6 counts none
+        assert len(breaks) == (wrap_first and not counts_none)
         assert all("_inside_ddp_forward" in reason for reason in breaks)
         assert sum(size > 1 for size in sizes) == 1  # casts of input and output may stand apart
         assert max(sizes) >= len(list(Convolved().children()))
