@@ -69,6 +69,7 @@ class Saver:
         self.every_s = 60.0 * number if in_minutes else math.inf
         self.saved_at = time.monotonic()
         self.writer: threading.Thread | None = None
+        self.is_pinned = False
         self.problem = ""
         self.losses: list[tuple[float, int]] = []
 
@@ -160,6 +161,7 @@ class Saver:
         for batch in batches:
             self.watch.begin(self.progress.step + 1)
             yield batch
+            self._pin_memory()
             self._after_step()
         self.watch.begin(None)
 
@@ -178,15 +180,29 @@ class Saver:
         if ranks is None:
             return
         self.wait()
-        state = checkpoint.collect(*self.parts) | vars(self.progress)
-        state |= {"ranks": ranks, "about": self.about}
-        if self.ema:
-            state["ema"] = dict(self.ema.module.state_dict())
-        state = checkpoint.in_memory(state)
+        state = self._copy() | vars(self.progress) | {"ranks": ranks, "about": self.about}
         copied = torch.cuda.current_stream().record_event() if torch.cuda.is_initialized() else None
         self.writer = threading.Thread(target=self._write, args=(state, copied, is_best))
         self.writer.daemon = True
         self.writer.start()
+
+    def _copy(self) -> dict[str, object]:
+        """What is saved of the parts and the average, as `checkpoint.in_memory` copies it."""
+        state = checkpoint.collect(*self.parts)
+        if self.ema:
+            state["ema"] = dict(self.ema.module.state_dict())
+        return checkpoint.in_memory(state)
+
+    def _pin_memory(self) -> None:
+        """After the first step that made moments: has torch pin the memory that saves copy to.
+
+        That takes as long as some steps, and torch keeps the memory for the saves to come.
+        """
+        _, optimizer, _ = self.parts
+        if not self.is_pinned and optimizer.state:
+            self.is_pinned = True
+            if dist.get_rank() == 0 and torch.cuda.is_initialized():
+                self._copy()
 
     def wait(self) -> None:
         """Returns when all that was saved is on the disk, or could not be written."""

@@ -826,14 +826,28 @@ def test_two_gpus_normalise_as_over_one_large_batch(two_gpus, sizes, dtype, comp
             normalise_as_over_one_batch(*arguments, compiled=compiled)
 
 
+class TwiceNormalised(Convolved):
+    """With more weights than one MiB, torch's first bucket."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide = nn.Sequential(
+            nn.Conv2d(4, 600, 1), nn.Conv2d(600, 600, 1), nn.BatchNorm2d(600), nn.Conv2d(600, 4, 1)
+        )
+
+    def forward(self, x):
+        x = self.norm(self.conv(x))
+        return self.linear((x + self.wide(x)).mean((2, 3)))
+
+
 def on_each_rank_train_compiled(mode):
     """The losses of some steps; `mode` is torch.compile's."""
     torch.manual_seed(0)
-    model = convert_syncbn_model(Convolved()).cuda()
+    model = convert_syncbn_model(TwiceNormalised()).cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model.compile(mode=mode)
-    # Small buckets, for each of which torch compiles a part of the model.
-    wrapped, losses = DistributedDataParallel(model, message_size=50), []
+    # Buckets as small as torch takes them; it compiles a part of the model for each.
+    wrapped, losses = DistributedDataParallel(model, message_size=2**18), []
     for batch in torch.randn(6, 2, 4, 3, 8, 8)[:, dist.get_rank()].cuda():
         loss = wrapped(batch).square().mean()
         optimizer.zero_grad()

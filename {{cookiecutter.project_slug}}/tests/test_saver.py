@@ -83,6 +83,43 @@ def test_each_rank_goes_on_with_its_own_random_numbers(
     assert {path.name for path in tmp_path.iterdir()} == {"step-2.pt", "step-4.pt", "last.pt"}
 
 
+@pytest.mark.gpu
+def test_a_save_pins_no_memory_of_its_own(tmp_path: Path) -> None:
+    """It would hold up the training for some steps; what the first step has pinned serves."""
+    if not hasattr(torch.cuda, "host_memory_stats"):
+        pytest.skip("torch 2.6 doesn't count what it pins")
+    processes = Processes("nccl", 1)
+    try:
+        [(first, later)] = processes(pinned_blocks, str(tmp_path))
+    finally:
+        processes.stop()
+    assert later == first > 0
+
+
+def pinned_blocks(folder: str) -> tuple[int, int]:
+    """How many blocks torch has pinned after the first step, and after the saves of the others."""
+    args = Namespace(
+        output=Path(folder), save_every="2", keep=2, timeout=60, arch="linear", data=None
+    )
+    model = nn.Sequential(nn.Linear(300, 500), nn.Linear(500, 3)).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    saver = Saver(args, model, optimizer, amp, lambda line: None)
+    saver.watch.start = lambda: None  # the signals of a test are its own
+    meter = Report(args.output, 1, "metric").meter(torch.device("cuda"), 1)
+    counts = []
+    for _ in saver.steps(range(7), meter):
+        counts.append(torch.cuda.host_memory_stats()["num_host_alloc"])
+        loss = 1e-3 * model(torch.randn(4, 300).cuda()).sum()  # no overflow skips the first step
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        saver.progress.step += 1
+        saver.wait()
+    return counts[1], counts[-1]
+
+
 def best_after_a_resume(folder: str, other: str) -> list[float]:
     """The best result that is known when a run goes on, in its folder and in another one."""
     args = {"save_every": None, "keep": 2, "timeout": 60, "arch": "linear", "data": None}
