@@ -73,15 +73,14 @@ def test_real_apex_reaches_the_accuracy(project, tmp_path, level, gpus):
     trains(project, tmp_path, "apex", level, gpus)
 
 
+BACKENDS = ["native", pytest.param("apex", marks=[pytest.mark.apex, needs_apex])]
 FEATURES = ("--batch-size", 16, "--accumulate", 2, "--clip-grad", 5, "--ema", 0.9)
 FEATURES += ("--label-smoothing", 0.1, "--decay-weights-only")
 
 
 @pytest.mark.parametrize("gpus", [on_one, on_two])
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-@pytest.mark.parametrize(
-    "backend", ["native", pytest.param("apex", marks=[pytest.mark.apex, needs_apex])]
-)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_accumulated_clipped_and_averaged_steps_reach_the_accuracy(
     project, tmp_path, backend, level, gpus
 ):
@@ -279,8 +278,11 @@ def digit_files(tmp_path_factory):
 
 @pytest.mark.parametrize("gpus", [on_one])
 @pytest.mark.parametrize("decoder", ["cpu", "gpu"])
-def test_accuracy_holds_wherever_files_are_decoded(project, digit_files, tmp_path, decoder, gpus):
-    flags = ("--data", digit_files, "--epochs", 10, "--workers", 4)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_accuracy_holds_wherever_files_are_decoded(
+    project, digit_files, tmp_path, backend, decoder, gpus
+):
+    flags = ("--backend", backend, "--data", digit_files, "--epochs", 10, "--workers", 4)
     done = run(project, *flags, "--decode", decoder, "--output", tmp_path / "run", nproc=gpus)
     assert done.returncode == 0, done.stderr
     accuracies = []

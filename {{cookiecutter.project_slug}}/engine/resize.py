@@ -1,10 +1,9 @@
-"""Crops of many images at once on the GPU: resized with antialiasing, mirrored, in one kernel.
+"""Crops of many images at once on the GPU: resized with antialiasing, mirrored, in two kernels.
 
 The arithmetic is that of torch's kernel for bytes on the CPU, bit for bit: weights in fixed point,
-along rows first, each result rounded to a byte.
+along rows first, each result rounded to a byte. Not by torch's own functions: real Apex's O1 puts
+its casts into them, for all threads, and they end with an error at float64.
 """
-
-import math
 
 import torch
 import triton
@@ -12,6 +11,65 @@ import triton.language as tl
 from torch import Tensor
 
 ROWS, COLUMNS = 8, 32  # of a tile
+MOST_BITS = tl.constexpr(22)  # of a weight's fraction
+FIELDS = tl.constexpr(12)  # of an image: address, height, width, its 2 × 4 of spans, its flip
+
+
+@triton.jit
+def _weight(at, end, centre, inverse):
+    """A triangle around the centre, as wide as the step is; 0 beyond the image."""
+    return tl.where(at < end, tl.maximum(1 - tl.abs((at - centre + 0.5) * inverse), 0), 0)
+
+
+@triton.jit
+def _weigh(table, windows, weights, shifts, size, most_taps, PLACES: tl.constexpr):
+    """Of a side of one crop: where windows begin, what they weigh, and the bits of their fraction.
+
+    In float64.
+    """
+    side = tl.program_id(0)
+    entry = table + side // 2 * FIELDS
+    span = entry + 3 + side % 2 * 4
+    start, first = tl.load(span), tl.load(span + 3)
+    length, resized = tl.load(span + 1).to(tl.float64), tl.load(span + 2).to(tl.float64)
+    is_mirrored = (side % 2 == 1) & (tl.load(entry + 11) == 1)
+
+    # The places after the crop's are the ends of the resized side, for the bits alone.
+    x = tl.arange(0, PLACES)
+    place = (first + tl.where(is_mirrored, size - 1 - x, x)).to(tl.float64)
+    place = tl.where(x < size, place, tl.where(x == size, 0, resized - 1))
+    scale = length / resized
+    support = tl.maximum(scale, 1)
+    inverse = 1 / support
+    centre = scale * (place + 0.5)
+    begin = tl.maximum(tl.floor(centre - support + 0.5), 0)
+    end = tl.minimum(tl.floor(centre + support + 0.5), length)
+
+    total = tl.zeros((PLACES,), tl.float64)
+    largest = tl.zeros((PLACES,), tl.float64)
+    for i in range(most_taps):
+        weight = _weight(begin + i, end, centre, inverse)
+        total += weight
+        largest = tl.maximum(largest, weight)
+    # As many bits as the largest weight of the side leaves in 16; it is mostly that of an end.
+    bit = tl.arange(0, 32)
+    one_more = (tl.full((32,), 2, tl.int64) << bit).to(tl.float64)
+    fits = tl.max(largest / total, 0) * one_more + 0.5 < 2**15
+    bits = tl.sum((fits & (bit < MOST_BITS)).to(tl.int32), 0)
+    one = (tl.full((PLACES,), 1, tl.int64) << bits).to(tl.float64)
+
+    tl.store(shifts + side, bits)
+    tl.store(windows + side * size + x, (start + begin.to(tl.int64)).to(tl.int32), x < size)
+    weights += side.to(tl.int64) * most_taps * size + x
+    for i in range(most_taps):
+        weight = _weight(begin + i, end, centre, inverse) / total
+        tl.store(weights + i * size, tl.floor(weight * one + 0.5).to(tl.int16), x < size)
+
+
+@triton.jit
+def _taps(span):
+    """The most pixels of a window."""
+    return 2 * tl.cdiv(tl.load(span + 1), tl.load(span + 2)).to(tl.int32) + 1
 
 
 @triton.jit
@@ -21,11 +79,9 @@ def _to_byte(value, shift):
 
 @triton.jit
 def _resize(
-    images,
-    shapes,
+    table,
     windows,
     weights,
-    taps,
     shifts,
     output,
     size,
@@ -33,13 +89,14 @@ def _resize(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """A tile of one crop. A pixel is a sum over its window, of `taps` columns and `taps` rows."""
+    """A tile of one crop. A pixel is a sum over its window."""
     number = tl.program_id(0)
     y = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     x = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    image = tl.load(images + number).to(tl.pointer_type(tl.uint8))
-    height, width = tl.load(shapes + 2 * number), tl.load(shapes + 2 * number + 1)
-    row_taps, column_taps = tl.load(taps + 2 * number), tl.load(taps + 2 * number + 1)
+    entry = table + number * FIELDS
+    image = tl.load(entry).to(tl.pointer_type(tl.uint8))
+    height, width = tl.load(entry + 1).to(tl.int32), tl.load(entry + 2).to(tl.int32)
+    row_taps, column_taps = _taps(entry + 3), _taps(entry + 7)
     row_shift, column_shift = tl.load(shifts + 2 * number), tl.load(shifts + 2 * number + 1)
     row_windows = 2 * number * size + y
     column_windows = (2 * number + 1) * size + x
@@ -85,62 +142,28 @@ def resize(images: list[Tensor], spans: Tensor, flips: Tensor, size: int) -> Ten
     """
     device, count = images[0].device, len(images)
     images = [image.contiguous() for image in images]
-    scales = (spans[..., 1] / spans[..., 2]).clamp(min=1)
-    taps = 2 * scales.ceil().int() + 1
-    most_taps = int(taps.max())
-    pointers = torch.tensor([image.data_ptr() for image in images])
-    shapes = torch.tensor([image.shape[1:] for image in images], dtype=torch.int32)
-    pointers, shapes, taps, spans, flips = (
-        tensor.to(device, non_blocking=True) for tensor in (pointers, shapes, taps, spans, flips)
-    )
-    windows, weights, shifts = _weigh(spans, flips, size, most_taps)
+    most_taps = 2 * int((-(-spans[..., 1] // spans[..., 2])).max()) + 1  # as in _taps
+    places = torch.tensor([(image.data_ptr(), *image.shape[1:]) for image in images])
+    table = torch.cat([places, spans.flatten(1), flips[:, None]], 1).to(device, non_blocking=True)
+    windows = torch.empty((count, 2, size), dtype=torch.int32, device=device)
+    weights = torch.empty((count, 2, most_taps, size), dtype=torch.int16, device=device)
+    shifts = torch.empty((count, 2), dtype=torch.int32, device=device)
     output = torch.empty(
         (count, 3, size, size),
         dtype=torch.uint8,
         device=device,
         memory_format=torch.channels_last,
     )
-    _resize[count, triton.cdiv(size, ROWS), triton.cdiv(size, COLUMNS)](
-        pointers,
-        shapes,
-        windows,
-        weights,
-        taps,
-        shifts,
-        output,
+    prepared = table, windows, weights, shifts
+    # Contracted to fused multiplications and additions, the weights would round otherwise.
+    _weigh[(2 * count,)](
+        *prepared,
         size,
         most_taps,
-        ROWS=ROWS,
-        COLUMNS=COLUMNS,
+        PLACES=triton.next_power_of_2(size + 2),
+        enable_fp_fusion=False,
+    )
+    _resize[count, triton.cdiv(size, ROWS), triton.cdiv(size, COLUMNS)](
+        *prepared, output, size, most_taps, ROWS=ROWS, COLUMNS=COLUMNS
     )
     return output
-
-
-def _weigh(spans: Tensor, flips: Tensor, size: int, taps: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Where each window begins, what its pixels weigh, and of how many bits the fraction is.
-
-    int32 (N, 2, size), int16 (N, 2, taps, size) and int32 (N, 2).
-    """
-    start, length, resized, first = (part[..., None] for part in spans.double().unbind(-1))
-    place = torch.arange(size, device=spans.device).expand(len(spans), 2, size).clone()
-    place[:, 1] = torch.where(flips[:, None], place[:, 1].flip(-1), place[:, 1])
-    ends = torch.cat([torch.zeros_like(resized), resized - 1], -1)
-    place = torch.cat([first + place, ends], -1)  # the ends for `bits` alone
-    scale = length / resized
-    support = scale.clamp(min=1)
-    centre = scale * (place + 0.5)
-    begin = (centre - support + 0.5).floor().clamp(min=0)
-    end = (centre + support + 0.5).floor().minimum(length)
-
-    # From here on (N, 2, taps, size + 2): a triangle around the centre, as wide as the step is.
-    at = begin[..., None, :] + torch.arange(taps, device=spans.device)[:, None]
-    distance = (at - centre[..., None, :] + 0.5) * (1 / support)[..., None, :]
-    weights = (1 - distance.abs()).clamp(min=0)
-    weights = torch.where(at < end[..., None, :], weights, 0)
-    weights /= weights.sum(-2, keepdim=True)
-
-    # As many bits as the largest weight of the side leaves in 16; it is mostly that of an end.
-    largest = weights.amax((-2, -1))
-    bits = (math.log2(2**15 - 0.5) - largest.log2() - 1).ceil().clamp(max=22)
-    weights = (weights * bits.exp2()[..., None, None] + 0.5).floor()
-    return (start + begin)[..., :size].int(), weights[..., :size].short().contiguous(), bits.int()
