@@ -87,23 +87,6 @@ def test_accumulated_clipped_and_averaged_steps_reach_the_accuracy(
     trains(project, tmp_path, backend, level, gpus, *FEATURES)
 
 
-@pytest.mark.apex
-@needs_apex
-@pytest.mark.parametrize("gpus", [on_one, on_two])
-@pytest.mark.parametrize("level", ["O0", "O2"])
-def test_real_apex_accumulates_as_apex_native_does(project, tmp_path, level, gpus):
-    """Gradients that missed the reduction, or were scaled twice, would move the loss far more."""
-    flags = ("--opt-level", level, "--steps", 30, "--batch-size", 16, "--accumulate", 2)
-    losses = []
-    for backend in ("apex", "native"):
-        # NCHW on both: real Apex's DDP, of several processes, can't do otherwise.
-        output = ("--no-channels-last", "--output", tmp_path / backend)
-        done = run(project, *flags, "--backend", backend, *output, nproc=gpus)
-        assert done.returncode == 0, done.stdout + done.stderr
-        losses.append(metrics(tmp_path / backend)[-1]["train_loss"])
-    assert losses[0] == pytest.approx(losses[1], rel=0.05)
-
-
 TASKS = {
     "segmentation": {"metric": "val_miou", "goal": 0.8},
     "contrastive": {"metric": "val_recall_at_1", "goal": 0.95},

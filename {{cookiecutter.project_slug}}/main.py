@@ -219,7 +219,9 @@ def main() -> None:
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(device)
+        # % if ddp != "dataparallel"
         torch.backends.cudnn.benchmark = not args.deterministic
+        # % endif
     # % if ddp != "dataparallel"
     elif args.cuda_graphs:
         distributed.stop("--cuda-graphs: this run is on the CPU; take --compile, or leave it out")
@@ -341,7 +343,8 @@ def main() -> None:
     # % endif
     # % if ddp == "dataparallel"
     # One process and a thread for each GPU: at every step the model is copied to all GPUs, the
-    # outputs come back to the first, and Python runs one thread at a time. For comparison only.
+    # outputs come back to the first, and Python runs one thread at a time. The threads are new
+    # each time, and would time cuDNN's algorithms again. For comparison only.
     encoders = [nn.DataParallel(encoder) for encoder in encoders]
     # % else
     if world_size > 1:
@@ -374,7 +377,8 @@ def main() -> None:
     # % endif
     # % if ddp == "dataparallel"
     # One process and a thread for each GPU: at every step the model is copied to all GPUs, the
-    # outputs come back to the first, and Python runs one thread at a time. For comparison only.
+    # outputs come back to the first, and Python runs one thread at a time. The threads are new
+    # each time, and would time cuDNN's algorithms again. For comparison only.
     model = nn.DataParallel(model)
     # % else
     if world_size > 1:

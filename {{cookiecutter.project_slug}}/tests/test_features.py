@@ -1,6 +1,7 @@
 """What a flag adds to plain steps, against the same training written out in torch alone.
 
-main.py itself runs here, on two CPU processes, with a small model and few samples.
+main.py itself runs here, on two processes, on the CPU and with real Apex on two GPUs, with a small
+model and few samples.
 """
 
 import contextlib
@@ -25,7 +26,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import main
 import task
 from apex_native import amp
-from engine import checkpoint, distributed, training, weights
+from engine import backend, checkpoint, distributed, training, weights
 from engine.errors import UserError
 from engine.report import Report
 from engine.watch import Watch
@@ -65,7 +66,10 @@ def small(*_: object) -> nn.Module:
 
 @contextlib.contextmanager
 def on_the_small_set(output: str, flags: tuple) -> Iterator[None]:
-    rank = dist.get_rank() if dist.is_initialized() else 0
+    rank, device = 0, torch.device("cpu")
+    if dist.is_initialized():
+        rank = dist.get_rank()
+        device = torch.device("cuda", rank) if dist.get_backend() == "nccl" else device
     command = ["main.py", *map(str, FLAGS + flags), "--output", output]
     with contextlib.ExitStack() as patches:
         for thing, name, value in (
@@ -73,7 +77,7 @@ def on_the_small_set(output: str, flags: tuple) -> Iterator[None]:
             (task, "build_model", small),
             (task, "build_datasets", lambda *_: (Samples(), Samples())),
             (distributed, "ranks", lambda _: (rank, rank, 2)),
-            (distributed, "device_for", lambda _: torch.device("cpu")),
+            (distributed, "device_for", lambda _: device),
             (distributed, "join", lambda *_: None),
             (Watch, "start", lambda _: None),
             (Report, "_draw", lambda _: None),  # in a process of its own, which takes a second
@@ -197,6 +201,27 @@ def test_the_average_is_validated_and_saved(
     loss = F.cross_entropy(module(samples.images), samples.labels).item()
     row = (tmp_path / "metrics.csv").read_text().splitlines()[-1].split(",")
     assert float(row[3]) == pytest.approx(loss, rel=0.01)
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("level", LEVELS)
+def test_real_apex_takes_such_steps_too(tmp_path: Path, level: str) -> None:
+    if problem := backend.problem_with_apex(level):
+        pytest.skip(problem.reason)
+    flags = ("--accumulate", 2, "--clip-grad", 0.1, "--ema", 0.9)
+    how = ("--backend", "apex", "--opt-level", level, "--loss-scale", 128)  # which skips no step
+    processes = Processes("nccl")  # for once: Apex changes torch's functions for good
+    try:
+        (state, _), _ = processes(trained, str(tmp_path), *how, *flags)
+    finally:
+        processes.stop()
+    model, average = reference(*flags)
+    off = distance(state["model"], model)
+    assert off < NEAR[level]
+    assert distance(state["ema"], average) < NEAR[level]
+    for others in (("--accumulate", 2), ("--clip-grad", 0.1)):
+        assert distance(state["model"], reference(*others)[0]) > 2 * off
+    assert state["step"] == 6
 
 
 def test_the_average_is_of_fp32_masters() -> None:
