@@ -195,6 +195,47 @@ def test_a_hang_is_ended_with_the_step_and_the_place(project, breaking, tmp_path
     assert "time.sleep(600)" in hung.said
 
 
+LOADS_FOR_LONG = """
+import os, time, runpy
+from engine import order
+take = order.Seeded.__getitems__
+def get(self, indices):
+    if os.environ["RANK"] == "1" and len(indices) > 2 and (len(self) > 1000) == {trains}:
+        time.sleep(600)
+    return take(self, indices)
+order.Seeded.__getitems__ = get
+runpy.run_path("{main}", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    ("trains", "where"),
+    [
+        (True, "epoch 1/2, batch 1"),
+        pytest.param(False, "validating, batch 1", marks=pytest.mark.slow),
+    ],
+)
+def test_a_batch_that_never_comes_ends_the_run_too(project, breaking, tmp_path, trains, where):
+    main = project / "main.py"
+    main.write_text(LOADS_FOR_LONG.format(trains=trains, main=project / "kept.py"))
+    with started(project, tmp_path / "run", "--timeout", 6) as hung:
+        hung.wait_for(STARTED)
+        status, _ = hung.end()
+        assert not hung.ranks()
+    assert status == 1, hung.said
+    assert f"error: rank 1 has been in {where} for " in hung.said
+    assert "time.sleep(600)" in hung.said
+
+
+def test_what_fails_after_a_signal_is_said(project, breaking, tmp_path):
+    breaking("print('now', flush=True); time.sleep(3); raise RuntimeError('the cause')")
+    with started(project, tmp_path / "run", "--epochs", 50) as failed:
+        failed.wait_for("now")
+        os.kill(failed.ranks()[1], signal.SIGTERM)
+        failed.end()
+    assert "RuntimeError: the cause" in failed.said
+
+
 def test_processes_without_their_launcher_leave(project, tmp_path):
     with started(project, tmp_path / "run", "--epochs", 50) as orphaned:
         orphaned.wait_for(STARTED)
@@ -251,12 +292,11 @@ def test_chaos(project, whole, tmp_path, capsys):
         while status != 0:
             lives += 1
             assert lives < 5 * wanted + 20, f"seed {seed}"
-            resume = ["--resume", "auto"] if list(output.glob("*.pt")) else []
-            if not resume:
-                shutil.rmtree(output, ignore_errors=True)
-            with started(project, output, "--save-every", 1, *resume) as victim:
-                victim.wait_for(STARTED)
-                time.sleep(chance.uniform(0.0, 0.4))
+            flags = ("--save-every", 1, "--resume", "auto")
+            with started(project, output, *flags) as victim:
+                if chance.random() < 0.8:
+                    victim.wait_for(STARTED)
+                time.sleep(chance.uniform(0.0, 2.0))
                 if kills < wanted and victim.process.poll() is None:
                     target = chance.choice([*victim.ranks().values(), victim.process.pid])
                     blow = chance.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM])

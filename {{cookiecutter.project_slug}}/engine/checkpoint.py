@@ -18,12 +18,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from engine import distributed
 from engine.errors import UserError
 from engine.files import replacing
 
 LAST, BEST = "last.pt", "best.pt"
+A_FOLDER = 0x10  # an attribute of a part of an archive
 PARTS = ("model", "optimizer", "amp", "epoch", "step", "samples", "best", "ranks")
 
 
@@ -215,10 +217,11 @@ def _age(path: Path) -> tuple[int, int]:
 
 
 def _first_nan(state: dict[str, object]) -> str | None:
-    """The name of the first tensor of the model or the optimizer that holds nan."""
+    """The name of the first tensor of the model, its average or the optimizer that holds nan."""
     moments = state["optimizer"].get("state", {}).values()
     tensors = chain(
         state["model"].items(),
+        ((f"the average's {name}", tensor) for name, tensor in state.get("ema", {}).items()),
         ((f"the optimizer's {name}", tensor) for one in moments for name, tensor in one.items()),
     )
     for name, tensor in tensors:
@@ -264,6 +267,8 @@ def load(path: Path, content: io.BytesIO | None = None) -> dict[str, object]:
             f"{path}: it is not a checkpoint, a dict of model, optimizer and amp "
             f"(it has no {' and no '.join(missing)})"
         )
+    if not all(map(_is_whole, tree_leaves(state))):
+        raise UserError(f"{path}: a tensor of it is larger than what is stored; use another one")
     try:
         bad = _first_nan(state)
     except (AttributeError, TypeError):
@@ -276,20 +281,39 @@ def load(path: Path, content: io.BytesIO | None = None) -> dict[str, object]:
     counts = [state[name] for name in ("epoch", "samples")] + [state["step"] or 0]
     if not all(isinstance(count, int) and count >= 0 for count in counts):
         raise UserError(f"{path}: its epoch and step are no counts; use another one")
-    if not (isinstance(state["best"], float | int) and isinstance(state["ranks"], list)):
+    if not (_is_number(state["best"]) and isinstance(state["ranks"], list)):
         raise UserError(f"{path}: its best or its ranks are altered; use another one")
+    scalers = state.get("amp", {})
+    scalers = scalers.values() if isinstance(scalers, dict) else [{}]
+    scales = [part.get("loss_scale") for part in scalers if isinstance(part, dict)]
+    if not all(_is_number(scale) and 0 < scale < math.inf for scale in scales):
+        raise UserError(f"{path}: its loss scale is altered; use another one")
     return state
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, float | int) and not math.isnan(value)
+
+
+def _is_whole(value: object) -> bool:
+    """Whether a tensor has all its numbers in memory: one can repeat one number without end."""
+    if not isinstance(value, Tensor):
+        return True
+    is_plain = value.layout == torch.strided and value.device.type == "cpu"
+    return is_plain and value.numel() * value.element_size() <= value.untyped_storage().nbytes()
 
 
 def _check_archive(path: Path, file: BinaryIO) -> None:
     """Raises BadZipFile for a tensor that was altered, which torch doesn't look for.
 
-    And UserError for an archive that grows when it is read: torch stores tensors as they are.
+    So is one that is marked as a folder, of which torch reads nothing. And UserError for an archive
+    that grows when it is read: torch stores tensors as they are.
     """
     with zipfile.ZipFile(file) as archive:
         if sum(part.file_size for part in archive.infolist()) > file.seek(0, io.SEEK_END):
             raise UserError(f"{path}: it unpacks to more than it is; use another one")
-        altered = archive.testzip()
+        folders = (part.filename for part in archive.infolist() if part.external_attr & A_FOLDER)
+        altered = archive.testzip() or next(folders, None)
     if altered:
         raise zipfile.BadZipFile(altered)
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from engine.errors import BAD_USAGE, UserError
-from engine.watch import Watch, leave_with_the_launcher
+from engine.watch import leave_with_the_launcher
 
 CLOCKS_APART_S = 60.0  # which nobody's logs should be
 PATIENCE_S = 5.0  # in which a launcher has ended every process of a job that failed
@@ -317,8 +317,6 @@ def run(main: Callable[[], None]) -> None:
         # A process that leaves breaks the connections of the others, which is a RuntimeError
         # there. The launcher ends them before they speak, so that the cause is what is read.
         if isinstance(error, RuntimeError) and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            if Watch.asked:  # by the launcher, because another failed
-                leave(1)
             time.sleep(PATIENCE_S if is_on_one_machine() else FAR_PATIENCE_S)
         traceback.print_exc()
         leave(1)

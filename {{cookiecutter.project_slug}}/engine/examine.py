@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from engine import backend, distributed, doctor
+from engine import backend, checkpoint, distributed, doctor
 from engine.check import device_identity
 from engine.doctor import OK, WARNING, WRONG
 from engine.errors import UserError, first_few
@@ -259,7 +259,7 @@ def settings(
     doctor.tell("flags", OK, " ".join(flags) or "the defaults")
     datasets = cache(build_datasets)
     doctor.look({"Apex": partial(apex, args, **needs), "CPU": partial(cpu, args)})
-    doctor.look({"output": partial(output, args)})
+    doctor.look({"output": partial(output, args), "resume": partial(resumed, args)})
     if doctor.look({"data": partial(data, args, datasets)}):
         doctor.look({"shared memory": partial(shared_memory, args, datasets)})
     sys.exit()
@@ -338,6 +338,26 @@ def output(args: Namespace) -> Results:
         yield WARNING, f"{text}, little for checkpoints of a large model"
     else:
         yield OK, text
+
+
+def resumed(args: Namespace) -> Results:
+    """Whether there is a whole checkpoint to go on from."""
+    if args.resume is None:
+        return
+    yield WARNING, f"{args.resume} is not read yet: a slow disk, or a large file"
+    if args.resume == Path("auto"):
+        said: list[str] = []
+        path = checkpoint.newest(args.output, said.append)
+        if said:
+            yield WARNING, f"{path} serves: {'; '.join(said)}"
+            return
+    else:
+        path = args.resume
+    if path is None:
+        yield OK, f"{args.output} has no checkpoint: the run begins"
+    else:
+        state = checkpoint.load(path)
+        yield OK, f"{path}, after {state['epoch']} epochs, {state['step']} steps"
 
 
 def data(args: Namespace, datasets: Callable[[], tuple]) -> Results:

@@ -28,6 +28,7 @@ from engine import cli, curves, distributed
 from engine.curves import COLUMNS, CONFIG, PICTURE, TABLE
 from engine.errors import UserError
 from engine.files import replacing
+from engine.watch import watched
 
 if TYPE_CHECKING:
     from engine.checkpoint import Progress
@@ -78,7 +79,8 @@ class Report:
             self._lock()
             rows = curves.rows(table)
             if not goes_on and not distributed.is_restart():
-                if rows or any(self.output.glob("*.pt")):
+                is_lost = config.get("resume") == Path("auto")  # before its first checkpoint
+                if any(self.output.glob("*.pt")) or rows and not is_lost:
                     raise UserError(
                         f"{self.output} already holds a run: add --resume auto to go on with it, "
                         "or --output with another folder"
@@ -146,7 +148,8 @@ class Report:
     ) -> tqdm:
         """A progress bar over `batches`; not drawn in a log that is no terminal."""
         look |= {"leave": False, "disable": not (self.active and sys.stderr.isatty())}
-        return tqdm(batches, description, total, dynamic_ncols=True, **look)
+        total = len(batches) if total is None else total
+        return tqdm(watched(batches, description), description, total, dynamic_ncols=True, **look)
 
     @contextlib.contextmanager
     def clock(self, description: str) -> Iterator[None]:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from engine import checkpoint, cli, distributed, rng
+from engine import checkpoint, cli, distributed, rng, watch
 from engine.errors import UserError
 from engine.files import SUFFIX, link
 from engine.report import CONFIG, Meter
@@ -122,7 +122,7 @@ class Saver:
         try:
             words += self._resume_ranks(state["ranks"])
             words += self._resume_ema(state.get("ema"))
-        except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
+        except Exception as error:  # altered numbers raise anything
             reason = shorten(" ".join(str(error).split()), 160)
             raise UserError(
                 f"--resume {path}: the state of its processes, or its average of the weights, is "
@@ -143,10 +143,10 @@ class Saver:
         rank = dist.get_rank()
         if len(ranks) == dist.get_world_size():
             rng.restore(ranks[rank]["rng"])
-            self.losses = [ranks[rank]["losses"]]
+            self.losses = _losses(ranks[rank : rank + 1])
             return ""
         rng.seed(rng.mixed(torch.initial_seed(), self.progress.step))
-        self.losses = [one["losses"] for one in ranks] if rank == 0 else []
+        self.losses = _losses(ranks) if rank == 0 else []
         if not ranks:  # another script's
             return ""
         return f", not bit by bit as its {len(ranks)} processes would have gone on"
@@ -159,11 +159,10 @@ class Saver:
         if not self.watch.is_alive():
             self._start()
         for batch in batches:
-            self.watch.begin(self.progress.step + 1)
+            watch.begin(f"step {self.progress.step + 1}")
             yield batch
             self._pin_memory()
             self._after_step()
-        self.watch.begin(None)
 
     def save(self, result: float = -math.inf) -> None:
         """Saves the run as it is now, as ``best.pt`` too if `result` is the best one.
@@ -171,8 +170,6 @@ class Saver:
         Waits for the device, and while the one before is being written. Every process calls it,
         because each has random numbers of its own.
         """
-        is_best = result > self.progress.best
-        self.progress.best = max(self.progress.best, result)  # a result may be nan
         own = {"rng": rng.state(), "losses": self.meter.state() if self.meter else (0.0, 0)}
         ranks = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
         dist.gather_object(own, ranks, group=self.group)
@@ -180,9 +177,11 @@ class Saver:
         if ranks is None:
             return
         self.wait()
+        best = self.progress.best
+        self.progress.best = max(best, result)  # a result may be nan
         state = self._copy() | vars(self.progress) | {"ranks": ranks, "about": self.about}
         copied = torch.cuda.current_stream().record_event() if torch.cuda.is_initialized() else None
-        self.writer = threading.Thread(target=self._write, args=(state, copied, is_best))
+        self.writer = threading.Thread(target=self._write, args=(state, copied, best))
         self.writer.daemon = True
         self.writer.start()
 
@@ -243,24 +242,32 @@ class Saver:
         distributed.leave(128 + number)
 
     def _write(
-        self, state: dict[str, object], copied: torch.cuda.Event | None, is_best: bool
+        self, state: dict[str, object], copied: torch.cuda.Event | None, best: float
     ) -> None:
+        """Writes `state`, which is the best one if it has another best result than `best`."""
         path = self.folder / f"step-{state['step']}.pt"
         try:
             if copied:
                 copied.synchronize()
             checkpoint.write(path, state)
             link(path, self.folder / checkpoint.LAST)
-            if is_best:
+            if state["best"] > best:
                 link(path, self.folder / checkpoint.BEST)
             checkpoint.prune(self.folder, self.keep)
             self.problem = ""
         except (OSError, RuntimeError, ValueError) as error:
             reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
             self.problem = f"{path} could not be written ({reason})"
+            self.progress.best = best  # of those on the disk
             self.say(
                 f"warning: {self.problem}; the run goes on, the checkpoints before it are kept"
             )
+
+
+def _losses(ranks: list[dict]) -> list[tuple[float, int]]:
+    """What the processes of a checkpoint had lost. Raises an error for anything else."""
+    pairs = [one["losses"] for one in ranks]
+    return [(float(loss_sum), int(count)) for loss_sum, count in pairs]
 
 
 def slurm_job() -> str:

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterable, Iterator
 
 import torch.distributed as dist
 
@@ -25,17 +26,18 @@ class Watch(threading.Thread):
     """A thread beside the training. The first signal asks it to stop, a second ends it at once.
 
     Args:
-        timeout_s: a step that takes longer ends the process, which says where it was.
+        timeout_s: a step that takes longer, or a batch to be loaded or validated, ends the process,
+            which says where it was.
     """
 
     asked: int = 0  # the signal that asked this process to stop
+    place: str = ""  # what it is doing now; if nothing, there is no limit of time
+    began: float = 0.0
 
     def __init__(self, timeout_s: float) -> None:
         super().__init__(name="watch", daemon=True)
         self.timeout_s = timeout_s
         self.asked_at = 0.0
-        self.step: int | None = None
-        self.began = 0.0
 
     def start(self) -> None:
         """Begins to watch; signals no longer end the process by themselves."""
@@ -47,10 +49,6 @@ class Watch(threading.Thread):
             signal.signal(number, lambda *_: None)
         super().start()
 
-    def begin(self, step: int | None) -> None:
-        """The training is in `step` now; None if in none, where there is no limit of time."""
-        self.step, self.began = step, time.monotonic()
-
     def run(self) -> None:
         """Looks at each signal when it comes, and at the rest once a second."""
         while True:
@@ -58,9 +56,9 @@ class Watch(threading.Thread):
             for number in os.read(self.pipe, 64) if came else ():
                 if number in SIGNALS:
                     self._note(number)
-            step, seconds = self.step, time.monotonic() - self.began
-            if step is not None and seconds > self.timeout_s:
-                self._tell(step, seconds)
+            place, seconds = Watch.place, time.monotonic() - Watch.began
+            if place and seconds > self.timeout_s:
+                self._tell(place, seconds)
 
     def _note(self, number: int) -> None:
         now = time.monotonic()
@@ -76,17 +74,31 @@ class Watch(threading.Thread):
         elif now - self.asked_at > SAME_S:
             os._exit(128 + number)
 
-    def _tell(self, step: int, seconds: float) -> None:
+    def _tell(self, place: str, seconds: float) -> None:
         frame = sys._current_frames()[threading.main_thread().ident]
         stack = "".join(traceback.format_stack(frame))
         print(
-            f"error: rank {dist.get_rank()} has been in step {step} for {seconds:.0f} s, more than "
+            f"error: rank {dist.get_rank()} has been in {place} for {seconds:.0f} s, more than "
             f"--timeout; it is here:\n{stack}",
             file=sys.stderr,
             flush=True,
         )
         time.sleep(1.0)  # in which the others say where they are: one of them is the cause
         os._exit(1)
+
+
+def begin(place: str) -> None:
+    """This process is in `place` now, such as "step 3"; in none, there is no limit of time."""
+    Watch.began, Watch.place = time.monotonic(), place
+
+
+def watched(batches: Iterable, name: str) -> Iterator:
+    """Yields `batches`; the time of each begins before it is loaded."""
+    begin(f"{name}, batch 1")
+    for number, batch in enumerate(batches, 2):
+        yield batch
+        begin(f"{name}, batch {number}")
+    begin("")
 
 
 def leave_signals_to_the_training(worker: int) -> None:

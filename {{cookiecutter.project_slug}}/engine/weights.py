@@ -1,5 +1,6 @@
 """Weights to begin with, from a file or from torchvision."""
 
+import pickle
 import sys
 from pathlib import Path
 
@@ -78,7 +79,14 @@ def _of_torchvision(source: str, arch: str) -> dict[str, Tensor]:
         ) from None
     progress = distributed.is_speaker() and sys.stderr.isatty()
     try:
-        return weights.get_state_dict(progress=progress, check_hash=True, map_location="cpu")
+        return weights.get_state_dict(
+            progress=progress, check_hash=True, map_location="cpu", weights_only=True
+        )
+    except pickle.UnpicklingError:
+        name = Path(torch.hub.get_dir(), "checkpoints", Path(weights.url).name)
+        raise UserError(
+            f"--weights {source}: {name} holds no weights; remove it, and it is downloaded again"
+        ) from None
     except (OSError, RuntimeError) as error:
         reason = getattr(error, "reason", error)
         raise UserError(

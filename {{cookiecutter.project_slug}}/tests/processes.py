@@ -70,7 +70,10 @@ class Processes:
         self._processes, self._ends = [], []
 
     def _start(self) -> None:
-        context = mp.get_context("spawn")
+        # A fork server imports torch once for all; some variables are to be there before that.
+        context = mp.get_context("spawn" if self.variables else "forkserver")
+        if not self.variables:
+            context.set_forkserver_preload(["torch._dynamo", "torchvision"])
         self._folder = tempfile.TemporaryDirectory()  # they meet at a file, which needs no port
         path = os.path.join(self._folder.name, "group")
         for rank in range(self.world_size):

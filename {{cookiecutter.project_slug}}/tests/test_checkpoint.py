@@ -3,6 +3,7 @@
 import copy
 import errno
 import os
+import re
 import time
 import zipfile
 from pathlib import Path
@@ -105,21 +106,24 @@ def test_a_static_scale_of_real_apex_is_not_overwritten(whole: Path) -> None:
     assert not apexs.load_state_dict.called
 
 
-@pytest.mark.parametrize("length", [0, 1, 1000, 20_000])
-def test_a_torn_file_is_refused(whole: Path, length: int) -> None:
-    whole.write_bytes(whole.read_bytes()[:length])
-    with pytest.raises(UserError, match="torn"):
-        checkpoint.load(whole)
+def test_a_torn_file_is_refused(whole: Path) -> None:
+    """At each half of a kilobyte."""
+    data = whole.read_bytes()
+    for length in (1, *range(0, len(data), 512), len(data) - 1):
+        whole.write_bytes(data[:length])
+        with pytest.raises(UserError, match="torn"):
+            checkpoint.load(whole)
 
 
-def test_an_altered_byte_is_found_or_alters_nothing(whole: Path) -> None:
+def test_an_altered_bit_is_found_or_alters_nothing(whole: Path) -> None:
     """At each 512 bytes, and all over the archive's directory, which is at the end."""
     data, state = whole.read_bytes(), checkpoint.load(whole)
     del state["origin"]
     found = 0
-    for position in [*range(0, len(data) - 3000, 512), *range(len(data) - 3000, len(data), 41)]:
+    directory = data.index(b"PK\x01\x02")
+    for position in [*range(0, directory, 512), *range(directory, len(data), 3)]:
         altered = bytearray(data)
-        altered[position] ^= 0xFF
+        altered[position] ^= 1 << position % 8
         whole.write_bytes(altered)
         try:
             again = checkpoint.load(whole)
@@ -129,6 +133,20 @@ def test_an_altered_byte_is_found_or_alters_nothing(whole: Path) -> None:
             assert again.pop("origin") == ""
             torch.testing.assert_close(again, state, rtol=0, atol=0)
     assert found > 30
+
+
+def test_a_tensor_that_is_marked_as_a_folder_is_refused(whole: Path) -> None:
+    """Of which torch reads nothing, and takes what was in memory before."""
+    data = whole.read_bytes()
+    entries = re.finditer(rb"PK\x01\x02", data)
+    places = [entry.start() + 38 for entry in entries]  # of the attributes
+    assert len(places) > 6
+    for place in places:
+        altered = bytearray(data)
+        altered[place] ^= 0x10
+        whole.write_bytes(altered)
+        with pytest.raises(UserError, match="torn"):
+            checkpoint.load(whole)
 
 
 def test_the_newest_whole_one_is_taken(tmp_path: Path) -> None:
@@ -174,13 +192,15 @@ def test_an_archive_that_grows_is_refused(whole: Path) -> None:
 
 def test_nan_is_neither_written_nor_read(whole: Path) -> None:
     model, optimizer = small()
-    for tensor in (model.bias.data, optimizer.state[model.bias]["exp_avg"]):
+    average = {"bias": torch.zeros(40)}
+    for tensor in (model.bias.data, optimizer.state[model.bias]["exp_avg"], average["bias"]):
         before = whole.read_bytes()
         kept, tensor[3] = tensor[3].item(), float("nan")
+        state = state_of(model, optimizer) | {"ema": average}
         with pytest.raises(ValueError, match="not finite"):
-            checkpoint.write(whole, state_of(model, optimizer))
+            checkpoint.write(whole, state)
         assert whole.read_bytes() == before
-        torch.save(state_of(model, optimizer), whole.with_name("bad.pt"))
+        torch.save(state, whole.with_name("bad.pt"))
         with pytest.raises(UserError, match="not finite"):
             checkpoint.load(whole.with_name("bad.pt"))
         tensor[3] = kept
@@ -195,6 +215,13 @@ def test_nan_is_neither_written_nor_read(whole: Path) -> None:
         {"samples": "many"},
         {"best": None},
         {"ranks": 2},
+        {"best": float("nan")},
+        {"amp": [1]},
+        {"amp": {"loss_scaler0": {"loss_scale": float("nan"), "unskipped": 0}}},
+        {"amp": {"loss_scaler0": {"loss_scale": 0.0, "unskipped": 0}}},
+        {"model": {"weight": torch.zeros(1).expand(10**6, 10**6)}},
+        {"model": {"weight": torch.zeros(9, device="meta")}},
+        {"model": {"weight": torch.eye(3).to_sparse()}},
     ],
 )
 def test_what_is_no_state_of_a_run_is_refused(whole: Path, change: dict) -> None:

@@ -337,6 +337,24 @@ def test_weights_that_are_not_there(
         weights.load(torchvision.models.resnet18(), source, "resnet18")
 
 
+class Hostile:
+    def __reduce__(self) -> tuple:
+        return print, ("this is run",)
+
+
+def test_downloaded_weights_run_no_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Nor do those that another program has put where torchvision keeps them."""
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    path = tmp_path / "hub" / "checkpoints" / "resnet18-f37072fd.pth"
+    path.parent.mkdir(parents=True)
+    torch.save({"conv1.weight": Hostile()}, path)
+    with pytest.raises(UserError, match=f"{path} holds no weights; remove it"):
+        weights.load(torchvision.models.resnet18(), "DEFAULT", "resnet18")
+    assert not capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("terminal", "rank"), [(True, 0), (False, 0), (True, 1)])
 def test_a_download_shows_a_bar_to_a_terminal_once(
     monkeypatch: pytest.MonkeyPatch, terminal: bool, rank: int

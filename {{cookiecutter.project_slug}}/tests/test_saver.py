@@ -3,6 +3,7 @@
 import random
 from argparse import Namespace
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from processes import Processes
 from torch import nn
 
 from apex_native import amp
-from engine import distributed, finite, rng
+from engine import checkpoint, distributed, finite, rng
 from engine.report import Report
 from engine.saver import Saver
 
@@ -147,6 +148,76 @@ def test_a_run_that_goes_on_elsewhere_has_a_best_of_its_own(
         folder.mkdir()
     bests, _ = two_processes(best_after_a_resume, *map(str, folders))
     assert bests == [0.75, 0.75, -float("inf")]
+
+
+def best_after_a_failed_write(folder: str) -> tuple[float, float, list[str]]:
+    said = []
+    args = Namespace(output=Path(folder), save_every="1m", keep=2, timeout=60, arch="", data=None)
+    model = nn.Linear(3, 3)
+    saver = Saver(args, model, torch.optim.SGD(model.parameters()), amp, said.append)
+    write = checkpoint.write
+    for step, result in enumerate((0.5, 0.9, 0.8), 1):
+        saver.progress.step = step
+        checkpoint.write = write if result != 0.9 else mock.Mock(side_effect=OSError(28, "full"))
+        saver.save(result)
+        saver.wait()
+    dist.barrier()
+    best = torch.load(Path(folder, "best.pt"), weights_only=True)
+    return best["best"], saver.progress.best, said
+
+
+def test_the_best_is_the_best_that_is_on_the_disk(two_processes: Processes, tmp_path: Path) -> None:
+    (saved, known, said), _ = two_processes(best_after_a_failed_write, str(tmp_path))
+    assert saved == known == 0.8
+    assert len(said) == 1 and "step-2.pt could not be written (full)" in said[0]
+
+
+def steps_of_saves(folder: str) -> list[str]:
+    """Which checkpoints there are after ten steps of a quarter of a minute each, one a minute."""
+    args = Namespace(output=Path(folder), save_every="1m", keep=9, timeout=60, arch="", data=None)
+    model = nn.Linear(3, 3)
+    saver = Saver(args, model, torch.optim.SGD(model.parameters()), amp, lambda line: None)
+    saver.watch.start = lambda: None
+    meter = Report(args.output, 1, "metric").meter(torch.device("cpu"), 1)
+    for _ in saver.steps(range(10), meter):
+        meter.add(torch.tensor(1.0))
+        saver.progress.step += 1
+        saver.saved_at -= 15
+    saver.finish()
+    dist.barrier()
+    return sorted(path.name for path in args.output.glob("step-*.pt"))
+
+
+def test_a_save_can_come_by_the_clock(two_processes: Processes, tmp_path: Path) -> None:
+    """All processes agree on it after the next step."""
+    names, _ = two_processes(steps_of_saves, str(tmp_path))
+    assert names == ["step-10.pt", "step-5.pt"]
+
+
+@pytest.mark.parametrize(
+    "change", [{"losses": 5}, {"losses": ("many", 1)}, {"rng": 5}, {"rng": {"python": 2**70}}]
+)
+def test_an_altered_state_of_a_process_is_refused(
+    two_processes: Processes, tmp_path: Path, change: dict
+) -> None:
+    with pytest.raises(AssertionError, match="the state of its processes, or .* use another one"):
+        two_processes(resumed_with, str(tmp_path), change)
+
+
+def resumed_with(folder: str, change: dict) -> None:
+    args = Namespace(output=Path(folder), save_every=None, keep=2, timeout=60, arch="", data=None)
+    model = nn.Linear(3, 3)
+    parts = (args, model, torch.optim.SGD(model.parameters()), amp, lambda line: None)
+    saver = Saver(*parts)
+    saver.save()
+    saver.finish()
+    dist.barrier()
+    path = Path(folder, "last.pt")
+    state = torch.load(path, weights_only=True)
+    state["ranks"] = [rank | change for rank in state["ranks"]]
+    own = path.with_name(f"{dist.get_rank()}.pt")
+    torch.save(state, own)
+    Saver(*parts).resume(own, 10)
 
 
 @pytest.mark.gpu(2)
