@@ -101,7 +101,8 @@ def test_contrastive_learns_in_short(bake, tmp_path):
     state = torch.load(tmp_path / "last.pt", weights_only=True)
     parts = {name.partition(".")[0] for name in state["model"]}
     assert parts == {"image_encoder", "text_encoder"}
-    assert len(state["optimizer"]["param_groups"]) == 2
+    image_lr, text_lr = (group["lr"] for group in state["optimizer"]["param_groups"])
+    assert text_lr == pytest.approx(image_lr / 2)  # --lr is twice this --text-lr
     last = metrics(tmp_path)[-1]
     done = run(project, *flags, "--eval-only", "--resume", tmp_path / "last.pt", nproc=0)
     assert f"{metric} {last[metric]:.4f}" in done.stdout
@@ -416,7 +417,7 @@ def test_a_checkpoint_can_be_validated_and_moved_to_plain_torch(project, tmp_pat
     [
         ({}, ()),
         # Of the others, those that differ.
-        ({"task": "segmentation"}, ("task", "config", "predict")),
+        ({"task": "segmentation"}, ("task", "config", "predict", "training")),
         ({"task": "contrastive"}, ("task", "config", "predict", "training")),
         ({"ddp": "dataparallel", "sync_bn": False}, ("config", "training")),
     ],

@@ -259,7 +259,11 @@ def main() -> None:
         train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **options)
         val_loader = DataLoader(distributed.shard(val_set, rank, world_size), **options)
         # % endif
+        # % if ddp == "dataparallel"
+        tried = sample(train_set, min(2, training.smallest_share(args.batch_size), len(train_set)))
+        # % else
         tried = sample(train_set, min(2, args.batch_size, len(train_set)))
+        # % endif
     batches_per_epoch = len(train_loader)
     # % if task == "contrastive"
     steps_per_epoch = batches_per_epoch

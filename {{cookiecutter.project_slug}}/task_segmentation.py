@@ -8,6 +8,7 @@ import csv
 import os
 from argparse import Namespace
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from difflib import get_close_matches
 from pathlib import Path
 from textwrap import shorten
@@ -23,9 +24,9 @@ from torch.utils.data import Dataset
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 
-from engine import sheet
+from engine import distributed, sheet
 from engine.check import sample
-from engine.errors import UserError
+from engine.errors import UserError, first_few
 from engine.images import MEAN, normalise, read_image
 from engine.training import evaluation
 
@@ -126,9 +127,12 @@ def read_classes(data: Path, ignore_index: int | None) -> tuple[list[str], Tenso
     """
     own, ade20k = data / "classes.txt", data / "objectInfo150.txt"
     if own.is_file():
-        names = own.read_text(encoding="utf-8").splitlines()
+        try:
+            names = own.read_text(encoding="utf-8").rstrip().splitlines()
+        except UnicodeDecodeError:
+            raise UserError(f"{own} is not UTF-8; save it as that") from None
     elif ade20k.is_file():
-        lines = ade20k.read_text(encoding="utf-8", errors="replace").splitlines()[1:]
+        lines = ade20k.read_text(encoding="utf-8", errors="replace").rstrip().splitlines()[1:]
         names = ["other", *(line.strip().split("\t")[-1] for line in lines)]
         ignore_index = 0 if ignore_index is None else ignore_index
     else:
@@ -378,8 +382,8 @@ def random(low: int, high: int, generator: torch.Generator | None) -> int:
 class Pairs(Dataset):
     """Images and the PNG files of the same names that hold the label of each of their pixels.
 
-    What is wrong with them ends the run with the file's path: names at once, the rest when a file
-    is read.
+    What is wrong with them ends the run with the file's path: names and sizes at once, the rest
+    when a file is read.
 
     Args:
         classes, numbers: as read_classes gives them.
@@ -395,10 +399,15 @@ class Pairs(Dataset):
         transform: v2.Transform,
     ) -> None:
         self.classes, self.numbers, self.transform = classes, numbers, transform
-        found = {path.stem: path for path in images.iterdir() if path.suffix.lower() in SUFFIXES}
+        paths = sorted(path for path in images.iterdir() if path.suffix.lower() in SUFFIXES)
+        found = {path.stem: path for path in paths}
         masks = {path.stem: path for path in annotations.iterdir() if path.suffix == ".png"}
         if not found:
             raise UserError(f"{images} holds no images (NAME.jpg or .png)")
+        twice = [path.name for path in paths if found[path.stem] != path]
+        if twice:
+            others = first_few([found[Path(name).stem].name for name in twice])
+            raise UserError(f"{images} has {first_few(twice)} beside {others}; keep one of a name")
         for alone, folder in (
             (found.keys() - masks.keys(), f"{annotations} has no NAME.png"),
             (masks.keys() - found.keys(), f"{images} has no image"),
@@ -407,6 +416,11 @@ class Pairs(Dataset):
                 names = ", ".join(sorted(alone)[:5]) + (", …" if len(alone) > 5 else "")
                 raise UserError(f"{folder} for {len(alone)} of NAME: {names}; add or remove them")
         self.files = [(found[name], masks[name]) for name in sorted(found)]
+        if distributed.is_speaker():  # it takes a second for thousands; one process will do
+            with ThreadPoolExecutor() as pool:
+                odd = first_few(list(filter(None, pool.map(odd_sizes, self.files))))
+            if odd:
+                raise UserError(f"in {images}, {odd}; make them alike")
 
     def __len__(self) -> int:
         return len(self.files)
@@ -415,12 +429,6 @@ class Pairs(Dataset):
         path, mask_path = self.files[index]
         image = read_image(path)
         labels = read_labels(mask_path)
-        if image.shape[1:] != labels.shape:
-            (height, width), (rows, columns) = image.shape[1:], labels.shape
-            raise UserError(
-                f"{path} has {width} × {height} pixels, {mask_path} has {columns} × {rows}; make "
-                "them alike"
-            )
         mask = self.numbers[labels]
         if mask.min() < 0:
             label = labels[mask < 0][0].item()
@@ -431,6 +439,19 @@ class Pairs(Dataset):
         image, mask = tv_tensors.Image(image), tv_tensors.Mask(mask.byte())
         image, mask = self.transform(image, mask)
         return image.as_subclass(Tensor), mask.as_subclass(Tensor)
+
+
+def odd_sizes(pair: tuple[Path, Path]) -> str:
+    """What there is to say of an image and a mask that are not of the same size; else nothing."""
+    sizes = []
+    for path in pair:
+        try:
+            with Image.open(path) as image:  # reads no more than the header
+                sizes.append(" × ".join(map(str, image.size)))
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
+            return ""  # the error is that of reading it
+    has_others = sizes[0] != sizes[1]
+    return f"{pair[0].name} has {sizes[0]} pixels and its mask {sizes[1]}" if has_others else ""
 
 
 def read_labels(path: Path) -> Tensor:

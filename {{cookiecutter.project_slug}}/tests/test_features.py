@@ -300,6 +300,13 @@ def test_the_schedule_in_steps() -> None:
     assert rates == pytest.approx([0.25, 1, 1, 0.1, 0.1, 0.01, 0.01])
 
 
+def test_the_cosine_schedule() -> None:
+    """From 1 after the warm-up over 0.5 half way to 0 at the end."""
+    args = Namespace(schedule="cosine", epochs=10, warmup_epochs=2.0)
+    rates = [main.schedule(args, epoch) for epoch in (1, 2, 4, 6, 8, 10, 11)]
+    assert rates == pytest.approx([0.5, 1, 0.853553, 0.5, 0.146447, 0, 0], abs=1e-6)
+
+
 # Weights to begin with, and parts that are frozen
 
 

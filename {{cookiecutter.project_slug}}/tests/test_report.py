@@ -86,9 +86,9 @@ def row(epoch, **values):
     } | values
 
 
-def opened(output, progress=None, resume=None):
+def opened(output, progress=None, resume=None, asked=None):
     run = report.Report(output, 0, METRIC)
-    run.open({"lr": 0.1}, resume, progress or Progress())
+    run.open({"lr": 0.1, "resume": asked}, resume, progress or Progress())
     return run
 
 
@@ -99,6 +99,26 @@ def run(tmp_path, clock):
     run.meter(torch.device("cpu"), 10).add(torch.tensor(4.0))
     clock[0] += 1.0
     return run
+
+
+def test_a_folder_is_made_with_its_parents(tmp_path):
+    output = tmp_path / "one" / "two"
+    opened(output)
+    assert (output / "metrics.csv").exists()
+
+
+def test_a_run_that_died_before_its_first_checkpoint_begins_again_if_asked(run):
+    """Its row is written before the checkpoint."""
+    run.row(row(1))
+    run.lock.close()
+    with pytest.raises(UserError, match="already holds a run: add --resume auto"):
+        opened(run.output)
+    again = opened(run.output, asked=Path("auto"))
+    assert not finite_rows(run.output)
+    again.lock.close()
+    (run.output / "step-1.pt").touch()
+    with pytest.raises(UserError, match="already holds a run"):
+        opened(run.output)
 
 
 def finite_rows(output):

@@ -193,16 +193,29 @@ def test_files_without_their_counterparts_are_listed(folder):
     ("array", "words"),
     [
         (np.full((20, 30), 7, np.uint8), ("the label 7", "3 classes")),
-        (np.zeros((20, 31), np.uint8), ("2.jpg has 30 × 20 pixels", "31 × 20")),
         (np.zeros((20, 30, 3), np.uint8), ("not RGB",)),
         (np.zeros((20, 30), np.uint16), ("not I;16",)),
     ],
-    ids=["label", "size", "colours", "16-bit"],
+    ids=["label", "colours", "16-bit"],
 )
 def test_a_mask_that_can_not_be_right(folder, array, words):
     path = folder / "annotations" / "training" / "2.png"
     Image.fromarray(array).save(path)
     refused(folder, path, *words, index=2)
+
+
+@pytest.mark.parametrize("split", ["training", "validation"])
+def test_masks_of_another_size_are_listed_before_the_run(folder, split):
+    for number in range(2):
+        path = folder / "annotations" / split / f"{number}.png"
+        Image.fromarray(np.zeros((20, 31 + number), np.uint8)).save(path)
+    words = [f"{n}.jpg has 30 × 20 pixels and its mask {31 + n} × 20" for n in range(2)]
+    refused(folder, folder / "images" / split, *words)
+
+
+def test_two_images_of_one_name(folder):
+    Image.new("RGB", (30, 20)).save(folder / "images" / "training" / "0.png")
+    refused(folder, folder / "images" / "training", "0.jpg beside 0.png; keep one")
 
 
 def test_a_torn_mask(folder):
@@ -215,6 +228,13 @@ def test_a_torn_mask(folder):
 def test_a_list_of_classes_that_is_none(folder, text):
     (folder / "classes.txt").write_text(text)
     refused(folder, "classes.txt", "one in each line")
+
+
+def test_a_list_of_classes_in_another_encoding_or_with_blank_lines_at_its_end(folder):
+    (folder / "classes.txt").write_bytes("sky\ntree\nmaïs\n".encode("latin-1"))
+    refused(folder, "classes.txt is not UTF-8")
+    (folder / "classes.txt").write_text("sky\ntree\nhouse\n\n")
+    assert task.build_datasets(folder)[0].classes == ["sky", "tree", "house"]
 
 
 def test_missing_parts(folder):

@@ -150,3 +150,19 @@ def test_a_wrong_flag_is_answered_once():
     done = subprocess.run(command, env=SCREENED, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2, done.stderr
     assert (done.stdout + done.stderr).count("'01'") == 1
+
+
+# % if ddp == "dataparallel"
+@pytest.mark.parametrize(
+    ("batch_size", "gpus", "last"), [(8, 8, 1), (5, 4, 1), (64, 2, 32), (7, 0, 7)]
+)
+def test_the_first_batch_is_tried_as_the_last_gpu_sees_it(monkeypatch, batch_size, gpus, last):
+    """DeepLab's pooling, for one, takes no single image."""
+    from engine import training
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert training.smallest_share(batch_size) == last
+    assert last == len(torch.arange(batch_size).chunk(max(1, gpus))[-1])  # as DataParallel does
+
+
+# % endif
