@@ -22,14 +22,12 @@ def in_groups(batches: Iterable, size: int) -> Iterator[list]:
         yield group
 
 
-# % if ddp == "dataparallel"
 def smallest_share(batch_size: int) -> int:
     """What DataParallel leaves of a batch for the last GPU."""
     share = -(-batch_size // max(1, torch.cuda.device_count()))
     return batch_size % share or share
 
 
-# % endif
 def freeze(model: nn.Module, names: Iterable[str], trained: Iterable[nn.Module]) -> str:
     """Keeps parts of `model` as they are; returns what there is to say of it.
 
