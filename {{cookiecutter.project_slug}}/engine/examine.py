@@ -255,8 +255,7 @@ def settings(
     """
     if doctor.PIPE not in os.environ:
         _become_the_doctor()
-    flags = [flag for flag in sys.argv[1:] if flag not in ("--check", "--json")]
-    doctor.tell("flags", OK, " ".join(flags) or "the defaults")
+    doctor.look({"flags": partial(flags, args)})
     datasets = cache(build_datasets)
     doctor.look({"Apex": partial(apex, args, **needs), "CPU": partial(cpu, args)})
     doctor.look({"output": partial(output, args), "resume": partial(resumed, args)})
@@ -276,6 +275,15 @@ def _become_the_doctor() -> NoReturn:
     }
     command = [sys.executable, "-m", "engine.doctor", f"--nproc-per-node={processes}", *sys.argv]
     os.execve(sys.executable, command, environment)
+
+
+def flags(args: Namespace) -> Results:
+    """What it was told, as it was told."""
+    given = [flag for flag in sys.argv[1:] if flag not in ("--check", "--json")]
+    text = " ".join(given) or "the defaults"
+    if args.batch_size == 1:
+        text += ": batch norm takes no single value, such as DeepLab's pooling has; take 2 or more"
+    yield WARNING if args.batch_size == 1 else OK, text
 
 
 def apex(args: Namespace, **needs: bool) -> Results:

@@ -18,7 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from engine import backend, distributed, doctor, examine
+from apex_native import amp
+from engine import backend, checkpoint, distributed, doctor, examine
 from engine.doctor import BEGUN, MACHINE, MAIN, OK, RANK_0, WARNING, WRONG
 from engine.errors import UserError
 
@@ -470,6 +471,32 @@ def test_an_output_that_holds_a_run(look, tmp_path):
     mark, text = look(examine.output, args(output=tmp_path))
     assert mark == WARNING and "--resume auto" in text
     assert "holds a run" not in look(examine.output, args(output=tmp_path, resume="auto"))[1]
+
+
+def test_a_batch_of_one(look, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["main.py", "--check", "--batch-size=1"])
+    mark, text = look(examine.flags, args(batch_size=1))
+    assert mark == WARNING and text.startswith("--batch-size=1: batch norm") and "take 2" in text
+    assert look(examine.flags, args(batch_size=2)) == (OK, "--batch-size=1")
+
+
+def test_what_is_to_be_resumed(look, tmp_path):
+    assert look(examine.resumed, args()) == (BEGUN, "")
+    how = args(output=tmp_path, resume=Path("auto"))
+    assert look(examine.resumed, how) == (OK, f"{tmp_path} has no checkpoint: the run begins")
+    mark, text = look(examine.resumed, args(resume=tmp_path / "missing.pt"))
+    assert mark == WRONG and "there is no such file" in text
+    model = torch.nn.Linear(2, 2)
+    parts = model, torch.optim.SGD(model.parameters()), amp
+    state = checkpoint.collect(*parts) | vars(checkpoint.Progress(epoch=3, step=40)) | {"ranks": []}
+    checkpoint.write(tmp_path / "step-40.pt", state)
+    assert look(examine.resumed, how) == (OK, f"{tmp_path}/step-40.pt, after 3 epochs, 40 steps")
+    (tmp_path / "last.pt").write_bytes(b"torn")
+    mark, text = look(examine.resumed, how)
+    assert mark == WARNING and "step-40.pt serves: " in text and "last.pt: it is torn" in text
+    (tmp_path / "step-40.pt").unlink()
+    mark, text = look(examine.resumed, how)
+    assert mark == WRONG and "no checkpoint in" in text
 
 
 class Set(list):
