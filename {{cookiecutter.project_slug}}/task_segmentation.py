@@ -24,10 +24,10 @@ from torch.utils.data import Dataset
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 
-from engine import distributed, sheet
+from engine import sheet
 from engine.check import sample
 from engine.errors import UserError, first_few
-from engine.images import MEAN, normalise, read_image
+from engine.images import MEAN, UNREADABLE, normalise, read_image
 from engine.training import evaluation
 
 METRIC = "val_miou"
@@ -416,7 +416,8 @@ class Pairs(Dataset):
                 names = ", ".join(sorted(alone)[:5]) + (", …" if len(alone) > 5 else "")
                 raise UserError(f"{folder} for {len(alone)} of NAME: {names}; add or remove them")
         self.files = [(found[name], masks[name]) for name in sorted(found)]
-        if distributed.is_speaker():  # it takes a second for thousands; one process will do
+        # A second for thousands. One process of each machine will do: it has files of its own.
+        if os.environ.get("LOCAL_RANK", "0") == "0":
             with ThreadPoolExecutor() as pool:
                 odd = first_few(list(filter(None, pool.map(odd_sizes, self.files))))
             if odd:
@@ -448,7 +449,7 @@ def odd_sizes(pair: tuple[Path, Path]) -> str:
         try:
             with Image.open(path) as image:  # reads no more than the header
                 sizes.append(" × ".join(map(str, image.size)))
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError):
+        except UNREADABLE:
             return ""  # the error is that of reading it
     has_others = sizes[0] != sizes[1]
     return f"{pair[0].name} has {sizes[0]} pixels and its mask {sizes[1]}" if has_others else ""
@@ -464,7 +465,7 @@ def read_labels(path: Path) -> Tensor:
                     f"{image.mode}"
                 )
             return torch.from_numpy(np.array(image)).long()
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+    except UNREADABLE as error:
         raise UserError(f"{path} can't be read as a mask ({error}); mend or remove it") from None
 
 

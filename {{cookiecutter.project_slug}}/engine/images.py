@@ -32,6 +32,7 @@ except ImportError:  # deprecated since torchvision 0.29
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, in RGB
 RGB = ImageReadMode.RGB
+UNREADABLE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)  # of PIL
 JPEG = ("JPEG", "MPO")  # PIL's names; the second is of phones, whose files hold more than one image
 MAX_SIDE = 4096  # of an image that the GPU decodes
 PIXELS_AT_ONCE = 2**26  # that the GPU decodes: 200 MB
@@ -85,7 +86,7 @@ def read(path: str, choose: Callable[[int, int], Crop]) -> Encoded:
         with Image.open(io.BytesIO(data)) as image:  # reads no more than the header
             width, height = image.size
             suits_gpu = _suits_gpu(image, data)
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+    except UNREADABLE as error:
         raise _unreadable(path, error) from None
     return Encoded(path, data, height * width, choose(height, width), suits_gpu)
 
@@ -135,7 +136,7 @@ def decode(encoded: Encoded) -> Tensor:
             # PIL warns of transparent palettes unless they go through RGBA.
             mode = "RGBA" if "transparency" in image.info else "RGB"
             return functional.pil_to_tensor(image.convert(mode).convert("RGB"))
-    except (OSError, RuntimeError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+    except (RuntimeError, *UNREADABLE) as error:
         raise _unreadable(encoded.path, error) from None
 
 

@@ -78,18 +78,19 @@ def _of_torchvision(source: str, arch: str) -> dict[str, Tensor]:
             f"name for {arch}; name a file, or DEFAULT"
         ) from None
     progress = distributed.is_speaker() and sys.stderr.isatty()
+    folder = Path(torch.hub.get_dir(), "checkpoints")
     try:
         return weights.get_state_dict(
             progress=progress, check_hash=True, map_location="cpu", weights_only=True
         )
     except pickle.UnpicklingError:
-        name = Path(torch.hub.get_dir(), "checkpoints", Path(weights.url).name)
         raise UserError(
-            f"--weights {source}: {name} holds no weights; remove it, and it is downloaded again"
+            f"--weights {source}: {folder / Path(weights.url).name} holds no weights; remove it, "
+            "and it is downloaded again"
         ) from None
     except (OSError, RuntimeError) as error:
         reason = getattr(error, "reason", error)
         raise UserError(
             f"--weights {source}: {weights.url} can't be downloaded ({reason}); put that file into "
-            f"{Path(torch.hub.get_dir(), 'checkpoints')}"
+            f"{folder}"
         ) from None

@@ -45,11 +45,15 @@ def test_what_one_process_asks_all_know_after_the_same_step(two_processes: Proce
     assert first == second == [[0, 0], [0, 1], [0, 1], [15, 1], [0, 1]]
 
 
+def flags(folder: str, **changed: object) -> Namespace:
+    """Those of main.py that a Saver knows."""
+    given = {"save_every": None, "keep": 2, "timeout": 60, "arch": "linear", "data": None}
+    return Namespace(output=Path(folder), **given | changed)
+
+
 def saved_and_resumed(folder: str) -> tuple[list, list, float]:
     """What each rank draws next, and has lost so far, before and after a resume."""
-    args = Namespace(
-        output=Path(folder), save_every="2", keep=2, timeout=60, arch="linear", data=None
-    )
+    args = flags(folder, save_every="2")
     model = nn.Linear(3, 3)
     optimizer = torch.optim.AdamW(model.parameters())
     saver = Saver(args, model, optimizer, amp, lambda line: None)
@@ -99,9 +103,7 @@ def test_a_save_pins_no_memory_of_its_own(tmp_path: Path) -> None:
 
 def pinned_blocks(folder: str) -> tuple[int, int]:
     """How many blocks torch has pinned after the first step, and after the saves of the others."""
-    args = Namespace(
-        output=Path(folder), save_every="2", keep=2, timeout=60, arch="linear", data=None
-    )
+    args = flags(folder, save_every="2")
     model = nn.Sequential(nn.Linear(300, 500), nn.Linear(500, 3)).cuda()
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
@@ -123,12 +125,11 @@ def pinned_blocks(folder: str) -> tuple[int, int]:
 
 def best_after_a_resume(folder: str, other: str) -> list[float]:
     """The best result that is known when a run goes on, in its folder and in another one."""
-    args = {"save_every": None, "keep": 2, "timeout": 60, "arch": "linear", "data": None}
     model = nn.Linear(3, 3)
     optimizer = torch.optim.AdamW(model.parameters())
     bests = []
     for output in (folder, folder, other):
-        parts = (Namespace(output=Path(output), **args), model, optimizer, amp, lambda line: None)
+        parts = (flags(output), model, optimizer, amp, lambda line: None)
         saver = Saver(*parts)
         if not bests:
             saver.save(0.75)
@@ -152,7 +153,7 @@ def test_a_run_that_goes_on_elsewhere_has_a_best_of_its_own(
 
 def best_after_a_failed_write(folder: str) -> tuple[float, float, list[str]]:
     said = []
-    args = Namespace(output=Path(folder), save_every="1m", keep=2, timeout=60, arch="", data=None)
+    args = flags(folder, save_every="1m")
     model = nn.Linear(3, 3)
     saver = Saver(args, model, torch.optim.SGD(model.parameters()), amp, said.append)
     write = checkpoint.write
@@ -174,7 +175,7 @@ def test_the_best_is_the_best_that_is_on_the_disk(two_processes: Processes, tmp_
 
 def steps_of_saves(folder: str) -> list[str]:
     """Which checkpoints there are after ten steps of a quarter of a minute each, one a minute."""
-    args = Namespace(output=Path(folder), save_every="1m", keep=9, timeout=60, arch="", data=None)
+    args = flags(folder, save_every="1m", keep=9)
     model = nn.Linear(3, 3)
     saver = Saver(args, model, torch.optim.SGD(model.parameters()), amp, lambda line: None)
     saver.watch.start = lambda: None
@@ -205,7 +206,7 @@ def test_an_altered_state_of_a_process_is_refused(
 
 
 def resumed_with(folder: str, change: dict) -> None:
-    args = Namespace(output=Path(folder), save_every=None, keep=2, timeout=60, arch="", data=None)
+    args = flags(folder)
     model = nn.Linear(3, 3)
     parts = (args, model, torch.optim.SGD(model.parameters()), amp, lambda line: None)
     saver = Saver(*parts)
