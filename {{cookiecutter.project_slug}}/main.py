@@ -11,7 +11,9 @@ import sys
 from argparse import BooleanOptionalAction, Namespace
 from collections.abc import Iterable
 from functools import partial
+# % if task == "contrastive"
 from itertools import islice
+# % endif
 from pathlib import Path
 
 import torch
@@ -316,7 +318,8 @@ def main() -> None:
     # % if fused_adam
     optimizer = apex.optimizers.FusedAdam(parameters, lr=args.lr, weight_decay=args.weight_decay)
     # % else
-    optimizer = torch.optim.SGD(parameters, args.lr, args.momentum, weight_decay=args.weight_decay)
+    momentum, decay = args.momentum, args.weight_decay
+    optimizer = torch.optim.SGD(parameters, args.lr, momentum, weight_decay=decay, fused=on_gpu)
     # % endif
     images_per_batch = args.batch_size * world_size
     if args.scale_lr:
@@ -445,8 +448,8 @@ def main() -> None:
             images, targets = distributed.to_device(batch, device, memory_format)
             done = (progress.samples / images_per_batch + 0.5) / batches_per_epoch
             # % else
-        groups = training.in_groups(train_loader, args.accumulate)
-        bar = report.bar(islice(groups, count), name, count)
+        groups = training.in_groups(train_loader, args.accumulate, count)
+        bar = report.bar(groups, name, count)
         for batches in saver.steps(bar, meter):
             done = (progress.samples / images_per_batch + len(batches) / 2) / batches_per_epoch
             # % endif

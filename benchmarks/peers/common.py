@@ -60,7 +60,8 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     if args.optimizer == "adamw":
         return torch.optim.AdamW(parameters, lr=1e-3, weight_decay=1e-2, fused=True)
-    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9, weight_decay=1e-4)
+    fused = torch.cuda.is_available()
+    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9, weight_decay=1e-4, fused=fused)
 
 
 def build_batch(

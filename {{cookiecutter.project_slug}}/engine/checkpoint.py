@@ -414,15 +414,17 @@ def _check_shapes(optimizer: Optimizer, saved: dict) -> None:
 
 
 def _place_moments(optimizer: Optimizer, saved: dict) -> None:
-    """Adam's moments as real Apex's kernel takes them to be, where it reads them by the address.
+    """The moments as the fused kernels take them to be, which read them by the address.
 
-    They are fp32, where torch loads them in the parameter's type, fp16 at O3; and they lie as the
-    parameter does, where torch leaves them channels last if they were saved so.
+    They lie as the parameter does, where torch leaves them channels last if they were saved so. And
+    Adam's are fp32, where torch loads them in the parameter's type, fp16 at O3.
     """
+    types = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32, "momentum_buffer": None}
     for index, parameter in _pairs(optimizer, saved):
-        for name in {"exp_avg", "exp_avg_sq"} & saved["state"].get(index, {}).keys():
-            moment = torch.empty_like(parameter, dtype=torch.float32)
-            optimizer.state[parameter][name] = moment.copy_(saved["state"][index][name])
+        for name, value in saved["state"].get(index, {}).items():
+            if name in types and value is not None:  # SGD of old torch has None
+                moment = torch.empty_like(parameter, dtype=types[name])
+                optimizer.state[parameter][name] = moment.copy_(value)
 
 
 def _settings(group: dict) -> dict:

@@ -1017,10 +1017,14 @@ class NoWait(TorchDispatchMode):
 
 @pytest.mark.parametrize("factor", [1.0, float("inf")])
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-def test_fused_adam_skips_without_waiting_for_the_gpu(level, factor):
-    model, optimizer = prepare(level, OPTIMIZERS["FusedAdam"], loss_scale="dynamic")
+@pytest.mark.parametrize("name", ["FusedAdam", "FusedSGD", "fused SGD"])
+def test_fused_kernels_skip_without_waiting_for_the_gpu(name, level, factor):
+    model, optimizer = prepare(level, ALL_OPTIMIZERS[name], loss_scale="dynamic")
     set_scale(256.0)
-    before = weights(model.eval())
+    model.eval()
+    if name == "fused SGD":  # has to make its momentum first
+        train(model, optimizer, batches(1))
+    before = weights(model)
     with NoWait():
         optimizer.zero_grad()
         backward(model(torch.ones(2, 4)).sum() * factor, optimizer)
@@ -1030,8 +1034,9 @@ def test_fused_adam_skips_without_waiting_for_the_gpu(level, factor):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("level", LEVELS)
-def test_no_step_waits_for_the_gpu(level):
-    model, optimizer = prepare(level, OPTIMIZERS["FusedAdam"], "cuda")
+@pytest.mark.parametrize("name", ["FusedAdam", "FusedSGD", "fused SGD"])
+def test_no_step_waits_for_the_gpu(name, level):
+    model, optimizer = prepare(level, ALL_OPTIMIZERS[name], "cuda")
     x = torch.randn(16, 4, device="cuda")
     for step in range(4):
         torch.cuda.set_sync_debug_mode("error" if step else "default")

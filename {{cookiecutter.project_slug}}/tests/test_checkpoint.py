@@ -6,6 +6,7 @@ import os
 import re
 import time
 import zipfile
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -43,29 +44,35 @@ def whole(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("saved", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("loaded", [torch.contiguous_format, torch.channels_last])
-def test_adams_moments_are_fp32_and_lie_as_their_parameters_do(
+@pytest.mark.parametrize("kind", ["Adam", "SGD"])
+def test_moments_lie_as_their_parameters_do_and_adams_are_fp32(
     tmp_path: Path,
+    kind: str,
     dtype: torch.dtype,
     saved: torch.memory_format,
     loaded: torch.memory_format,
 ) -> None:
-    """Real Apex's kernel takes both for granted. Its FusedAdam loads as torch's AdamW does."""
+    """Fused kernels take both for granted. Real Apex's FusedAdam loads as torch's AdamW does."""
+    make, names, moments = {
+        "Adam": (torch.optim.AdamW, ("exp_avg", "exp_avg_sq"), torch.float32),
+        "SGD": (partial(torch.optim.SGD, lr=0.1, momentum=0.9), ("momentum_buffer",), dtype),
+    }[kind]
     model = nn.Conv2d(3, 4, 3).to(memory_format=saved)
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = make(model.parameters())
     model(torch.randn(2, 3, 8, 8)).square().mean().backward()
     optimizer.step()
     checkpoint.write(tmp_path / "last.pt", checkpoint.collect(model, optimizer, amp))
     expected = copy.deepcopy(optimizer.state_dict()["state"])
 
     model = nn.Conv2d(3, 4, 3).to(dtype, memory_format=loaded)
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = make(model.parameters())
     checkpoint.restore(tmp_path / "last.pt", model, optimizer, amp)
     for index, parameter in enumerate(model.parameters()):
-        for name in ("exp_avg", "exp_avg_sq"):
+        for name in names:
             moment = optimizer.state[parameter][name]
-            assert moment.dtype == torch.float32
+            assert moment.dtype == moments
             assert moment.stride() == parameter.stride()
-            assert torch.equal(moment, expected[index][name])
+            assert torch.equal(moment, expected[index][name].to(moments))
 
 
 @pytest.mark.parametrize("has_own_form", [True, False])

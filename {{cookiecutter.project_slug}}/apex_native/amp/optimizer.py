@@ -141,10 +141,16 @@ def _skips_on_device(optimizer: Optimizer) -> bool:
     """Whether the optimizer's kernel itself skips the update where `found_inf` is set.
 
     torch.optim.SGD(fused=True) says that it does, but leaves its momentum buffers uninitialised
-    when it skips its first step, and the weights turn to nan at the second. It is never trusted.
+    when it skips its first step, and the weights turn to nan at the second. So it is trusted only
+    once it has them all.
     """
-    return getattr(optimizer, "_step_supports_amp_scaling", False) and not isinstance(
-        optimizer, torch.optim.SGD
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
+    return not isinstance(optimizer, torch.optim.SGD) or all(
+        optimizer.state.get(parameter, {}).get("momentum_buffer") is not None
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if group["momentum"] and parameter.grad is not None
     )
 
 
