@@ -235,6 +235,10 @@ def main() -> None:
     rng.seed(args.seed)
     report = Report(args.output, rank, task.METRIC)
     report.say(f"{distributed.describe(world_size, device)}, {args.opt_level}, {reason}")
+    # % if ddp == "apex"
+    args.channels_last = backend.channels_last(apex, args.channels_last, report.say)
+    # % endif
+    memory_format = torch.contiguous_format if args.channels_last is False else torch.channels_last
 
     # Data: each process trains on its own shard, in a new order each epoch.
     if args.dummy:
@@ -242,6 +246,7 @@ def main() -> None:
         classes = [str(number) for number in range(task.DUMMY_CLASSES)]
         # % endif
         batch = task.dummy_batch(args.batch_size, device)
+        batch = distributed.to_device(batch, device, memory_format)
         train_loader = sampler = Repeated(batch, DUMMY_STEPS, world_size)
         val_loader, tried = [batch], [part[:2].cpu() for part in batch]
     else:
@@ -295,11 +300,6 @@ def main() -> None:
     if world_size > 1:
         model = apex.parallel.convert_syncbn_model(model, process_group=group)
     # % endif
-    # % if ddp == "apex"
-    args.channels_last = backend.channels_last(apex, args.channels_last, report.say)
-    # % endif
-    nchw = args.channels_last is False
-    memory_format = torch.contiguous_format if nchw else torch.channels_last
     model = model.to(device, memory_format=memory_format)
     validated = ema.module.to(device, memory_format=memory_format) if ema else model
     # % if task == "contrastive"
@@ -331,7 +331,7 @@ def main() -> None:
         report.say(training.scale_lr(optimizer, factor))
     highest = [group["lr"] for group in optimizer.param_groups]
     # % if ddp == "apex"
-    delay = args.delay_allreduce or args.deterministic  # see make_deterministic
+    delay = args.delay_allreduce or args.deterministic or args.cuda_graphs  # averages at the end
     # % elif ddp == "torch"
     devices, delay = [local_rank] if on_gpu else None, args.deterministic  # see make_deterministic
     # % endif

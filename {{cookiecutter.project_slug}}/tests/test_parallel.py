@@ -8,6 +8,7 @@ import copy
 import io
 import os
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -19,9 +20,11 @@ from torch._dynamo.utils import counters
 from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor import cudagraph_trees
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn import functional as F
 
 from apex_native import amp
+from apex_native.optimizers import FusedAdam
 from apex_native.parallel import (
     DistributedDataParallel,
     Reducer,
@@ -73,6 +76,9 @@ def on_each_rank_reduce(rows, options):
         ({"gradient_average": False}, 1.0),
         ({"gradient_average": False, "gradient_predivide_factor": 4.0}, 0.25),
         ({"allreduce_always_fp32": True}, 0.5),
+        ({"delay_allreduce": True, "gradient_predivide_factor": 4.0}, 0.5),
+        ({"delay_allreduce": True, "gradient_average": False}, 1.0),
+        ({"delay_allreduce": True, "allreduce_always_fp32": True}, 0.5),
     ],
 )
 def test_gradients_are_reduced(two_processes, options, factor):
@@ -81,9 +87,102 @@ def test_gradients_are_reduced(two_processes, options, factor):
         assert torch.equal(gradient, rows.sum(0) * factor)
 
 
-def on_each_rank_switch_the_reduction(rows):
+class Mixed(nn.Module):
+    """Weights of two types, one of them channels last; outputs of which one is enough."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
+        self.factor = nn.Parameter(torch.ones(2).to(BF16))
+
+    def forward(self, x):
+        y = self.conv(x) * self.factor.float().sum()
+        return {"out": [y], "more": (y.mean(), x)}
+
+
+def loss_of(results):
+    return results["out"][0].square().mean() + results["more"][0]
+
+
+def on_each_rank_reduce_at_once(inputs, hook):
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Mixed(), delay_allreduce=True)
+    if hook:
+        model.register_comm_hook(None, hook)
+    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
+        for _ in range(2):
+            model.zero_grad()
+            loss_of(model(inputs[dist.get_rank()])).backward()
+    for parameter in model.parameters():
+        assert parameter.grad.stride() == parameter.stride()
+    return [p.grad for p in model.parameters()], all_reduce.call_count
+
+
+@pytest.mark.parametrize("hook", [None, bf16_compress_hook])
+def test_delay_allreduce_sends_all_of_a_type_at_once(two_processes, hook):
+    inputs = torch.randn(2, 4, 2, 5, 5)
+    torch.manual_seed(0)
+    model = Mixed()
+    for x in inputs:
+        (loss_of(model(x)) / 2).backward()
+    expected = [parameter.grad for parameter in model.parameters()]
+    precision = {"rtol": 0.02, "atol": 0.02} if hook else {"rtol": 1e-2, "atol": 1e-5}
+    for found, calls in two_processes(on_each_rank_reduce_at_once, inputs, hook):
+        assert calls == 2 * 2
+        torch.testing.assert_close(found, expected, **precision)
+
+
+class Refusing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ZeroDivisionError
+
+
+def on_each_rank_fail_in_backward():
+    model = DistributedDataParallel(nn.Linear(2, 1), delay_allreduce=True)
+    x = torch.full((1, 2), 1.0 + dist.get_rank(), requires_grad=True)
+    with pytest.raises(ZeroDivisionError):
+        model(Refusing.apply(x)).sum().backward()
+    model.zero_grad()
+    model(x).sum().backward()
+    return model.module.weight.grad.tolist()
+
+
+def test_delay_allreduce_works_on_after_a_pass_that_failed(two_processes):
+    assert two_processes(on_each_rank_fail_in_backward) == [[[1.5, 1.5]]] * 2
+
+
+class InWords(nn.Linear):
+    def forward(self, x):
+        return str(super().forward(x))
+
+
+def on_each_rank_delay_what_can_not_be(kind):
+    if kind == "words":
+        model, x = InWords(2, 1), torch.ones(1, 2)
+    else:
+        model, x = nn.Embedding(3, 2, sparse=True), torch.tensor([1])
+    try:
+        DistributedDataParallel(model, delay_allreduce=True)(x).sum().backward()
+    except RuntimeError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"), [("words", "a module that returns tensors"), ("sparse", "sparse gradients")]
+)
+def test_delay_allreduce_refuses(two_processes, kind, words):
+    for error in two_processes(on_each_rank_delay_what_can_not_be, kind):
+        assert words in error
+
+
+def on_each_rank_switch_the_reduction(rows, delay):
     x = rows[dist.get_rank()]
-    model = DistributedDataParallel(Weighted(x))
+    model = DistributedDataParallel(Weighted(x), delay_allreduce=delay)
     model.disable_allreduce()
     model(x).backward()
     alone = model.module.weight.grad.clone()
@@ -92,10 +191,11 @@ def on_each_rank_switch_the_reduction(rows):
     return alone, model.module.weight.grad
 
 
-def test_the_reduction_can_be_switched_off_and_on(two_processes):
+@pytest.mark.parametrize("delay", [False, True])
+def test_the_reduction_can_be_switched_off_and_on(two_processes, delay):
     rows = torch.tensor([[1.0, 2.0], [3.0, -6.0]])
     for rank, (alone, together) in enumerate(
-        two_processes(on_each_rank_switch_the_reduction, rows)
+        two_processes(on_each_rank_switch_the_reduction, rows, delay)
     ):
         assert torch.equal(alone, rows[rank])
         assert torch.equal(together, rows.sum(0))
@@ -274,18 +374,18 @@ def step(model, optimizer, x, factor=1.0):
     optimizer.step()
 
 
-def on_each_rank_train(level, data):
+def on_each_rank_train(level, delay, data):
     model, optimizer = initialize(level)
-    wrapped = DistributedDataParallel(model)
+    wrapped = DistributedDataParallel(model, delay_allreduce=delay)
     for batch in data.chunk(dist.get_world_size(), dim=1)[dist.get_rank()]:
         step(wrapped, optimizer, batch)
     amp.initialize(nn.Identity(), enabled=False)
     return [tensor.cpu() for tensor in model.state_dict().values()]
 
 
-def trains_as_one_process(processes, level):
+def trains_as_one_process(processes, level, delay):
     data = torch.randn(3, 8, 4)
-    first, second = processes(on_each_rank_train, level, data)
+    first, second = processes(on_each_rank_train, level, delay, data)
     assert same(first, second)
 
     model, optimizer = initialize(level)
@@ -295,15 +395,37 @@ def trains_as_one_process(processes, level):
     torch.testing.assert_close(first, list(model.state_dict().values()), rtol=0.02, atol=0.002)
 
 
+@pytest.mark.parametrize("delay", [False, True])
 @pytest.mark.parametrize("level", LEVELS)
-def test_two_processes_train_as_one(two_processes, level):
-    trains_as_one_process(two_processes, level)
+def test_two_processes_train_as_one(two_processes, level, delay):
+    trains_as_one_process(two_processes, level, delay)
 
 
 @pytest.mark.gpu(2)
+@pytest.mark.parametrize("delay", [False, True])
 @pytest.mark.parametrize("level", LEVELS)
-def test_two_gpus_train_as_one_process(two_gpus, level):
-    trains_as_one_process(two_gpus, level)
+def test_two_gpus_train_as_one_process(two_gpus, level, delay):
+    trains_as_one_process(two_gpus, level, delay)
+
+
+def on_each_rank_step_without_waiting(delay):
+    model = net().cuda()
+    optimizer = FusedAdam(model.parameters())
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    wrapped = DistributedDataParallel(model, delay_allreduce=delay)
+    for number in range(4):
+        torch.cuda.set_sync_debug_mode("error" if number else "default")
+        try:
+            step(wrapped, optimizer, torch.ones(8, 4, device="cuda"))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return True
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("delay", [False, True])
+def test_no_step_waits_for_the_gpus(two_gpus, delay):
+    assert two_gpus(on_each_rank_step_without_waiting, delay) == [True, True]
 
 
 def on_each_rank_overflow(level):
@@ -326,9 +448,9 @@ def test_an_overflow_on_one_rank_skips_the_step_of_all(two_processes, level):
     assert same(results[0][0][2], results[1][0][2])
 
 
-def on_each_rank_accumulate(level, no_sync, data):
+def on_each_rank_accumulate(level, no_sync, delay, data):
     model, optimizer = initialize(level)
-    wrapped = DistributedDataParallel(model)
+    wrapped = DistributedDataParallel(model, delay_allreduce=delay)
     if level == "O2":
         amp.load_state_dict({"loss_scaler0": {"loss_scale": 256.0, "unskipped": 0}})
     mine = data[dist.get_rank()]
@@ -343,11 +465,12 @@ def on_each_rank_accumulate(level, no_sync, data):
     return [parameter.grad.float() for parameter in amp.master_params(optimizer)]
 
 
+@pytest.mark.parametrize("delay", [False, True])
 @pytest.mark.parametrize("no_sync", [False, True])
 @pytest.mark.parametrize("level", LEVELS)
-def test_gradients_accumulate(two_processes, level, no_sync):
+def test_gradients_accumulate(two_processes, level, no_sync, delay):
     data = torch.randn(2, 3, 8, 4)
-    first, second = two_processes(on_each_rank_accumulate, level, no_sync, data)
+    first, second = two_processes(on_each_rank_accumulate, level, no_sync, delay, data)
     assert same(first, second)
     model = net()
     for batch in data.flatten(0, 1):
@@ -840,14 +963,14 @@ class TwiceNormalised(Convolved):
         return self.linear((x + self.wide(x)).mean((2, 3)))
 
 
-def on_each_rank_train_compiled(mode):
+def on_each_rank_train_compiled(mode, delay=False):
     """The losses of some steps; `mode` is torch.compile's."""
     torch.manual_seed(0)
     model = convert_syncbn_model(TwiceNormalised()).cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model.compile(mode=mode)
     # Buckets as small as torch takes them; it compiles a part of the model for each.
-    wrapped, losses = DistributedDataParallel(model, message_size=2**18), []
+    wrapped, losses = DistributedDataParallel(model, 2**18, delay), []
     for batch in torch.randn(6, 2, 4, 3, 8, 8)[:, dist.get_rank()].cuda():
         loss = wrapped(batch).square().mean()
         optimizer.zero_grad()
@@ -861,10 +984,11 @@ def on_each_rank_train_compiled(mode):
 
 
 @pytest.mark.gpu(2)
-def test_cuda_graphs_train_as_the_same_steps_without_them():
+@pytest.mark.parametrize("delay", [False, True])
+def test_cuda_graphs_train_as_the_same_steps_without_them(delay):
     processes = Processes("nccl")  # which have exchanged nothing before the graphs warm up
     try:
-        found = processes(on_each_rank_train_compiled, "reduce-overhead")
+        found = processes(on_each_rank_train_compiled, "reduce-overhead", delay)
         processes.stop()
         expected = processes(on_each_rank_train_compiled, None)
     finally:
