@@ -93,7 +93,7 @@ def parse_args() -> Namespace:
     # % endif
     add("--decay-weights-only", action="store_true", help="not norms and biases")
     add("--scale-lr", type=count, metavar="IMAGES", help="--lr is for steps of so many")
-    add("--schedule", choices=("cosine", "step"), default="cosine", help="step: × 0.1 twice")
+    add("--schedule", choices=("cosine", "step", "none"), default="cosine", help="step: ×0.1 twice")
     # % if task == "segmentation" and not fused_adam
     add("--warmup-epochs", type=amount, default=3.0, help="of a rising learning rate")
     # % else
@@ -167,12 +167,12 @@ def parse_args() -> Namespace:
 def schedule(args: Namespace, epoch: float) -> float:
     """The share of the highest learning rate at `epoch`, which counts fractions too.
 
-    A linear rise to 1, then half a cosine down to 0, or 0.1 and 0.01 for the last two thirds.
+    A linear rise to 1, then half a cosine down to 0, or 0.1 and 0.01 for the last two thirds, or 1.
     """
     if epoch < args.warmup_epochs:
         return epoch / args.warmup_epochs
-    if args.schedule == "step":
-        return 0.1 ** int(3 * epoch / args.epochs)
+    if args.schedule != "cosine":
+        return 0.1 ** int(3 * epoch / args.epochs) if args.schedule == "step" else 1.0
     done = (epoch - args.warmup_epochs) / max(args.epochs - args.warmup_epochs, 1e-9)
     return (1 + math.cos(math.pi * min(done, 1))) / 2
 
