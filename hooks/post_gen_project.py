@@ -38,7 +38,7 @@ MARKED = (
     "tests/test_features.py",
     "tests/test_training.py",
 )
-OF_A_TASK = ("task.py", "tests/test_task.py")
+OF_A_TASK = ("task.py", "tests/test_task.py", "tests/tiny.py")
 OTHER_TASKS = ("segmentation", "contrastive")
 CHOSEN = ("project_slug", "task", "opt_level", "ddp", "backend", "license")
 YES_OR_NO = ("fused_adam", "sync_bn")

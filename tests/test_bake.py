@@ -117,6 +117,7 @@ FILES = [
     "tests/test_sheet.py",
     "tests/test_task.py",
     "tests/test_training.py",
+    "tests/tiny.py",
 ]
 JOBS = {"slurm": {"launch/slurm.sbatch"}, "kubernetes": {"launch/trainjob.yaml"}, "none": set()}
 # "{{" is left out for Python, where f-strings hold it.

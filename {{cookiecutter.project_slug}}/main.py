@@ -11,9 +11,6 @@ import sys
 from argparse import BooleanOptionalAction, Namespace
 from collections.abc import Iterable
 from functools import partial
-# % if task == "contrastive"
-from itertools import islice
-# % endif
 from pathlib import Path
 
 import torch
@@ -443,12 +440,12 @@ def main() -> None:
         name = f"epoch {progress.epoch + 1}/{args.epochs}"
         meter = report.meter(device, images_per_batch)
         # % if task == "contrastive"
-        bar = report.bar(islice(train_loader, count), name, count)
+        bar = report.bar(train_loader, name, count)
         for batch in saver.steps(bar, meter):
             images, targets = distributed.to_device(batch, device, memory_format)
             done = (progress.samples / images_per_batch + 0.5) / batches_per_epoch
             # % else
-        groups = training.in_groups(train_loader, args.accumulate, count)
+        groups = training.in_groups(train_loader, args.accumulate)
         bar = report.bar(groups, name, count)
         for batches in saver.steps(bar, meter):
             done = (progress.samples / images_per_batch + len(batches) / 2) / batches_per_epoch

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
+from itertools import islice
 from pathlib import Path
 from threading import Event, Thread
 from typing import TYPE_CHECKING
@@ -146,9 +147,12 @@ class Report:
     def bar(
         self, batches: Iterable, description: str, total: int | None = None, **look: str
     ) -> tqdm:
-        """A progress bar over `batches`; not drawn in a log that is no terminal."""
+        """The first `total` of `batches`, or all, with a bar; it is drawn in a terminal alone."""
         look |= {"leave": False, "disable": not (self.active and sys.stderr.isatty())}
-        total = len(batches) if total is None else total
+        if total is None:
+            total = len(batches)
+        else:
+            batches = islice(batches, total)
         return tqdm(watched(batches, description), description, total, dynamic_ncols=True, **look)
 
     @contextlib.contextmanager

@@ -15,9 +15,9 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from engine.errors import UserError
 
 
-def in_groups(batches: Iterable, size: int, count: int) -> Iterator[list]:
-    """The first `count` groups of `size` batches, each for one step; the last has what is left."""
-    batches = islice(batches, count * size)
+def in_groups(batches: Iterable, size: int) -> Iterator[list]:
+    """`size` batches at a time, each group for one step; the last has those that are left."""
+    batches = iter(batches)
     while group := list(islice(batches, size)):
         yield group
 

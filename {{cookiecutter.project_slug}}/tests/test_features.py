@@ -14,13 +14,13 @@ from unittest import mock
 from urllib.error import URLError
 
 import pytest
+import tiny
 import torch
 import torch.distributed as dist
 import torchvision
 from processes import Processes
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import main
@@ -35,7 +35,7 @@ from engine.watch import Watch
 pytest.skip("the reference is for two processes", allow_module_level=True)
 # % endif
 
-SAMPLES, CLASSES, BATCH = 80, 4, 8  # 5 batches for each process
+SAMPLES, BATCH = 80, 8  # 5 batches for each process
 FLAGS = ("--batch-size", 8, "--epochs", 2, "--lr", 0.05, "--weight-decay", 0.1)
 FLAGS += ("--warmup-epochs", 0.5, "--backend", "native")
 LEVELS = ("O0", "O1", "O2")
@@ -43,107 +43,14 @@ LEVELS = ("O0", "O1", "O2")
 NEAR = {"O0": 1e-4, "O1": 0.1, "O2": 0.1}  # on the CPU, where half is mostly bfloat16
 
 
-# % if task == "contrastive"
-FROZEN = "image_encoder.1"
-FORWARD_PASSES = 2  # of a step, one for each DDP
-ACCUMULATED, STOPPED = (), (0, 4, 64)  # after four steps: epoch, step, samples
-OWN_FLAGS = [("--scale-lr", 64), ("--text-lr", 0.2)]
-
-
-def targets(generator: torch.Generator) -> Tensor:
-    return torch.randint(97, 123, (SAMPLES, 6), generator=generator, dtype=torch.uint8)
-
-
-class Words(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(256, 8), nn.Linear(8, task.EMBEDDING)
-        nn.init.normal_(self.embed.weight, std=0.1)
-
-    def forward(self, captions: Tensor) -> Tensor:
-        embeddings = self.head(self.embed(captions.long()).sum(dim=1))
-        return 4 * F.normalize(embeddings.float(), dim=1)
-
-
-def small(*_: object) -> nn.Module:
-    torch.manual_seed(0)
-    layers = nn.Flatten(), nn.Linear(48, 16), nn.Tanh(), nn.Linear(16, task.EMBEDDING)
-    return task.TwoEncoders(nn.Sequential(*layers), Words())
-
-
-def loss_of(model: nn.Module, images: Tensor, captions: Tensor, args: Namespace) -> Tensor:
-    scores = F.normalize(model(images), dim=1) @ model.text_encoder(captions).T
-    own = torch.arange(len(images))
-    return (F.cross_entropy(scores, own) + F.cross_entropy(scores.T, own)) / 2
-
-
-def val_loss_of(model: nn.Module, images: Tensor, captions: Tensor) -> Tensor:
-    scores = F.normalize(model(images), dim=1) @ model.text_encoder(captions).T
-    return F.cross_entropy(scores, torch.arange(len(images)))
-
-
-def parts_of(model: nn.Module, args: Namespace) -> list[tuple[nn.Module, float]]:
-    text_lr = args.lr if args.text_lr is None else args.text_lr
-    return [(model.image_encoder, args.lr), (model.text_encoder, text_lr)]
-
-
-# % else
-FORWARD_PASSES = 1  # of a batch
-ACCUMULATED, STOPPED = ("--accumulate", 2), (1, 4, 32)
-OWN_FLAGS = [
-    ACCUMULATED,
-    ("--accumulate", 2, "--clip-grad", 0.1),
-    ("--label-smoothing", 0.5),
-    ("--scale-lr", 64, "--accumulate", 2),
-]
-# % if task == "segmentation"
-FROZEN = "0"
-
-
-def targets(generator: torch.Generator) -> Tensor:
-    return torch.randint(CLASSES, (SAMPLES, 4, 4), generator=generator)
-
-
-def small(*_: object) -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Tanh(), nn.Conv2d(8, CLASSES, 1))
-
-
-# % else
-FROZEN = "1"
-
-
-def targets(generator: torch.Generator) -> Tensor:
-    return torch.randint(CLASSES, (SAMPLES,), generator=generator)
-
-
-def small(*_: object) -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Flatten(), nn.Linear(48, 16), nn.Tanh(), nn.Linear(16, CLASSES))
-
-
-# % endif
-def loss_of(model: nn.Module, images: Tensor, labels: Tensor, args: Namespace) -> Tensor:
-    return F.cross_entropy(model(images), labels, label_smoothing=args.label_smoothing)
-
-
-def val_loss_of(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(model(images), labels)
-
-
-def parts_of(model: nn.Module, args: Namespace) -> list[tuple[nn.Module, float]]:
-    return [(model, args.lr)]
-
-
-# % endif
 class Samples(torch.utils.data.Dataset):
-    classes = tuple("abcd")
+    classes = tuple("abcd")[: tiny.CLASSES]
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(1)
         self.images = torch.randn(SAMPLES, 3, 4, 4, generator=generator)
         self.images[::20] *= 8  # so that some steps have larger gradients than others
-        self.targets = targets(generator)
+        self.targets = tiny.targets(SAMPLES, generator)
 
     def __len__(self) -> int:
         return SAMPLES
@@ -162,7 +69,7 @@ def on_the_small_set(output: str, flags: tuple) -> Iterator[None]:
     with contextlib.ExitStack() as patches:
         for thing, name, value in (
             (sys, "argv", command),
-            (task, "build_model", small),
+            (task, "build_model", lambda *_: tiny.build_model()),
             (task, "build_datasets", lambda *_: (Samples(), Samples())),
             (distributed, "ranks", lambda _: (rank, rank, 2)),
             (distributed, "device_for", lambda _: device),
@@ -203,19 +110,19 @@ def reference(
     """
     with on_the_small_set("unused", flags):
         args = main.parse_args()
-    model, samples = small(), Samples()
+    model, samples = tiny.build_model(), Samples()
     if args.weights:
         part = getattr(model, "image_encoder", model)
         part.load_state_dict(torch.load(args.weights, weights_only=True))
     if args.freeze:
-        model.get_submodule(FROZEN).requires_grad_(False)
+        model.get_submodule(tiny.FROZEN).requires_grad_(False)
     if hasattr(args, "momentum"):
         optimizer = torch.optim.SGD([torch.zeros(1)], momentum=args.momentum)
     else:
         optimizer = torch.optim.AdamW([torch.zeros(1)])
     batch = 2 * BATCH * getattr(args, "accumulate", 1)
     factor = batch / args.scale_lr if args.scale_lr else 1
-    for part, lr in parts_of(model, args):
+    for part, lr in tiny.parts_of(model, args):
         for kind, decay in (("weight", args.weight_decay), ("bias", args.weight_decay)):
             chosen = [p for name, p in part.named_parameters() if name.endswith(kind)]
             decay *= not (args.decay_weights_only and kind == "bias")
@@ -233,7 +140,7 @@ def reference(
             taken += len(chosen)
             optimizer.zero_grad()
             for indices in groups_of(chosen):
-                part = loss_of(model, samples.images[indices], samples.targets[indices], args)
+                part = tiny.loss_of(model, samples.images[indices], samples.targets[indices], args)
                 (part * len(indices) / len(chosen)).backward()
             if args.clip_grad:
                 total = sum(p.grad.square().sum() for p in model.parameters()).sqrt()
@@ -246,16 +153,16 @@ def reference(
 
 def first_weights() -> dict[str, Tensor]:
     """What --weights can be of: the image encoder where there are two."""
-    model = small()
+    model = tiny.build_model()
     return getattr(model, "image_encoder", model).state_dict()
 
 
 def flat(state: dict) -> Tensor:
-    return torch.cat([state[name].flatten() for name, _ in small().named_parameters()])
+    return torch.cat([state[name].flatten() for name, _ in tiny.build_model().named_parameters()])
 
 
 def distance(state: dict, expected: nn.Module) -> float:
-    start, end = flat(small().state_dict()), flat(expected.state_dict())
+    start, end = flat(tiny.build_model().state_dict()), flat(expected.state_dict())
     return ((flat(state) - end).norm() / (end - start).norm()).item()
 
 
@@ -267,9 +174,9 @@ def distance(state: dict, expected: nn.Module) -> float:
         ("--clip-grad", 0.1),
         ("--decay-weights-only", "--weight-decay", 2),
         ("--schedule", "step"),
-        ("--freeze", FROZEN),
+        ("--freeze", tiny.FROZEN),
         ("--weights", "FILE"),
-        *OWN_FLAGS,
+        *tiny.OWN_FLAGS,
     ],
     ids=lambda flags: " ".join(map(str, flags)) or "plain",
 )
@@ -289,7 +196,7 @@ def test_steps_are_those_of_whole_batches(
     # The fifth batch is a step by itself, and gradients are averaged once in each step.
     accumulates = "--accumulate" in flags
     assert state["step"] == (6 if accumulates else 10)
-    passes = [False, True, False, True, True] if accumulates else [True] * 5 * FORWARD_PASSES
+    passes = [False, True, False, True, True] if accumulates else [True] * 5 * tiny.FORWARD_PASSES
     assert averages == passes * 2
 
 
@@ -307,7 +214,7 @@ def test_the_average_is_validated_and_saved(
     samples = Samples()
     module = copy.deepcopy(average)
     module.load_state_dict(state["ema"])
-    loss = val_loss_of(module, samples.images, samples.targets).item()
+    loss = tiny.val_loss_of(module, samples.images, samples.targets).item()
     row = (tmp_path / "metrics.csv").read_text().splitlines()[-1].split(",")
     assert float(row[3]) == pytest.approx(loss, rel=0.01)
 
@@ -317,7 +224,7 @@ def test_the_average_is_validated_and_saved(
 def test_real_apex_takes_such_steps_too(tmp_path: Path, level: str) -> None:
     if problem := backend.problem_with_apex(level):
         pytest.skip(problem.reason)
-    flags = (*ACCUMULATED, "--clip-grad", 0.1, "--ema", 0.9)
+    flags = (*tiny.ACCUMULATED, "--clip-grad", 0.1, "--ema", 0.9)
     how = ("--backend", "apex", "--opt-level", level, "--loss-scale", 128)  # which skips no step
     processes = Processes("nccl")  # for once: Apex changes torch's functions for good
     try:
@@ -328,13 +235,13 @@ def test_real_apex_takes_such_steps_too(tmp_path: Path, level: str) -> None:
     off = distance(state["model"], model)
     assert off < NEAR[level]
     assert distance(state["ema"], average) < NEAR[level]
-    for others in (ACCUMULATED, *([("--clip-grad", 0.1)] if ACCUMULATED else [])):
+    for others in (tiny.ACCUMULATED, *([("--clip-grad", 0.1)] if tiny.ACCUMULATED else [])):
         assert distance(state["model"], reference(*others)[0]) > 2 * off
-    assert state["step"] == (6 if ACCUMULATED else 10)
+    assert state["step"] == (6 if tiny.ACCUMULATED else 10)
 
 
 def test_the_average_is_of_fp32_masters() -> None:
-    model = small()
+    model = tiny.build_model()
     ema = training.Ema(model, 0.9)
     before = copy.deepcopy(model.state_dict())
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)  # fp16 can't hold such steps
@@ -383,11 +290,11 @@ def test_half_gradients_are_not_compressed(two_processes: Processes, tmp_path: P
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_all_of_it_resumes_exactly(two_processes: Processes, tmp_path: Path, level: str) -> None:
-    flags = ("--opt-level", level, *ACCUMULATED, "--clip-grad", 0.1, "--ema", 0.9)
+    flags = ("--opt-level", level, *tiny.ACCUMULATED, "--clip-grad", 0.1, "--ema", 0.9)
     (whole, _), _ = two_processes(trained, str(tmp_path / "whole"), *flags)
     stopped = str(tmp_path / "stopped")
     (state, _), _ = two_processes(trained, stopped, *flags, "--steps", 4)
-    assert (state["epoch"], state["step"], state["samples"]) == STOPPED
+    assert (state["epoch"], state["step"], state["samples"]) == tiny.STOPPED
     (resumed, _), _ = two_processes(trained, stopped, *flags, "--resume", "auto")
     for part in ("model", "ema"):
         torch.testing.assert_close(resumed[part], whole[part], rtol=0, atol=0)
@@ -511,19 +418,8 @@ def test_a_frozen_part_computes_as_in_validation() -> None:
 # % if task != "contrastive"
 
 
-def normed(*_: object) -> nn.Module:
-    torch.manual_seed(0)
-    # A bias before the norm would have a gradient of rounding errors, and Adam steps by the sign.
-    first, last = nn.Conv2d(3, 8, 1, bias=False), nn.Conv2d(8, CLASSES, 1)
-    layers = [first, nn.BatchNorm2d(8), nn.Tanh(), last]
-    # % if task == "classification"
-    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten()]
-    # % endif
-    return nn.Sequential(*layers)
-
-
 def with_norms() -> contextlib.AbstractContextManager:
-    return mock.patch.object(sys.modules[__name__], "small", normed)
+    return mock.patch.object(tiny, "build_model", tiny.build_normed)
 
 
 def trained_with_norms(*args: object) -> tuple[dict, list[bool]]:
