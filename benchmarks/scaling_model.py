@@ -185,7 +185,7 @@ class Measured(NamedTuple):
 
 COMPILED, COMPILED_32 = 256 / 6_811, 8.08 * MS  # on one GPU; at 32 with CUDA graphs
 EAGER, EAGER_32 = 256 / 6_224, 32 / 2_885
-O1 = 43.96 * MS  # main.py's in benchmarks/step.csv; the other figures are of syncbn.py
+O1 = 43.96 * MS  # main.py's in benchmarks/step_levels.csv; the other figures are of syncbn.py
 MEASURED = (
     Measured("torch, fp16", 256, 4, 1024 / 23_962, EAGER, "noise"),
     Measured("torch, fp16, compiled", 256, 4, 1024 / 26_037, COMPILED, "noise"),

@@ -145,7 +145,7 @@ def test_the_empty_step_and_the_image_are_those_of_two_measured_steps():
 
 
 def test_figures_of_another_day_are_those_of_the_results():
-    steps = turns("step.csv", "contestant", "project-O1", "seconds")
+    steps = turns("step_levels.csv", "contestant", "project-O1", "seconds")
     assert pytest.approx(median(steps), rel=1e-3) == model.O1
     none = turns("syncbn.csv", "variant", "none", "ms_per_step")
     (four,) = (one for one in model.MEASURED if "day" in one.what and one.gpus == 4)
