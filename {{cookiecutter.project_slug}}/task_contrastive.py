@@ -393,9 +393,9 @@ def read_captions(folder: Path) -> list[tuple[Path, bytes]]:
 
 
 def read_lines(path: Path) -> list[str]:
-    """The lines of a text file."""
+    """The lines of a text file, which only line feeds end: U+0085 and its like are in texts."""
     try:
-        return path.read_text(encoding="utf-8-sig").splitlines()
+        return path.read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")
     except OSError as error:
         raise UserError(f"{path} can't be read ({error.strerror}); name another file") from None
     except UnicodeDecodeError:

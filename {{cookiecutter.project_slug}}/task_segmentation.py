@@ -482,8 +482,9 @@ augment = v2.Compose(
 
 def letterbox(image: Tensor, mask: Tensor, side: int = SIZE) -> tuple[Tensor, Tensor]:
     """All of an image, made a square by resizing its longer side and padding the other."""
-    image, mask = v2.Resize(None, max_size=side, antialias=True)(image, mask)
-    height, width = mask.shape
+    longest = max(mask.shape)
+    height, width = (max(1, side * length // longest) for length in mask.shape)
+    image, mask = v2.Resize([height, width], antialias=True)(image, mask)
     return v2.Pad([0, 0, side - width, side - height], fill=FILL)(image, mask)
 
 

@@ -48,8 +48,12 @@ def freeze(model: nn.Module, names: Iterable[str], trained: Iterable[nn.Module])
         parts[name].requires_grad_(False).eval()
     sizes = {p: p.numel() for p in model.parameters()}
     frozen = sum(size for p, size in sizes.items() if not p.requires_grad)
-    if not all(any(p.requires_grad for p in part.parameters()) for part in trained):
-        raise UserError(f"--freeze {' '.join(names)}: nothing is left to train; freeze less")
+    for part in trained:
+        if not any(p.requires_grad for p in part.parameters()):
+            where = next(name for name, child in parts.items() if child is part) or "the model"
+            raise UserError(
+                f"--freeze {' '.join(names)}: nothing is left to train in {where}; freeze less"
+            )
     return f"{frozen:,} of {sum(sizes.values()):,} parameters are frozen"
 
 

@@ -409,8 +409,11 @@ def test_a_frozen_part_computes_as_in_validation() -> None:
     torch.testing.assert_close(model[0].state_dict(), before, rtol=0, atol=0)
     with pytest.raises(UserError, match="no such part; it has 0, 1"):
         training.freeze(model, ["layer1"], [model])
-    with pytest.raises(UserError, match="nothing is left to train"):
+    with pytest.raises(UserError, match="nothing is left to train in the model"):
         training.freeze(model, ["1"], [model])
+    model.requires_grad_(True)
+    with pytest.raises(UserError, match="nothing is left to train in 1"):
+        training.freeze(model, ["1"], [*model])
 
 
 # % if sync_bn

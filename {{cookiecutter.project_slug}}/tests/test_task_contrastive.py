@@ -221,6 +221,8 @@ def test_the_captions_to_choose_from(folder, tmp_path):
     file = tmp_path / "captions.txt"
     file.write_text(" two words \n\nGrün\ntwo words\n", encoding="utf-8")
     assert task.candidates(file, str(folder)) == ["two words", "Grün"]
+    file.write_text("one\u0085text\r\nan\u2028other\x0b.", encoding="utf-8")
+    assert task.candidates(file, "") == ["one\u0085text", "an\u2028other\x0b."]
 
 
 @pytest.mark.parametrize(

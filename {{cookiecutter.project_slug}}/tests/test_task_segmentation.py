@@ -14,6 +14,7 @@ from torchvision import tv_tensors
 import main
 import task_segmentation as task
 from engine import distributed
+from engine.check import try_out
 from engine.errors import UserError
 
 CPU = torch.device("cpu")
@@ -104,6 +105,25 @@ def test_torchvisions_models_train_with_their_auxiliary_head_if_they_have_one(ar
     output = task.build_model(arch, 4)(torch.randn(2, 3, 64, 64))
     assert output["out"].shape == (2, 4, 64, 64)
     assert ("aux" in output) == arch.startswith("deeplab")
+
+
+def test_a_batch_of_one_is_refused_where_pooling_leaves_one_value():
+    """DeepLab's pooling does, whatever the size of the image."""
+    model = task.build_model("deeplabv3_resnet50", 4)
+    images, masks = torch.randn(2, 3, 64, 64), torch.zeros(2, 64, 64, dtype=torch.uint8)
+    with pytest.raises(UserError, match="of 1 .*: Expected more than 1 value.*--batch-size"):
+        try_out(model, task.criterion, images[:1], masks[:1])
+    try_out(model, task.criterion, images, masks)
+
+
+@pytest.mark.parametrize("size", [(1, 3000), (3000, 1), (1, 1), (500, 300)])
+def test_an_image_of_any_shape_is_letterboxed(size):
+    image, mask = torch.zeros(3, *size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)
+    image, mask = task.letterbox(tv_tensors.Image(image), tv_tensors.Mask(mask), 64)
+    assert image.shape[1:] == mask.shape == (64, 64)
+    shorter = max(1, 64 * min(size) // max(size))
+    assert (mask == 1).sum() == 64 * shorter
+    assert (mask == task.IGNORED).sum() == 64 * (64 - shorter)
 
 
 def test_a_model_of_segmentation_models_pytorch():
