@@ -328,7 +328,7 @@ def main() -> None:
         report.say(training.scale_lr(optimizer, factor))
     highest = [group["lr"] for group in optimizer.param_groups]
     # % if ddp == "apex"
-    delay = args.delay_allreduce or args.deterministic or args.cuda_graphs  # averages at the end
+    delay = args.delay_allreduce or args.deterministic  # see make_deterministic
     # % elif ddp == "torch"
     devices, delay = [local_rank] if on_gpu else None, args.deterministic  # see make_deterministic
     # % endif
@@ -363,8 +363,7 @@ def main() -> None:
             for encoder in encoders
         ]
         # % endif
-    if args.compress_gradients:
-        training.compress_gradients(*encoders)
+    training.tune_communication(args, *encoders)
     # % endif
     image_encoder, text_encoder = encoders
     # % else
@@ -391,8 +390,7 @@ def main() -> None:
         # % else
         model = nn.parallel.DistributedDataParallel(model, devices, find_unused_parameters=delay)
         # % endif
-    if args.compress_gradients:
-        training.compress_gradients(model)
+    training.tune_communication(args, model)
     # % endif
     # % endif
 

@@ -393,7 +393,7 @@ def read_captions(folder: Path) -> list[tuple[Path, bytes]]:
 
 
 def read_lines(path: Path) -> list[str]:
-    """The lines of a text file, which only line feeds end: U+0085 and its like are in texts."""
+    """The lines of a text file; U+0085 and its like, which may be in a text, end none."""
     try:
         return path.read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")
     except OSError as error:

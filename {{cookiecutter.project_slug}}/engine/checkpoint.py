@@ -419,12 +419,16 @@ def _place_moments(optimizer: Optimizer, saved: dict) -> None:
     They lie as the parameter does, where torch leaves them channels last if they were saved so. And
     Adam's are fp32, where torch loads them in the parameter's type, fp16 at O3.
     """
-    types = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32, "momentum_buffer": None}
     for index, parameter in _pairs(optimizer, saved):
         for name, value in saved["state"].get(index, {}).items():
-            if name in types and value is not None:  # SGD of old torch has None
-                moment = torch.empty_like(parameter, dtype=types[name])
-                optimizer.state[parameter][name] = moment.copy_(value)
+            if name in ("exp_avg", "exp_avg_sq"):
+                dtype = torch.float32
+            elif name == "momentum_buffer" and value is not None:  # as old torch has it
+                dtype = optimizer.state[parameter][name].dtype
+            else:
+                continue
+            moment = torch.empty_like(parameter, dtype=dtype)
+            optimizer.state[parameter][name] = moment.copy_(value)
 
 
 def _settings(group: dict) -> dict:

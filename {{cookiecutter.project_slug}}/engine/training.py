@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 
@@ -57,20 +58,29 @@ def freeze(model: nn.Module, names: Iterable[str], trained: Iterable[nn.Module])
     return f"{frozen:,} of {sum(sizes.values()):,} parameters are frozen"
 
 
-def compress_gradients(*models: nn.Module) -> None:
-    """Has fp32 gradients travel as bfloat16: half the bytes, and averages rounded to 8 bits.
+def tune_communication(args: Namespace, *models: nn.Module) -> None:
+    """Has gradients travel as --compress-gradients and --cuda-graphs want it.
 
-    With fp32's range, unlike fp16, it takes the gradients of any scaled loss. Those of a model that
-    is in no DistributedDataParallel don't travel. Raises UserError if weights, and so their
+    Compressed, fp32 ones travel as bfloat16: half the bytes, and averages rounded to 8 bits. With
+    fp32's range, unlike fp16, it takes the gradients of any scaled loss. Those of a model that is
+    in no DistributedDataParallel don't travel. Raises UserError if weights, and so their
     gradients, are half already.
     """
+    if args.cuda_graphs:  # one for the whole model, not one for each bucket
+        torch._dynamo.config.optimize_ddp = False
     for model in models:
-        if any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters()):
+        is_half = any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters())
+        if args.compress_gradients and is_half:
             raise UserError(
                 "--compress-gradients: at this --opt-level they have 16 bits already; leave it out"
             )
-        if isinstance(model, nn.parallel.DistributedDataParallel):
+        if not isinstance(model, nn.parallel.DistributedDataParallel):
+            continue
+        if args.compress_gradients:
             model.register_comm_hook(None, bf16_compress_hook)
+        accepts_unused = model.find_unused_parameters
+        if args.cuda_graphs and hasattr(model, "average_at_once") and not accepts_unused:
+            model.average_at_once()
 
 
 def parameters(model: nn.Module, lr: float, decay_weights_only: bool) -> list[dict]:

@@ -1017,7 +1017,7 @@ class NoWait(TorchDispatchMode):
 
 @pytest.mark.parametrize("factor", [1.0, float("inf")])
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-@pytest.mark.parametrize("name", ["FusedAdam", "FusedSGD", "fused SGD"])
+@pytest.mark.parametrize("name", ["FusedAdam", "fused SGD"])
 def test_fused_kernels_skip_without_waiting_for_the_gpu(name, level, factor):
     model, optimizer = prepare(level, ALL_OPTIMIZERS[name], loss_scale="dynamic")
     set_scale(256.0)
@@ -1032,9 +1032,39 @@ def test_fused_kernels_skip_without_waiting_for_the_gpu(name, level, factor):
     assert same(weights(model), before) == (factor != 1.0)
 
 
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_sgd_takes_parameters_that_join_late(device, is_fused):
+    """torch's own fused step fails there."""
+    results = []
+    for fused in (False, is_fused):
+        first, late = (nn.Parameter(torch.ones(2, device=device)) for _ in range(2))
+        optimizer = torch.optim.SGD([first, late], 0.1, 0.9, fused=fused)
+        model = nn.ParameterList([first, late])
+        amp.initialize(model, optimizer, opt_level="O1", loss_scale="dynamic", verbosity=0)
+        for factor in (0.0, 1.0, 2.0):
+            optimizer.zero_grad()
+            backward((first + factor * late if factor else first).square().sum(), optimizer)
+            optimizer.step()
+        results.append([first.detach(), late.detach()])
+    torch.testing.assert_close(*results)
+
+
+def test_sgd_that_is_fused_in_a_part_skips_too():
+    a, b = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    groups = [{"params": [a]}, {"params": [b], "fused": False}]
+    optimizer = torch.optim.SGD(groups, 0.1, 0.9, fused=True)
+    amp.initialize(nn.ParameterList([a, b]), optimizer, opt_level="O1", verbosity=0)
+    for factor in (1.0, float("inf"), 1.0):
+        optimizer.zero_grad()
+        backward((a + b).sum() * factor, optimizer)
+        optimizer.step()
+    torch.testing.assert_close(a, b)
+    torch.testing.assert_close(a.detach(), torch.full((2,), 1 - 0.1 - 0.19))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("name", ["FusedAdam", "FusedSGD", "fused SGD"])
+@pytest.mark.parametrize("name", ["FusedAdam", "fused SGD"])
 def test_no_step_waits_for_the_gpu(name, level):
     model, optimizer = prepare(level, ALL_OPTIMIZERS[name], "cuda")
     x = torch.randn(16, 4, device="cuda")

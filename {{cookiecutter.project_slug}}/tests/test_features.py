@@ -26,6 +26,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import main
 import task
 from apex_native import amp
+from apex_native.parallel import DistributedDataParallel
 from engine import backend, checkpoint, distributed, training, weights
 from engine.errors import UserError
 from engine.report import Report
@@ -286,6 +287,22 @@ def test_half_gradients_are_not_compressed(two_processes: Processes, tmp_path: P
         pytest.skip("this CPU does not compute in bfloat16")
     with pytest.raises(AssertionError, match="--compress-gradients: .* leave it out"):
         two_processes(trained, str(tmp_path), *flags)
+
+
+def tuned(delay: bool) -> tuple[list[bool], bool]:
+    """Of models in apex_native's DDP, in torch's and in none: whether they average at once."""
+    models = [DistributedDataParallel(nn.Linear(2, 1), delay_allreduce=delay)]
+    models += [nn.parallel.DistributedDataParallel(nn.Linear(2, 1)), nn.Linear(2, 1)]
+    args = Namespace(cuda_graphs=True, compress_gradients=False)
+    with mock.patch.object(torch._dynamo.config, "optimize_ddp", True):
+        training.tune_communication(args, *models)
+        cuts = torch._dynamo.config.optimize_ddp
+    return [bool(getattr(model, "_buckets", None)) for model in models], cuts
+
+
+@pytest.mark.parametrize("delay", [False, True])
+def test_cuda_graphs_are_whole_and_average_at_once(two_processes: Processes, delay: bool) -> None:
+    assert two_processes(tuned, delay) == [([not delay, False, False], False)] * 2
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -46,6 +46,13 @@ def same(ones, others):
 # Gradients
 
 
+def wrap(model, at_once, **options):
+    wrapped = DistributedDataParallel(model, **options)
+    if at_once:
+        wrapped.average_at_once()
+    return wrapped
+
+
 class Weighted(nn.Module):
     """The gradient of its weight is its input."""
 
@@ -57,9 +64,9 @@ class Weighted(nn.Module):
         return (self.weight * x).sum()
 
 
-def on_each_rank_reduce(rows, options):
+def on_each_rank_reduce(rows, options, at_once=False):
     x = rows[dist.get_rank()]
-    model = DistributedDataParallel(Weighted(x), **options)
+    model = wrap(Weighted(x), at_once, **options)
     for _ in range(2):  # torch lays its buckets out anew after the first pass
         model.zero_grad()
         model(x).backward()
@@ -76,14 +83,12 @@ def on_each_rank_reduce(rows, options):
         ({"gradient_average": False}, 1.0),
         ({"gradient_average": False, "gradient_predivide_factor": 4.0}, 0.25),
         ({"allreduce_always_fp32": True}, 0.5),
-        ({"delay_allreduce": True, "gradient_predivide_factor": 4.0}, 0.5),
-        ({"delay_allreduce": True, "gradient_average": False}, 1.0),
-        ({"delay_allreduce": True, "allreduce_always_fp32": True}, 0.5),
     ],
 )
-def test_gradients_are_reduced(two_processes, options, factor):
+@pytest.mark.parametrize("at_once", [False, True])
+def test_gradients_are_reduced(two_processes, options, factor, at_once):
     rows = torch.tensor([[1.0, 2.0, 3.0], [3.0, 8.0, -5.0]])
-    for gradient in two_processes(on_each_rank_reduce, rows, options):
+    for gradient in two_processes(on_each_rank_reduce, rows, options, at_once):
         assert torch.equal(gradient, rows.sum(0) * factor)
 
 
@@ -106,7 +111,7 @@ def loss_of(results):
 
 def on_each_rank_reduce_at_once(inputs, hook):
     torch.manual_seed(0)
-    model = DistributedDataParallel(Mixed(), delay_allreduce=True)
+    model = wrap(Mixed(), at_once=True)
     if hook:
         model.register_comm_hook(None, hook)
     with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
@@ -119,7 +124,7 @@ def on_each_rank_reduce_at_once(inputs, hook):
 
 
 @pytest.mark.parametrize("hook", [None, bf16_compress_hook])
-def test_delay_allreduce_sends_all_of_a_type_at_once(two_processes, hook):
+def test_all_of_a_type_is_averaged_at_once(two_processes, hook):
     inputs = torch.randn(2, 4, 2, 5, 5)
     torch.manual_seed(0)
     model = Mixed()
@@ -142,47 +147,87 @@ class Refusing(torch.autograd.Function):
         raise ZeroDivisionError
 
 
+def grads_of(model):
+    return [parameter.grad.tolist() for parameter in model.parameters()]
+
+
 def on_each_rank_fail_in_backward():
-    model = DistributedDataParallel(nn.Linear(2, 1), delay_allreduce=True)
+    model = wrap(nn.Linear(2, 1), at_once=True)
     x = torch.full((1, 2), 1.0 + dist.get_rank(), requires_grad=True)
     with pytest.raises(ZeroDivisionError):
-        model(Refusing.apply(x)).sum().backward()
+        (model(Refusing.apply(x)) + Refusing.apply(x).sum()).sum().backward()
     model.zero_grad()
     model(x).sum().backward()
-    return model.module.weight.grad.tolist()
+    return grads_of(model)
 
 
-def test_delay_allreduce_works_on_after_a_pass_that_failed(two_processes):
-    assert two_processes(on_each_rank_fail_in_backward) == [[[1.5, 1.5]]] * 2
+def on_each_rank_differentiate_first():
+    """As gradient penalties, adaptive weights and saliency maps do, the last on one rank alone."""
+    model = wrap(nn.Linear(2, 1), at_once=True)
+    x = torch.full((1, 2), 1.0 + dist.get_rank(), requires_grad=True)
+    output = model(x)
+    torch.autograd.grad(output.sum(), x, create_graph=True)
+    torch.autograd.grad(output.sum(), model.module.weight, retain_graph=True)
+    output.backward(inputs=[x], retain_graph=True)
+    if dist.get_rank() == 0:
+        torch.autograd.grad(output.sum(), x, retain_graph=True)
+    output.sum().backward()
+    return grads_of(model)
 
 
-class InWords(nn.Linear):
+class Silent(nn.Linear):
     def forward(self, x):
-        return str(super().forward(x))
+        self.loss = super().forward(x).sum()
+        return SimpleNamespace(loss=self.loss)
 
 
-def on_each_rank_delay_what_can_not_be(kind):
-    if kind == "words":
-        model, x = InWords(2, 1), torch.ones(1, 2)
+def on_each_rank_return_no_tensor():
+    model = wrap(Silent(2, 1), at_once=True)
+    model(torch.full((1, 2), 1.0 + dist.get_rank())).loss.backward()
+    return grads_of(model)
+
+
+def on_each_rank_copy():
+    model = copy.deepcopy(wrap(nn.Linear(2, 1), at_once=True))
+    model(torch.full((1, 2), 1.0 + dist.get_rank())).sum().backward()
+    return grads_of(model)
+
+
+@pytest.mark.parametrize(
+    "on_each_rank",
+    [
+        on_each_rank_fail_in_backward,
+        on_each_rank_differentiate_first,
+        on_each_rank_return_no_tensor,
+        on_each_rank_copy,
+    ],
+)
+def test_averaging_at_once_depends_on_gradients_alone(two_processes, on_each_rank):
+    assert two_processes(on_each_rank) == [[[[1.5, 1.5]], [1.0]]] * 2
+
+
+def on_each_rank_average_what_can_not_be(kind):
+    if kind == "unused":
+        model, x = Branches(), torch.ones(1, 2)
     else:
         model, x = nn.Embedding(3, 2, sparse=True), torch.tensor([1])
     try:
-        DistributedDataParallel(model, delay_allreduce=True)(x).sum().backward()
+        wrap(model, at_once=True)(x).sum().backward()
     except RuntimeError as error:
         return str(error)
 
 
 @pytest.mark.parametrize(
-    ("kind", "words"), [("words", "a module that returns tensors"), ("sparse", "sparse gradients")]
+    ("kind", "words"), [("unused", "sometimes.weight, sometimes.bias,"), ("sparse", "no sparse")]
 )
-def test_delay_allreduce_refuses(two_processes, kind, words):
-    for error in two_processes(on_each_rank_delay_what_can_not_be, kind):
+def test_averaging_at_once_refuses(two_processes, kind, words):
+    for error in two_processes(on_each_rank_average_what_can_not_be, kind):
         assert words in error
 
 
-def on_each_rank_switch_the_reduction(rows, delay):
+def on_each_rank_switch_the_reduction(rows, at_once):
     x = rows[dist.get_rank()]
-    model = DistributedDataParallel(Weighted(x), delay_allreduce=delay)
+    model = wrap(Weighted(x), at_once)
     model.disable_allreduce()
     model(x).backward()
     alone = model.module.weight.grad.clone()
@@ -191,11 +236,11 @@ def on_each_rank_switch_the_reduction(rows, delay):
     return alone, model.module.weight.grad
 
 
-@pytest.mark.parametrize("delay", [False, True])
-def test_the_reduction_can_be_switched_off_and_on(two_processes, delay):
+@pytest.mark.parametrize("at_once", [False, True])
+def test_the_reduction_can_be_switched_off_and_on(two_processes, at_once):
     rows = torch.tensor([[1.0, 2.0], [3.0, -6.0]])
     for rank, (alone, together) in enumerate(
-        two_processes(on_each_rank_switch_the_reduction, rows, delay)
+        two_processes(on_each_rank_switch_the_reduction, rows, at_once)
     ):
         assert torch.equal(alone, rows[rank])
         assert torch.equal(together, rows.sum(0))
@@ -374,18 +419,18 @@ def step(model, optimizer, x, factor=1.0):
     optimizer.step()
 
 
-def on_each_rank_train(level, delay, data):
+def on_each_rank_train(level, at_once, data):
     model, optimizer = initialize(level)
-    wrapped = DistributedDataParallel(model, delay_allreduce=delay)
+    wrapped = wrap(model, at_once)
     for batch in data.chunk(dist.get_world_size(), dim=1)[dist.get_rank()]:
         step(wrapped, optimizer, batch)
     amp.initialize(nn.Identity(), enabled=False)
     return [tensor.cpu() for tensor in model.state_dict().values()]
 
 
-def trains_as_one_process(processes, level, delay):
+def trains_as_one_process(processes, level, at_once):
     data = torch.randn(3, 8, 4)
-    first, second = processes(on_each_rank_train, level, delay, data)
+    first, second = processes(on_each_rank_train, level, at_once, data)
     assert same(first, second)
 
     model, optimizer = initialize(level)
@@ -395,24 +440,24 @@ def trains_as_one_process(processes, level, delay):
     torch.testing.assert_close(first, list(model.state_dict().values()), rtol=0.02, atol=0.002)
 
 
-@pytest.mark.parametrize("delay", [False, True])
+@pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("level", LEVELS)
-def test_two_processes_train_as_one(two_processes, level, delay):
-    trains_as_one_process(two_processes, level, delay)
+def test_two_processes_train_as_one(two_processes, level, at_once):
+    trains_as_one_process(two_processes, level, at_once)
 
 
 @pytest.mark.gpu(2)
-@pytest.mark.parametrize("delay", [False, True])
+@pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("level", LEVELS)
-def test_two_gpus_train_as_one_process(two_gpus, level, delay):
-    trains_as_one_process(two_gpus, level, delay)
+def test_two_gpus_train_as_one_process(two_gpus, level, at_once):
+    trains_as_one_process(two_gpus, level, at_once)
 
 
-def on_each_rank_step_without_waiting(delay):
+def on_each_rank_step_without_waiting(at_once):
     model = net().cuda()
     optimizer = FusedAdam(model.parameters())
     model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
-    wrapped = DistributedDataParallel(model, delay_allreduce=delay)
+    wrapped = wrap(model, at_once)
     for number in range(5):  # in the second one torch lays its buckets out anew
         torch.cuda.set_sync_debug_mode("error" if number > 1 else "default")
         try:
@@ -423,9 +468,9 @@ def on_each_rank_step_without_waiting(delay):
 
 
 @pytest.mark.gpu(2)
-@pytest.mark.parametrize("delay", [False, True])
-def test_no_step_waits_for_the_gpus(two_gpus, delay):
-    assert two_gpus(on_each_rank_step_without_waiting, delay) == [True, True]
+@pytest.mark.parametrize("at_once", [False, True])
+def test_no_step_waits_for_the_gpus(two_gpus, at_once):
+    assert two_gpus(on_each_rank_step_without_waiting, at_once) == [True, True]
 
 
 def on_each_rank_overflow(level):
@@ -448,9 +493,9 @@ def test_an_overflow_on_one_rank_skips_the_step_of_all(two_processes, level):
     assert same(results[0][0][2], results[1][0][2])
 
 
-def on_each_rank_accumulate(level, no_sync, delay, data):
+def on_each_rank_accumulate(level, no_sync, at_once, data):
     model, optimizer = initialize(level)
-    wrapped = DistributedDataParallel(model, delay_allreduce=delay)
+    wrapped = wrap(model, at_once)
     if level == "O2":
         amp.load_state_dict({"loss_scaler0": {"loss_scale": 256.0, "unskipped": 0}})
     mine = data[dist.get_rank()]
@@ -465,12 +510,12 @@ def on_each_rank_accumulate(level, no_sync, delay, data):
     return [parameter.grad.float() for parameter in amp.master_params(optimizer)]
 
 
-@pytest.mark.parametrize("delay", [False, True])
+@pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("no_sync", [False, True])
 @pytest.mark.parametrize("level", LEVELS)
-def test_gradients_accumulate(two_processes, level, no_sync, delay):
+def test_gradients_accumulate(two_processes, level, no_sync, at_once):
     data = torch.randn(2, 3, 8, 4)
-    first, second = two_processes(on_each_rank_accumulate, level, no_sync, delay, data)
+    first, second = two_processes(on_each_rank_accumulate, level, no_sync, at_once, data)
     assert same(first, second)
     model = net()
     for batch in data.flatten(0, 1):
@@ -963,14 +1008,14 @@ class TwiceNormalised(Convolved):
         return self.linear((x + self.wide(x)).mean((2, 3)))
 
 
-def on_each_rank_train_compiled(mode, delay=False):
+def on_each_rank_train_compiled(mode, at_once=False):
     """The losses of some steps; `mode` is torch.compile's."""
     torch.manual_seed(0)
     model = convert_syncbn_model(TwiceNormalised()).cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model.compile(mode=mode)
     # Buckets as small as torch takes them; it compiles a part of the model for each.
-    wrapped, losses = DistributedDataParallel(model, 2**18, delay), []
+    wrapped, losses = wrap(model, at_once, message_size=2**18), []
     for batch in torch.randn(6, 2, 4, 3, 8, 8)[:, dist.get_rank()].cuda():
         loss = wrapped(batch).square().mean()
         optimizer.zero_grad()
@@ -984,11 +1029,11 @@ def on_each_rank_train_compiled(mode, delay=False):
 
 
 @pytest.mark.gpu(2)
-@pytest.mark.parametrize("delay", [False, True])
-def test_cuda_graphs_train_as_the_same_steps_without_them(delay):
+@pytest.mark.parametrize("at_once", [False, True])
+def test_cuda_graphs_train_as_the_same_steps_without_them(at_once):
     processes = Processes("nccl")  # which have exchanged nothing before the graphs warm up
     try:
-        found = processes(on_each_rank_train_compiled, "reduce-overhead", delay)
+        found = processes(on_each_rank_train_compiled, "reduce-overhead", at_once)
         processes.stop()
         expected = processes(on_each_rank_train_compiled, None)
     finally:

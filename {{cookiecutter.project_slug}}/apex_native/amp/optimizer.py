@@ -146,12 +146,35 @@ def _skips_on_device(optimizer: Optimizer) -> bool:
     """
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
-    return not isinstance(optimizer, torch.optim.SGD) or all(
-        optimizer.state.get(parameter, {}).get("momentum_buffer") is not None
-        for group in optimizer.param_groups
+    if not isinstance(optimizer, torch.optim.SGD):
+        return True
+    is_fused = all(group["fused"] for group in optimizer.param_groups)
+    return is_fused and not _without_momentum(optimizer, optimizer.param_groups)
+
+
+def _let_late_ones_join(optimizer: Optimizer) -> None:
+    """Gives parameters without a momentum one of zeros, where others of their group have theirs.
+
+    torch.optim.SGD(fused=True) fails if a parameter's first gradient comes after other ones'.
+    """
+    for group in optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else ():
+        new = _without_momentum(optimizer, [group])
+        trained = [p for p in group["params"] if p.grad is not None]
+        if group["fused"] and not group["dampening"] and len(new) < len(trained):
+            for parameter in new:
+                zeros = torch.zeros_like(parameter)
+                optimizer.state[parameter]["momentum_buffer"] = zeros
+
+
+def _without_momentum(optimizer: torch.optim.SGD, groups: list[dict]) -> list[Tensor]:
+    """The parameters of `groups` whose momentum the next step is the first of."""
+    return [
+        parameter
+        for group in groups
         for parameter in group["params"]
         if group["momentum"] and parameter.grad is not None
-    )
+        if optimizer.state.get(parameter, {}).get("momentum_buffer") is None
+    ]
 
 
 def _step(optimizer: Optimizer, plain_step: types.MethodType, closure: object) -> object:
@@ -167,6 +190,7 @@ def _step(optimizer: Optimizer, plain_step: types.MethodType, closure: object) -
     if closure is not None and (found_inf is not None or stash.masters):
         raise RuntimeError("amp does not support optimizer.step(closure): call step() without it.")
     arguments = () if closure is None else (closure,)
+    _let_late_ones_join(optimizer)
 
     result = None
     with disable_casts():

@@ -68,11 +68,6 @@ class FusedOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
 
-    def _handed_over(self, name: str, device: torch.device) -> Tensor | None:
-        """What amp or a GradScaler has set on this optimizer for the step, or None."""
-        value = getattr(self, name, None)
-        return None if value is None else value.to(device)
-
     def _new_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """The state of a parameter before its first step."""
         raise NotImplementedError

@@ -96,6 +96,11 @@ class FusedAdam(FusedOptimizer):
         if found_inf is not None:
             torch._foreach_sub_(steps, [found_inf] * len(steps))
 
+    def _handed_over(self, name: str, device: torch.device) -> Tensor | None:
+        """What amp or a GradScaler has set on this optimizer for the step, or None."""
+        value = getattr(self, name, None)
+        return None if value is None else value.to(device)
+
     def state_dict(self) -> dict:
         """As torch's, with the ``step`` of each group beside those of the parameters."""
         saved = super().state_dict()

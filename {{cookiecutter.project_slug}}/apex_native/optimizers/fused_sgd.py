@@ -5,11 +5,11 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ._base import FusedOptimizer, zeros
+from ._base import FusedOptimizer
 
 
 class FusedSGD(FusedOptimizer):
-    """SGD with momentum, one kernel for many parameters.
+    """SGD with momentum, many parameters at a time.
 
     Args:
         params: parameters or groups of them, fp32, fp16 or bf16.
@@ -51,43 +51,28 @@ class FusedSGD(FusedOptimizer):
         }
         super().__init__(params, defaults, set_grad_none)
 
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        """Whether the kernel may skip the update where amp's found_inf is set.
-
-        It skips nothing but its own work, and then counts the momentum's start as done.
-        """
-        dampened = any(group["dampening"] for group in self.param_groups)
-        return not (self.wd_after_momentum or dampened)
-
     def _new_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        return {}  # without momentum there is none
+        return {}  # the momentum starts as the first gradient
 
     def _update(
         self, group: dict, values: list[Tensor], grads: list[Tensor], states: list[dict]
     ) -> None:
         decay, momentum = group["weight_decay"], group["momentum"]
+        if decay and not self.wd_after_momentum:
+            grads = torch._foreach_add(grads, values, alpha=decay)
+        if momentum:
+            old = [index for index, state in enumerate(states) if "momentum_buffer" in state]
+            if old:
+                buffers = [states[index]["momentum_buffer"] for index in old]
+                torch._foreach_mul_(buffers, momentum)
+                new = [grads[index] for index in old]
+                torch._foreach_add_(buffers, new, alpha=1 - group["dampening"])
+            for state, grad in zip(states, grads, strict=True):
+                if "momentum_buffer" not in state:
+                    state["momentum_buffer"] = grad.clone()
+            buffers = [state["momentum_buffer"] for state in states]
+            nesterov = group["nesterov"]
+            grads = torch._foreach_add(grads, buffers, alpha=momentum) if nesterov else buffers
         if decay and self.wd_after_momentum:
-            torch._foreach_mul_(values, 1 - group["lr"] * decay)
-            decay = 0.0
-        # The momentum starts as the first gradient, which is not dampened.
-        is_first = ["momentum_buffer" not in state for state in states]
-        for start in set(is_first):
-            chosen = [index for index, first in enumerate(is_first) if first == start]
-            if momentum and start:
-                for index in chosen:
-                    states[index]["momentum_buffer"] = zeros(values[index])
-            torch._fused_sgd_(
-                [values[index] for index in chosen],
-                [grads[index] for index in chosen],
-                [states[index]["momentum_buffer"] for index in chosen] if momentum else [],
-                weight_decay=decay,
-                momentum=momentum,
-                lr=group["lr"],
-                dampening=group["dampening"],
-                nesterov=group["nesterov"],
-                maximize=False,
-                is_first_step=start,
-                grad_scale=self._handed_over("grad_scale", values[0].device),
-                found_inf=self._handed_over("found_inf", values[0].device),
-            )
+            grads = torch._foreach_add(grads, values, alpha=decay)
+        torch._foreach_add_(values, grads, alpha=-group["lr"])

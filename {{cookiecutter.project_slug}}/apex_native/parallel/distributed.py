@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.futures import Future
-from torch.nn.parallel.distributed import _find_tensors
 
 from ..amp import _amp_state
 
@@ -26,10 +25,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     Args:
         module: on the device of this process, after ``amp.initialize``.
         message_size: elements of a communication bucket.
-        delay_allreduce: average all gradients at once, after the backward pass, which spares the
-            CPU the buckets, and the GPUs nothing: a step is faster if the CPU is what it waits for,
-            as with CUDA graphs. Some parameters may get no gradient then. Without it, a parameter
-            that gets none is an error that names it.
+        delay_allreduce: accept that some parameters get no gradient (torch looks for them after
+            each forward pass). Without it, a parameter that gets none is an error that names it.
         allreduce_always_fp32: reduce half gradients in fp32.
         gradient_average: divide the sum by the number of processes.
         gradient_predivide_factor: divide by this much before the sum, by the rest after it.
@@ -69,17 +66,13 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         super().__init__(
             module,
             bucket_cap_mb=message_size * 4 / 2**20,
+            find_unused_parameters=delay_allreduce,
             gradient_as_bucket_view=True,
         )
         self._trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        self.delay_allreduce = delay_allreduce
-        self._hook, self._is_due = partial(allreduce_hook, None), False
+        self._hook = partial(allreduce_hook, None)
         self._buckets: list[_Bucket] = []
-        if delay_allreduce:
-            types = list(dict.fromkeys(p.dtype for p in self._trained.values()))
-            for index, dtype in enumerate(types):
-                same = [p for p in self._trained.values() if p.dtype == dtype]
-                self._buckets.append(_Bucket(same, index, index == len(types) - 1))
+        self._is_due = False
         # torch divides before it sums; fp16 gradients overflow where Apex's do only the other way.
         has_half = any(parameter.dtype == torch.float16 for parameter in module.parameters())
         is_apexs_own = not gradient_average or gradient_predivide_factor != 1.0
@@ -108,19 +101,53 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         """Averages gradients again, from the next forward pass on."""
         self.require_backward_grad_sync = True
 
+    def average_at_once(self) -> None:
+        """From now on, averages all gradients of a type at once, after the backward pass.
+
+        For a compiled model whose kernels are CUDA graphs. torch would cut it into a graph for each
+        bucket, and count and copy gradients one by one, which takes a CPU longer than the graphs
+        take; but nothing overlaps the communication. Communication hooks see one bucket for each
+        type. A parameter without a gradient, or with one that is sparse, is a RuntimeError in the
+        backward pass; ``join()`` does not know of this.
+        """
+        for dtype in dict.fromkeys(p.dtype for p in self._trained.values()):
+            same = [p for p in self._trained.values() if p.dtype == dtype]
+            self._buckets.append(_Bucket(same, len(self._buckets)))
+        self._await_gradients()
+
+    def _await_gradients(self) -> None:
+        for parameter in self._trained.values() if self._buckets else ():
+            parameter.register_post_accumulate_grad_hook(self._enqueue)
+
+    def __setstate__(self, state: dict) -> None:
+        """For copy and pickle, which leave hooks behind."""
+        super().__setstate__(state)
+        self._await_gradients()
+
+    def _enqueue(self, _: Tensor) -> None:
+        """Called for each gradient; the first one of a backward pass has it end with averages."""
+        if self._is_due:
+            self._is_due = False
+            Variable._execution_engine.queue_callback(self._average)
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        unused = [name for name, p in self._trained.items() if p.grad is None]
+        if unused:
+            raise RuntimeError(_no_gradient(unused))
+        for bucket in self._buckets:
+            bucket.average(self._hook)
+
     def register_comm_hook(self, state: object, hook: Callable) -> None:
-        """As torch's. With `delay_allreduce`, `hook` gets all gradients of a type as one bucket."""
+        """As torch's."""
         super().register_comm_hook(state, hook)
         self._hook = partial(hook, state)
 
     def forward(self, *inputs: object, **kwargs: object) -> object:
-        """The module's own.
-
-        Raises RuntimeError if the last backward pass left parameters out, or, with
-        `delay_allreduce`, if there is no tensor in what the module returns.
-        """
-        if self.delay_allreduce:
-            return self._forward_delayed(*inputs, **kwargs)
+        """The module's own. Raises RuntimeError if the last backward pass left parameters out."""
+        if self._buckets:
+            self._is_due = torch.is_grad_enabled() and self.require_backward_grad_sync
+            return self.module(*inputs, **kwargs)
         try:
             return super().forward(*inputs, **kwargs)
         except RuntimeError as error:
@@ -128,48 +155,25 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             if unused is None:
                 raise
             trained = list(self._trained)
-            names = ", ".join(trained[int(index)] for index in unused[1].split())
-            raise RuntimeError(
-                f"These parameters got no gradient in the last backward pass: {names}. Use them, "
-                "set their requires_grad to False, or pass delay_allreduce=True."
-            ) from None
+            names = [trained[int(index)] for index in unused[1].split()]
+            raise RuntimeError(_no_gradient(names)) from None
 
-    def _forward_delayed(self, *inputs: object, **kwargs: object) -> object:
-        """Has the backward pass of what the module returns end with an average."""
-        output = self.module(*inputs, **kwargs)
-        if torch.is_grad_enabled() and self.require_backward_grad_sync:
-            self._is_due = True
-            tensors = _find_tensors(output)
-            if not tensors:
-                raise RuntimeError(
-                    "DistributedDataParallel with delay_allreduce=True needs a module that returns "
-                    f"tensors, or lists, tuples or dicts of them, not {type(output).__name__}."
-                )
-            for tensor in tensors:
-                if tensor.requires_grad:
-                    tensor.register_hook(self._enqueue)
-        return output
 
-    def _enqueue(self, _: Tensor) -> None:
-        """Called in a backward pass, by the first gradient of an output."""
-        if self._is_due:
-            self._is_due = False
-            Variable._execution_engine.queue_callback(self._reduce)
-
-    @torch.no_grad()
-    def _reduce(self) -> None:
-        for bucket in self._buckets:
-            bucket.average(self._hook)
+def _no_gradient(names: Iterable[str]) -> str:
+    return (
+        f"These parameters got no gradient in the last backward pass: {', '.join(names)}. Use "
+        "them, set their requires_grad to False, or pass delay_allreduce=True."
+    )
 
 
 class _Bucket:
-    """All gradients of a type, for torch's communication hooks, which see one tensor of them.
+    """All gradients of a type as one tensor, in which they lie as their parameters do.
 
-    In it they lie as their parameters do, and behind them there is, for each, whether it is there.
+    The methods without an underscore are those that torch's communication hooks ask a bucket for.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], index: int, is_last: bool) -> None:
-        self._parameters, self._index, self._is_last = parameters, index, is_last
+    def __init__(self, parameters: list[nn.Parameter], index: int) -> None:
+        self._parameters, self._index = parameters, index
         self._places, self._size = [], 0
         for parameter in parameters:
             dense = torch.empty_like(parameter, device="meta")
@@ -178,41 +182,21 @@ class _Bucket:
         self._buffer: Tensor | None = None
 
     def average(self, hook: Callable) -> None:
-        """Gives the averages to the parameters of which any process has a gradient.
-
-        Waits for the GPU if this process lacks one. Raises RuntimeError for sparse gradients.
-        """
-        parameters, size = self._parameters, self._size
-        present = [p for p in parameters if p.grad is not None]
-        if any(p.grad.is_sparse for p in present):
-            raise RuntimeError("delay_allreduce=True does not take sparse gradients.")
-        self._buffer = parameters[0].new_empty(size + len(parameters))
+        """Gives each parameter the average of its gradients."""
+        if any(parameter.grad.is_sparse for parameter in self._parameters):
+            raise RuntimeError("average_at_once() takes no sparse gradients.")
+        self._buffer = self._parameters[0].new_empty(self._size)
         grads = self.gradients()
-        presence = self._buffer[size:]
-        if len(present) == len(parameters):
-            torch._foreach_copy_(grads, [p.grad for p in parameters])
-            presence.fill_(1)
-        else:
-            self._buffer.zero_()
-            for parameter, grad, there in zip(parameters, grads, presence, strict=True):
-                if parameter.grad is not None:
-                    grad.copy_(parameter.grad)
-                    there.fill_(1)
+        torch._foreach_copy_(grads, [parameter.grad for parameter in self._parameters])
         averaged = hook(self).wait()
         if averaged is not self._buffer:
             self._buffer.copy_(averaged)
-        everywhere = len(present) == len(parameters)
-        shares = [1.0] * len(parameters) if everywhere else presence.tolist()
-        for parameter, grad, share in zip(parameters, grads, shares, strict=True):
-            if share > 0:
-                parameter.grad = grad
+        for parameter, grad in zip(self._parameters, grads, strict=True):
+            parameter.grad = grad
         self._buffer = None  # it lives as long as the gradients
 
     def buffer(self) -> Tensor:
         return self._buffer
-
-    def set_buffer(self, tensor: Tensor) -> None:
-        self._buffer.copy_(tensor)
 
     def gradients(self) -> list[Tensor]:
         return [self._buffer.as_strided(*place) for place in self._places]
@@ -222,9 +206,6 @@ class _Bucket:
 
     def index(self) -> int:
         return self._index
-
-    def is_last(self) -> bool:
-        return self._is_last
 
 
 def _allreduce(state: tuple[float, float, bool], bucket: dist.GradBucket) -> Future[Tensor]:
