@@ -411,14 +411,17 @@ def test_a_checkpoint_can_be_validated_and_moved_to_plain_torch(project, tmp_pat
     shufflenet_v2_x0_5(num_classes=10).load_state_dict(state["model"])
 
 
+# Those that differ with the task.
+OF_OTHER_TASKS = ("task", "config", "features", "images", "predict", "training")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("answers", "tests"),
     [
         ({}, ()),
-        # Of the others, those that differ.
-        ({"task": "segmentation"}, ("task", "config", "predict", "training")),
-        ({"task": "contrastive"}, ("task", "config", "predict", "training")),
+        ({"task": "segmentation"}, OF_OTHER_TASKS),
+        ({"task": "contrastive"}, OF_OTHER_TASKS),
         ({"ddp": "dataparallel", "sync_bn": False}, ("config", "training")),
     ],
     ids=["classification", "segmentation", "contrastive", "dataparallel"],

@@ -19,6 +19,9 @@ from engine.errors import UserError
 from engine.images import Crop, DecodingLoader, Span
 
 CPU = torch.device("cpu")
+decodes_files = pytest.mark.skipif(
+    not hasattr(task, "gpu_loader"), reason="this task has no --decode gpu"
+)
 KINDS = {
     "baseline.jpg": ("RGB", {"quality": 92}),
     "full_chroma.jpg": ("RGB", {"subsampling": 0}),
@@ -74,7 +77,7 @@ def test_images_are_normalised_on_the_device(device):
     batch = torch.randint(0, 256, (2, 3, 4, 5), dtype=torch.uint8, device=device)
     batch = batch.contiguous(memory_format=torch.channels_last)
     prepared = task.prepare(batch)
-    expected = functional.normalize(batch.float() / 255, task.MEAN, task.STD)
+    expected = functional.normalize(batch.float() / 255, images.MEAN, images.STD)
     torch.testing.assert_close(prepared, expected)
     assert prepared.is_contiguous(memory_format=torch.channels_last)
     assert task.prepare(prepared) is prepared
@@ -102,6 +105,7 @@ def test_a_file_that_claims_to_be_enormous_is_refused(tmp_path):
         images.read_image(path)
 
 
+@decodes_files
 def test_crops_are_those_of_torchvisions_transforms():
     train = v2.Compose([v2.RandomResizedCrop(224), v2.RandomHorizontalFlip()])
     val = v2.Compose([v2.Resize(256), v2.CenterCrop(224)])
@@ -137,6 +141,7 @@ def batches(loader):
     return list(loader)
 
 
+@decodes_files
 @pytest.mark.parametrize("workers", [0, 2])
 def test_packed_batches_become_what_a_plain_loader_gives(folder, workers, monkeypatch):
     monkeypatch.setattr(images, "PIXELS_AT_ONCE", 200_000)  # a few images
@@ -156,6 +161,7 @@ def without_tables(data):
     return data[:start] + data[start + 2 + length :]
 
 
+@decodes_files
 def test_a_file_that_fails_is_named_wherever_it_is_decoded(folder, tmp_path):
     path = tmp_path / "broken.jpg"
     buffer = io.BytesIO()
@@ -179,6 +185,7 @@ def test_a_file_that_fails_is_named_wherever_it_is_decoded(folder, tmp_path):
     assert torch.equal(*images.unpack(packed, CPU))  # the decoder goes on
 
 
+@decodes_files
 def test_many_workers_decode_some_of_the_files(folder, monkeypatch):
     dataset = task.build_datasets(folder)[0]
     chosen = [index for index, (path, _) in enumerate(dataset.samples) if "baseline" in path]
@@ -190,6 +197,7 @@ def test_many_workers_decode_some_of_the_files(folder, monkeypatch):
         assert (packed.files[:, 2] == 0).sum() == decoded
 
 
+@decodes_files
 def test_a_file_that_only_the_cpu_decodes_is_decoded_there(folder, monkeypatch):
     def hardly(files, mode, device=None):
         if device is not None:
@@ -244,6 +252,7 @@ def test_the_compiled_kernel_crops_as_torchvision_does():
     assert torch.equal(found, expected)
 
 
+@decodes_files
 @pytest.mark.gpu
 def test_the_gpu_gives_the_crops_that_the_cpu_gives(folder, monkeypatch):
     """But for the arithmetic of nvJPEG, which differs by a few levels where colours change."""
