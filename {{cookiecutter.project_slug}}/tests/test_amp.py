@@ -1032,11 +1032,10 @@ def test_fused_kernels_skip_without_waiting_for_the_gpu(name, level, factor):
     assert same(weights(model), before) == (factor != 1.0)
 
 
-@pytest.mark.parametrize("is_fused", [False, True])
-def test_sgd_takes_parameters_that_join_late(device, is_fused):
+def test_sgd_takes_parameters_that_join_late(device):
     """torch's own fused step fails there."""
     results = []
-    for fused in (False, is_fused):
+    for fused in (False, True):
         first, late = (nn.Parameter(torch.ones(2, device=device)) for _ in range(2))
         optimizer = torch.optim.SGD([first, late], 0.1, 0.9, fused=fused)
         model = nn.ParameterList([first, late])

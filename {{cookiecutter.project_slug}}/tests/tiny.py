@@ -1,21 +1,10 @@
-"""The task in small, and its loss and features as test_features.py expects them."""
-
-from argparse import Namespace
+"""The task in small, for test_features.py."""
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 CLASSES = 4
 FROZEN = "1"  # a part of the model
-FORWARD_PASSES = 1  # of a batch, by DDP
-ACCUMULATED, STOPPED = ("--accumulate", 2), (1, 4, 32)  # after four steps: epoch, step, samples
-OWN_FLAGS = [
-    ACCUMULATED,
-    ("--accumulate", 2, "--clip-grad", 0.1),
-    ("--label-smoothing", 0.5),
-    ("--scale-lr", 64, "--accumulate", 2),
-]
 
 
 def targets(count: int, generator: torch.Generator) -> Tensor:
@@ -33,16 +22,3 @@ def build_normed() -> nn.Module:
     first, last = nn.Conv2d(3, 8, 1, bias=False), nn.Linear(8, CLASSES)
     pooled = nn.AdaptiveAvgPool2d(1), nn.Flatten()
     return nn.Sequential(first, nn.BatchNorm2d(8), nn.Tanh(), *pooled, last)
-
-
-def loss_of(model: nn.Module, images: Tensor, labels: Tensor, args: Namespace) -> Tensor:
-    return F.cross_entropy(model(images), labels, label_smoothing=args.label_smoothing)
-
-
-def val_loss_of(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(model(images), labels)
-
-
-def parts_of(model: nn.Module, args: Namespace) -> list[tuple[nn.Module, float]]:
-    """What is trained, with the highest learning rate of each."""
-    return [(model, args.lr)]

@@ -138,43 +138,32 @@ def after_failure(optimizer: Optimizer) -> None:
 
 
 def _skips_on_device(optimizer: Optimizer) -> bool:
-    """Whether the optimizer's kernel itself skips the update where `found_inf` is set.
+    """Whether the optimizer's kernel itself skips the next update where `found_inf` is set."""
+    is_ready = not isinstance(optimizer, torch.optim.SGD) or _ready_sgd(optimizer)
+    return is_ready and getattr(optimizer, "_step_supports_amp_scaling", False)
 
-    torch.optim.SGD(fused=True) says that it does, but leaves its momentum buffers uninitialised
-    when it skips its first step, and the weights turn to nan at the second. So it is trusted only
-    once it has them all.
+
+def _ready_sgd(optimizer: torch.optim.SGD) -> bool:
+    """Readies torch's SGD for its next step; returns whether it can be trusted to skip that.
+
+    SGD(fused=True) says that it skips, but leaves its momentum buffers uninitialised when it skips
+    its first step, and the weights turn to nan at the second. So it is trusted only once it has
+    them all. And it fails where a parameter has its first gradient after others of its group: that
+    one is given a momentum of zeros.
     """
-    if not getattr(optimizer, "_step_supports_amp_scaling", False):
-        return False
-    if not isinstance(optimizer, torch.optim.SGD):
-        return True
-    is_fused = all(group["fused"] for group in optimizer.param_groups)
-    return is_fused and not _without_momentum(optimizer, optimizer.param_groups)
-
-
-def _let_late_ones_join(optimizer: Optimizer) -> None:
-    """Gives parameters without a momentum one of zeros, where others of their group have theirs.
-
-    torch.optim.SGD(fused=True) fails if a parameter's first gradient comes after other ones'.
-    """
-    for group in optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else ():
-        new = _without_momentum(optimizer, [group])
-        trained = [p for p in group["params"] if p.grad is not None]
-        if group["fused"] and not group["dampening"] and len(new) < len(trained):
-            for parameter in new:
-                zeros = torch.zeros_like(parameter)
-                optimizer.state[parameter]["momentum_buffer"] = zeros
-
-
-def _without_momentum(optimizer: torch.optim.SGD, groups: list[dict]) -> list[Tensor]:
-    """The parameters of `groups` whose momentum the next step is the first of."""
-    return [
-        parameter
-        for group in groups
-        for parameter in group["params"]
-        if group["momentum"] and parameter.grad is not None
-        if optimizer.state.get(parameter, {}).get("momentum_buffer") is None
-    ]
+    is_trusted = True
+    for group in optimizer.param_groups:
+        if not group["fused"]:
+            is_trusted = False
+        elif group["momentum"]:
+            stepped = [p for p in group["params"] if p.grad is not None]
+            new = [p for p in stepped if optimizer.state.get(p, {}).get("momentum_buffer") is None]
+            if len(new) < len(stepped) and not group["dampening"]:
+                for parameter in new:
+                    optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+            elif new:
+                is_trusted = False
+    return is_trusted
 
 
 def _step(optimizer: Optimizer, plain_step: types.MethodType, closure: object) -> object:
@@ -190,13 +179,13 @@ def _step(optimizer: Optimizer, plain_step: types.MethodType, closure: object) -
     if closure is not None and (found_inf is not None or stash.masters):
         raise RuntimeError("amp does not support optimizer.step(closure): call step() without it.")
     arguments = () if closure is None else (closure,)
-    _let_late_ones_join(optimizer)
+    skips_on_device = _skips_on_device(optimizer)
 
     result = None
     with disable_casts():
         if found_inf is None:
             result = plain_step(*arguments)
-        elif _skips_on_device(optimizer):
+        elif skips_on_device:
             optimizer.grad_scale, optimizer.found_inf = None, found_inf
             try:
                 result = plain_step()
