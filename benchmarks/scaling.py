@@ -49,6 +49,7 @@ def parse_args() -> argparse.Namespace:
     add("--settle", type=int, default=2, help="a turn's first, untimed")
     add("--block", type=int, default=10, help="timed steps of a turn")
     add("--rounds", type=int, default=6, help="turns of each")
+    add("--starts", type=int, default=1, help="so many times --rounds, all started anew")
     add("--output", type=Path, default=HERE / "scaling.csv")
     args = parser.parse_args()
     args.device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -79,7 +80,7 @@ def main() -> int:
         writer = csv.writer(file)
         writer.writerow([*Point._fields, "round", "seconds", "memory"])
         who = [(entrant, own) for _, entrant, own in entrants.values()]
-        for turn in compete(who, args.rounds, Path(folder)):
+        for turn in compete(who, args.rounds, Path(folder), args.starts):
             point = entrants[turn.contestant][0]
             times[point].append(turn.seconds)
             memory[point] = max(turn.memory, memory.get(point, 0))
@@ -88,7 +89,7 @@ def main() -> int:
     args.gpus = max(args.gpus)
     print(conditions(args))
     print(table(times, memory))
-    return int(any(len(seconds) < args.rounds for seconds in times.values()))
+    return int(any(len(seconds) < args.starts * args.rounds for seconds in times.values()))
 
 
 def table(times: dict[Point, list[float]], memory: dict[Point, int]) -> str:

@@ -6,7 +6,8 @@ Each contestant is an ordinary script that trains on one synthetic batch: the pr
 a loop in peers/, or any file given by its path. It runs unchanged, in a process of its own (or in
 one for each GPU, as under torchrun), but turnstile.py lets it train only in its turn. They warm up
 one after the other, then take turns, in another order each round, so that the GPU's clocks and heat
-are the same for all. Prints a table, and writes every turn to step.csv.
+are the same for all. With --starts they are all started again, because cuDNN may choose other
+algorithms then. Prints a table, and writes every turn to step.csv.
 
 Contestants are named KIND[-OPTION...][-PRECISION]:
 
@@ -55,7 +56,7 @@ from cookiecutter.main import cookiecutter
 HERE = Path(__file__).resolve().parent
 PEERS = HERE / "peers"
 sys.path[:0] = [str(HERE.parent / "tests"), str(PEERS)]
-from common import is_segmentation  # noqa: E402
+from common import LR, is_segmentation  # noqa: E402
 from fresh import copy_template  # noqa: E402
 
 PROJECT_EPOCH = 100  # DUMMY_STEPS of main.py, after which it validates and saves
@@ -155,6 +156,7 @@ def command(contestant: Contestant, args: argparse.Namespace, folder: Path) -> l
     kind, options, precision = contestant.kind, contestant.options, contestant.precision
     if not precision:
         return [str(kind.script)]
+    optimizer = "adamw" if "adam" in options else "sgd"
     flags = ["--arch", args.arch, "--batch-size", str(args.batch_size)]
     flags += ["--compile"] if "compile" in options else []
     flags += ["--cuda-graphs"] if "graphs" in options else []
@@ -169,12 +171,14 @@ def command(contestant: Contestant, args: argparse.Namespace, folder: Path) -> l
         flags += ["--compress-gradients"] if "bf16grads" in options else []
         flags += ["--save-every", "25"] if "saving" in options else []
         flags += ["--backend", "apex" if kind.needs else "native", "--opt-level", precision]
-        flags += ["--dummy", "--epochs", "1000", "--output", str(folder / contestant.name)]
+        # The time of a kernel depends on the numbers, and those on the learning rate.
+        flags += ["--lr", str(LR[optimizer]), "--schedule", "none", "--warmup-epochs", "0"]
+        flags += ["--dummy", "--epochs", "1000", "--output", tempfile.mkdtemp(dir=folder)]
     else:
         script = kind.script
         flags += ["--image-size", str(args.image_size)] if args.image_size else []
         flags += ["--precision", precision]
-        flags += ["--optimizer", "adamw" if "adam" in options else "sgd"]
+        flags += ["--optimizer", optimizer]
         flags += ["--sync-bn"] if "syncbn" in options else []
     return [str(script), *flags]
 
@@ -308,25 +312,29 @@ class Turn(NamedTuple):
 
 
 def compete(
-    contestants: list[tuple[Contestant, argparse.Namespace]], rounds: int, folder: Path
+    contestants: list[tuple[Contestant, argparse.Namespace]],
+    rounds: int,
+    folder: Path,
+    starts: int = 1,
 ) -> Iterator[Turn]:
-    """Starts `contestants`, each by its own arguments, and yields their turns."""
-    with ExitStack() as stack:
-        running = []
-        for contestant, args in contestants:
-            running.append(Running(contestant, args, folder))
-            stack.callback(running[-1].kill)
-        started = [entrant for entrant, _ in survivors(running, Running.answer)]
-        # One after the other: cuDNN chooses its algorithms by their time.
-        warm = []
-        for entrant, _ in survivors(started, Running.go_on):
-            say(f"{entrant.name} is warm")
-            warm.append(entrant)
-        for number in range(rounds):
-            for entrant, said in survivors(in_order(warm, number), Running.go_on):
-                seconds, memory = map(max, zip(*said, strict=True))
-                yield Turn(entrant.name, number, seconds, memory)
-            say(f"round {number + 1} of {rounds} is over")
+    """Starts `contestants`, each by its own arguments, so many times, and yields their turns."""
+    for first in range(0, starts * rounds, rounds):
+        with ExitStack() as stack:
+            running = []
+            for contestant, args in contestants:
+                running.append(Running(contestant, args, folder))
+                stack.callback(running[-1].kill)
+            started = [entrant for entrant, _ in survivors(running, Running.answer)]
+            # One after the other: cuDNN chooses its algorithms by their time.
+            warm = []
+            for entrant, _ in survivors(started, Running.go_on):
+                say(f"{entrant.name} is warm")
+                warm.append(entrant)
+            for number in range(first, first + rounds):
+                for entrant, said in survivors(in_order(warm, number), Running.go_on):
+                    seconds, memory = map(max, zip(*said, strict=True))
+                    yield Turn(entrant.name, number, seconds, memory)
+                say(f"round {number + 1} of {starts * rounds} is over")
 
 
 def survivors(
@@ -360,7 +368,7 @@ def table(contestants: list[Contestant], turns: list[Turn], args: argparse.Names
     times = {
         one.name: [t.seconds for t in turns if t.contestant == one.name] for one in contestants
     }
-    finished = [one for one in contestants if len(times[one.name]) == args.rounds]
+    finished = [one for one in contestants if len(times[one.name]) == args.starts * args.rounds]
     torches = [one for one in finished if one.kind is KINDS["torch"]]
     by_hand = {torch_name(one.options, one.precision): one.name for one in torches}
     rows = [["contestant", "ms/step", "min – max", "images/s", "ratio", "to", "peak GiB"]]
@@ -418,6 +426,7 @@ def parse_args() -> argparse.Namespace:
         help="timed steps of a turn; 10 has one log of main.py",
     )
     add("--rounds", type=positive, default=7, help="turns of each")
+    add("--starts", type=positive, default=1, help="so many times --rounds, all started anew")
     add("--at-once", type=positive, help="how many take turns with each other (default: all)")
     add("--output", type=Path, default=HERE / "step.csv")
     args = parser.parse_args()
@@ -462,13 +471,13 @@ def main() -> int:
         writer.writerow(Turn._fields)
         for first in range(0, len(present), size):
             group = [(one, args) for one in present[first : first + size]]
-            for turn in compete(group, args.rounds, Path(folder)):
+            for turn in compete(group, args.rounds, Path(folder), args.starts):
                 turns.append(turn)
                 writer.writerow([turn.contestant, turn.round, f"{turn.seconds:.7f}", turn.memory])
                 file.flush()  # a run that is cut short leaves what it has measured
     print(conditions(args))
     print(table(present, turns, args))
-    return int(len(turns) < len(present) * args.rounds)
+    return int(len(turns) < len(present) * args.starts * args.rounds)
 
 
 if __name__ == "__main__":

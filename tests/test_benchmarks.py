@@ -27,10 +27,11 @@ raise RuntimeError("no more")
 def compete(tmp_path):
     """Runs step.py; gives the process, its table by contestant, and the seconds of every turn."""
 
-    def compete(*names, rounds=2):
+    def compete(*names, rounds=2, starts=1):
         small = ("--arch", "shufflenet_v2_x0_5", "--image-size", 32, "--batch-size", 4)
-        short = ("--warmup", 1, "--block", 2, "--rounds", rounds, "--output", tmp_path / "step.csv")
-        flags = ("--device", "cpu", *small, *short, "--contestants", ",".join(map(str, names)))
+        short = ("--warmup", 1, "--block", 2, "--rounds", rounds, "--starts", starts)
+        flags = ("--device", "cpu", *small, *short, "--output", tmp_path / "step.csv")
+        flags += ("--contestants", ",".join(map(str, names)))
         done = subprocess.run(
             [sys.executable, BENCHMARKS / "step.py", *map(str, flags)],
             env=SCREENED,
@@ -81,6 +82,18 @@ def test_the_others_go_on_when_a_contestant_ends(compete, tmp_path):
     assert table["never"]["ratio"] == "–"
 
 
+def test_all_are_started_anew(compete, tmp_path):
+    scripts, log = (tmp_path / "one.py", tmp_path / "other.py"), tmp_path / "starts"
+    for script in scripts:
+        says = f"open({str(log)!r}, 'a').write('{script.stem} ')\n"
+        script.write_text(says + TRAINS.format(steps=10**9))
+    done, table, turns = compete(*scripts, starts=2)
+    assert done.returncode == 0, done.stderr
+    assert sorted(log.read_text().split()) == ["one", "one", "other", "other"]
+    assert {name: len(of) for name, of in turns.items()} == {"one": 4, "other": 4}
+    assert list(table) == ["one", "other"]
+
+
 @pytest.fixture
 def step(monkeypatch):
     """The module."""
@@ -112,6 +125,11 @@ def test_a_name_that_is_none_is_refused(step, name):
 
 def test_the_numbers_of_the_project_are_still_these(step):
     project = ROOT / "{{cookiecutter.project_slug}}"
+    for default in (
+        '"--momentum", type=amount, default=0.9,',
+        '"--weight-decay", type=amount, default=1e-4,',
+    ):
+        assert f"add({default}" in (project / "main.py").read_text()  # as in peers/common.py
     assert f"\nDUMMY_STEPS = {step.PROJECT_EPOCH} " in (project / "main.py").read_text()
     files = {"classification": "task.py", "segmentation": "task_segmentation.py"}
     for task, line in step.IN_TASK_PY.items():

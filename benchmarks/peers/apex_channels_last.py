@@ -6,7 +6,7 @@ There is no DistributedDataParallel, because Apex's mixes up the gradients of su
 import torch
 from apex import amp
 from apex.optimizers import FusedAdam
-from common import build_batch, build_criterion, build_model, build_optimizer, parse_args
+from common import LR, build_batch, build_criterion, build_model, build_optimizer, parse_args
 
 
 def main() -> None:
@@ -14,7 +14,7 @@ def main() -> None:
     torch.backends.cudnn.benchmark = True
     model = build_model(args).to("cuda", memory_format=torch.channels_last)
     if args.optimizer == "adamw":
-        optimizer = FusedAdam(model.parameters(), lr=1e-3, weight_decay=1e-2)
+        optimizer = FusedAdam(model.parameters(), lr=LR["adamw"], weight_decay=1e-2)
     else:
         optimizer = build_optimizer(args, model.parameters())
     model, optimizer = amp.initialize(model, optimizer, opt_level=args.precision)

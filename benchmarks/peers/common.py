@@ -14,6 +14,7 @@ from torchvision.models import get_model, list_models, segmentation
 CLASSES = 1000
 PIXEL_CLASSES = 150  # of segmentation
 AUX_WEIGHT = 0.5  # of torchvision's reference, as of the project
+LR = {"sgd": 0.01, "adamw": 0.001}
 
 
 def is_segmentation(arch: str) -> bool:
@@ -58,10 +59,11 @@ def segmentation_loss(output: Mapping[str, Tensor], masks: Tensor) -> Tensor:
 def build_optimizer(
     args: argparse.Namespace, parameters: Iterable[Tensor]
 ) -> torch.optim.Optimizer:
+    lr = LR[args.optimizer]
     if args.optimizer == "adamw":
-        return torch.optim.AdamW(parameters, lr=1e-3, weight_decay=1e-2, fused=True)
+        return torch.optim.AdamW(parameters, lr, weight_decay=1e-2, fused=True)
     fused = torch.cuda.is_available()
-    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9, weight_decay=1e-4, fused=fused)
+    return torch.optim.SGD(parameters, lr, momentum=0.9, weight_decay=1e-4, fused=fused)
 
 
 def build_batch(
