@@ -318,6 +318,8 @@ def compete(
     starts: int = 1,
 ) -> Iterator[Turn]:
     """Starts `contestants`, each by its own arguments, so many times, and yields their turns."""
+    # They end with the program.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     for first in range(0, starts * rounds, rounds):
         with ExitStack() as stack:
             running = []
@@ -453,9 +455,6 @@ def whole_number(text: str) -> int:
 
 def main() -> int:
     args = parse_args()
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
-    )  # ends contestants, too
     present = []
     for contestant in args.contestants:
         reason = obstacle(contestant, args.gpus, args.device)
