@@ -6,28 +6,33 @@ The script is an ordinary one that trains on and on, and knows nothing of this: 
 after each step of any optimizer, and this one may wait there. The script runs freely for WARMUP
 steps, then only when step.py, at the other end of the file descriptor PIPE, says so, for SETTLE
 steps and BLOCK timed ones each time. A step that an overflow skips counts only if the optimizer is
-called for it.
+called for it. A script whose weights are not finite is ended: that is no training, and a GPU is
+faster at it.
 """
 
 import os
 import runpy
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 
-def turns(pipe: Connection, warmup: int, settle: int, block: int) -> Iterator[None]:
-    """Goes on by one at each step of the script; reports seconds per step and peak memory."""
+def turns(
+    pipe: Connection, warmup: int, settle: int, block: int
+) -> Generator[None, Optimizer, None]:
+    """Is sent each step's optimizer; reports seconds per step and peak memory."""
     for _ in range(warmup):
-        yield
+        optimizer = yield
     synchronize()
     result = None
     while True:
+        if not all(p.isfinite().all() for group in optimizer.param_groups for p in group["params"]):
+            raise FloatingPointError("the weights are not finite")
         # What a script keeps between two steps is small; what it has cached for the next one is
         # not, and others need it now.
         torch.cuda.empty_cache()
@@ -43,7 +48,7 @@ def turns(pipe: Connection, warmup: int, settle: int, block: int) -> Iterator[No
             torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
         for _ in range(block):
-            yield
+            optimizer = yield
         synchronize()
         result = (time.perf_counter() - start) / block, torch.cuda.max_memory_allocated()
 
@@ -63,7 +68,7 @@ def main() -> None:
 
     turn = turns(pipe, warmup, settle, block)
     next(turn)
-    register_optimizer_step_post_hook(lambda *_: next(turn))
+    register_optimizer_step_post_hook(lambda optimizer, *_: turn.send(optimizer))
     del sys.argv[:5]
     sys.path[0] = str(Path(sys.argv[0]).parent)
     runpy.run_path(sys.argv[0], run_name="__main__")

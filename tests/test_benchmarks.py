@@ -82,6 +82,20 @@ def test_the_others_go_on_when_a_contestant_ends(compete, tmp_path):
     assert table["never"]["ratio"] == "–"
 
 
+def test_what_trains_nothing_is_not_timed(compete, tmp_path):
+    broken, whole = tmp_path / "broken.py", tmp_path / "whole.py"
+    whole.write_text(TRAINS.format(steps=10**9))
+    broken.write_text(
+        whole.read_text().replace(
+            "optimizer.step()", "weight.data.fill_(float('nan')); optimizer.step()"
+        )
+    )
+    done, table, turns = compete(broken, whole)
+    assert done.returncode == 1
+    assert "FloatingPointError: the weights are not finite" in done.stderr
+    assert list(table) == list(turns) == ["whole"]
+
+
 def test_all_are_started_anew(compete, tmp_path):
     scripts, log = (tmp_path / "one.py", tmp_path / "other.py"), tmp_path / "starts"
     for script in scripts:

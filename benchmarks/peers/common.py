@@ -15,6 +15,9 @@ CLASSES = 1000
 PIXEL_CLASSES = 150  # of segmentation
 AUX_WEIGHT = 0.5  # of torchvision's reference, as of the project
 LR = {"sgd": 0.01, "adamw": 0.001}
+# No step overflows. From torch's 2**16 the first ones do, and its fused SGD, where it skips the
+# first of all, leaves a momentum that makes every weight nan.
+INIT_SCALE = 2.0**10
 
 
 def is_segmentation(arch: str) -> bool:

@@ -2,7 +2,15 @@
 
 import torch
 from accelerate import Accelerator
-from common import build_batch, build_criterion, build_model, build_optimizer, parse_args
+from accelerate.utils import GradScalerKwargs
+from common import (
+    INIT_SCALE,
+    build_batch,
+    build_criterion,
+    build_model,
+    build_optimizer,
+    parse_args,
+)
 
 PRECISIONS = {"fp32": "no", "fp16": "fp16", "bf16": "bf16"}
 
@@ -10,7 +18,8 @@ PRECISIONS = {"fp32": "no", "fp16": "fp16", "bf16": "bf16"}
 def main() -> None:
     args = parse_args()
     torch.backends.cudnn.benchmark = True
-    accelerator = Accelerator(mixed_precision=PRECISIONS[args.precision])
+    scaler = GradScalerKwargs(init_scale=INIT_SCALE)
+    accelerator = Accelerator(mixed_precision=PRECISIONS[args.precision], kwargs_handlers=[scaler])
 
     model = build_model(args).to(memory_format=torch.channels_last)
     optimizer = build_optimizer(args, model.parameters())

@@ -3,10 +3,18 @@
 import os
 
 import torch
-from common import build_batch, build_criterion, build_model, build_optimizer, parse_args
+from common import (
+    INIT_SCALE,
+    build_batch,
+    build_criterion,
+    build_model,
+    build_optimizer,
+    parse_args,
+)
 from lightning.fabric import Fabric
+from lightning.fabric.plugins import MixedPrecision
 
-PRECISIONS = {"fp32": "32-true", "fp16": "16-mixed", "bf16": "bf16-mixed"}
+PRECISIONS = {"fp32": "32-true", "bf16": "bf16-mixed"}
 
 
 def main() -> None:
@@ -14,7 +22,12 @@ def main() -> None:
     torch.backends.cudnn.benchmark = True
     devices = int(os.environ.get("WORLD_SIZE", "1"))
     strategy = "ddp" if devices > 1 else "auto"
-    fabric = Fabric(devices=devices, strategy=strategy, precision=PRECISIONS[args.precision])
+    if args.precision == "fp16":
+        scaler = torch.amp.GradScaler("cuda", INIT_SCALE)
+        precision = {"plugins": MixedPrecision("16-mixed", "cuda", scaler)}
+    else:
+        precision = {"precision": PRECISIONS[args.precision]}
+    fabric = Fabric(devices=devices, strategy=strategy, **precision)
     fabric.launch()
 
     model = build_model(args).to(memory_format=torch.channels_last)
