@@ -483,20 +483,21 @@ def main() -> None:
                 ema.update(checkpoint.weights(model, optimizer))
 
             progress.step += 1
-            if progress.step % LOG_EVERY == 0:  # here the CPU waits for the GPU
+            if progress.step % LOG_EVERY == 0:  # on a GPU, of the time before: nothing waits
                 lr = optimizer.param_groups[0]["lr"]
-                report.step(bar, progress.step, lr, backend.loss_scale(apex))
+                log = report.step(bar, progress.step, lr, backend.loss_scale(apex))
                 # % if task == "contrastive"
                 inputs = {"image_encoder": images, "text_encoder": targets}
-                finite.demand(meter.bad, backend.loss_scale(apex), model, inputs)
+                finite.demand(log, model, inputs)
                 # % else
-                finite.demand(meter.bad, backend.loss_scale(apex), model, images)
+                finite.demand(log, model, images)
                 # % endif
 
         row = {"epoch": progress.epoch + 1, "step": progress.step, **meter.results()}
         if meter.warm_up_s:
             report.say(f"warm-up: {meter.warm_up_s:.1f} s, not counted in images_per_second")
-        row |= {"lr": optimizer.param_groups[0]["lr"], "loss_scale": backend.loss_scale(apex)}
+        row |= {"lr": optimizer.param_groups[0]["lr"]}
+        row |= {"loss_scale": float(backend.loss_scale(apex))}
         row |= validate(validated, metrics, report.bar(val_loader, "validating"), memory_format)
         report.row(row)
         if not args.dummy:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import apex_native
 from engine.errors import UserError
@@ -130,9 +131,10 @@ def syncbn_group(apex: ModuleType, size: int) -> dist.ProcessGroup | None:
     return apex.parallel.create_syncbn_process_group(size)
 
 
-def loss_scale(apex: ModuleType) -> float:
-    """The scale that losses have now."""
-    return apex.amp.state_dict()["loss_scaler0"]["loss_scale"]
+def loss_scale(apex: ModuleType) -> Tensor | float:
+    """The scale that losses have now: on apex_native a tensor if it is kept on the device."""
+    scaler = apex.amp._amp_state.loss_scalers[0]
+    return scaler.factor if hasattr(scaler, "factor") else scaler.loss_scale()
 
 
 def parts_of_apex() -> dict[str, bool]:

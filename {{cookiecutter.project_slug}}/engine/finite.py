@@ -6,27 +6,25 @@ import torch
 from torch import Tensor, nn
 
 from engine.checkpoint import unwrap
+from engine.report import Log
 from engine.training import evaluation
 
 PATIENCE = 10  # losses in a row
 LOWEST_SCALE = 2.0**-16  # 32 overflows below where a dynamic scale starts
 
 
-def demand(
-    bad: Tensor, scale: float, model: nn.Module, inputs: Tensor | Mapping[str, Tensor]
-) -> None:
-    """Raises FloatingPointError if training can't recover. Waits for the device.
+def demand(log: Log | None, model: nn.Module, inputs: Tensor | Mapping[str, Tensor]) -> None:
+    """Raises FloatingPointError if training can't recover.
 
     Args:
-        bad: how many losses in a row are not finite.
-        scale: the loss scale.
+        log: the numbers that say so; None says nothing.
         model, inputs: one step's, to find out where the first such number comes from; if the parts
             of the model have inputs of their own, those by the parts' names.
     """
-    if bad.item() >= PATIENCE:
-        cause = f"the last {bad.item():.0f} losses are not finite"
-    elif scale < LOWEST_SCALE:
-        cause = f"the loss scale is down to {scale:g}: no scale keeps the gradients finite"
+    if log and log.bad >= PATIENCE:
+        cause = f"{log.bad:.0f} losses in a row, up to step {log.step}, are not finite"
+    elif log and log.loss_scale < LOWEST_SCALE:
+        cause = f"the loss scale is down to {log.loss_scale:g}: no scale keeps the gradients finite"
     else:
         return
     raise FloatingPointError(

@@ -18,7 +18,7 @@ from datetime import timedelta
 from itertools import islice
 from pathlib import Path
 from threading import Event, Thread
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from engine.checkpoint import Progress
     from engine.events import Events
 
+LOGGED = ("train_loss", "lr", "loss_scale", "images_per_second")  # in the events
 WARM_UP = 3  # steps, in which kernels are chosen and compiled
 PATIENCE_S = 60.0  # for the last picture
 
@@ -183,18 +184,27 @@ class Report:
         self.last = meter
         return meter
 
-    def step(self, bar: tqdm, step: int, lr: float, loss_scale: float) -> None:
-        """Shows on `bar` and in the events how the epoch goes. Waits for the device."""
-        loss, speed = self.last.progress()
-        bar.set_postfix_str(f"loss {loss:.4f}, {speed:.0f} images/s, loss scale {loss_scale:g}")
-        values = {"train_loss": loss, "lr": lr, "loss_scale": loss_scale}
-        values |= {"images_per_second": speed}
-        self._add_event(lambda events: events.scalars("step", values, step))
+    def step(self, bar: tqdm, step: int, lr: float, loss_scale: Tensor | float) -> Log | None:
+        """Shows on `bar` and in the events how the epoch goes, by what `Meter.log` returns."""
+        log = self.last.log(step, lr, loss_scale)
+        if log:
+            speed, scale = log.images_per_second, log.loss_scale
+            bar.set_postfix_str(
+                f"loss {log.train_loss:.4f}, {speed:.0f} images/s, loss scale {scale:g}"
+            )
+            self._add_log(log)
+        return log
+
+    def _add_log(self, log: Log) -> None:
+        values = {name: getattr(log, name) for name in LOGGED}
+        self._add_event(lambda events: events.scalars("step", values, log.step))
 
     def row(self, row: dict[str, float]) -> None:
         """Adds a row to metrics.csv, to the events and to the curves, and prints it."""
         if not self.active:
             return
+        if log := self.last and self.last.read():
+            self._add_log(log)
         self.rows.append(row)
         with self._warning(f"rows are missing in {TABLE}"):
             self._write_table()
@@ -280,10 +290,22 @@ class Report:
         self.say(f"{', '.join(facts)}; checkpoints, {TABLE} and {PICTURE} are in {self.output}")
 
 
+class Log(NamedTuple):
+    """Numbers of a run after one of its steps."""
+
+    step: int
+    lr: float
+    train_loss: float  # this process's mean since the log before
+    bad: float  # losses in a row, up to this one, that are not finite
+    loss_scale: float
+    images_per_second: float  # of all processes
+
+
 class Meter:
     """Loss and throughput since it was made.
 
-    The loss is summed on the device: to read it at every step, the CPU would wait for the GPU.
+    The loss is summed, and the time taken, on the device: the CPU is steps ahead of a GPU, and if
+    it waited for a number, the GPU would wait for work after that.
 
     Args:
         images_per_step: of all processes.
@@ -293,12 +315,13 @@ class Meter:
     def __init__(self, device: torch.device, images_per_step: int, warm_up: int = 0) -> None:
         self.loss_sum = torch.zeros((), device=device)
         self.losses = 0  # more than the steps, if the epoch was begun by a run that was stopped
-        self.shown = 0.0, 0  # the sum and the count at the last `progress`
+        self.shown = 0.0, 0  # the sum and the count at the last log
+        self.pending: tuple | None = None  # a log that is on its way
         self.bad = torch.zeros((), device=device)  # losses in a row, over epochs
         self.steps = 0
         self.images_per_step, self.warm_up = images_per_step, warm_up
         self.warm_up_s = 0.0
-        self.started = time.perf_counter()
+        self.started = self._now()
 
     def add(self, loss: Tensor) -> None:
         """Counts a step. Waits for the device once, at the end of the warm-up."""
@@ -308,9 +331,8 @@ class Meter:
         self.losses += 1
         self.steps += 1
         if self.steps == self.warm_up:
-            self.loss_sum.item()
-            now = time.perf_counter()
-            self.warm_up_s, self.started = now - self.started, now
+            now = self._now()
+            self.warm_up_s, self.started = _seconds(self.started, now), now
 
     def state(self) -> tuple[float, int]:
         """What `load` goes on from. Waits for the device."""
@@ -323,27 +345,57 @@ class Meter:
             self.losses += losses
         self.shown = self.state()
 
-    def _speed(self) -> float:
-        """Images/s after the warm-up; within it, of all steps."""
-        since = time.perf_counter() - self.started
-        if self.steps <= self.warm_up:
-            return self.steps * self.images_per_step / (self.warm_up_s or since)
-        return (self.steps - self.warm_up) * self.images_per_step / since
+    def _now(self) -> torch.cuda.Event | float:
+        """The time when the device has done what it was given so far."""
+        if not self.loss_sum.is_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
-    def progress(self) -> tuple[float, float]:
-        """This process's mean loss since the last call, and the images/s of all processes.
+    def _speed(self, steps: int, now: torch.cuda.Event | float) -> float:
+        """Images/s after the warm-up; within it, of all `steps`. Waits until it is `now`."""
+        since = _seconds(self.started, now)
+        if steps <= self.warm_up:
+            return steps * self.images_per_step / (self.warm_up_s or since)
+        return (steps - self.warm_up) * self.images_per_step / since
 
-        Waits for the device.
+    def log(self, step: int, lr: float, loss_scale: Tensor | float) -> Log | None:
+        """The numbers of the last call, on a GPU; those of this one are on their way from there.
+
+        On the CPU, where there is nothing to wait for, the numbers of this call.
         """
-        (before, count), self.shown = self.shown, self.state()
-        return (self.shown[0] - before) / (self.losses - count), self._speed()
+        before = self.read()
+        numbers = [self.loss_sum, self.bad, torch.zeros_like(self.bad) + loss_scale]
+        copy = torch.stack(numbers).to("cpu", non_blocking=True)
+        self.pending = step, lr, self.steps, self.losses, copy, self._now()
+        return before if self.loss_sum.is_cuda else self.read()
+
+    def read(self) -> Log | None:
+        """The numbers of the last `log`, unless they were read. Waits for those alone."""
+        if self.pending is None:
+            return None
+        (step, lr, steps, losses, copy, now), self.pending = self.pending, None
+        speed = self._speed(steps, now)
+        loss_sum, bad, loss_scale = copy.tolist()
+        (before, count), self.shown = self.shown, (loss_sum, losses)
+        return Log(step, lr, (loss_sum - before) / (losses - count), bad, loss_scale, speed)
 
     def results(self) -> dict[str, float]:
         """The mean loss of all processes and their images/s. Waits for the device."""
         sums = torch.stack([self.loss_sum, torch.full_like(self.loss_sum, self.losses)])
         dist.all_reduce(sums)
         loss_sum, losses = sums.tolist()
-        return {"train_loss": loss_sum / losses, "images_per_second": self._speed()}
+        speed = self._speed(self.steps, self._now())
+        return {"train_loss": loss_sum / losses, "images_per_second": speed}
+
+
+def _seconds(start: torch.cuda.Event | float, end: torch.cuda.Event | float) -> float:
+    """From `start` to `end`. Waits until it is over."""
+    if isinstance(start, float):
+        return end - start
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
 
 
 if __name__ == "__main__":

@@ -62,14 +62,16 @@ def test_a_run_that_ends_in_its_warm_up_counts_all_its_steps(clock):
         assert meter.results()["images_per_second"] == 2.0
 
 
-def test_progress_is_of_the_steps_since_the_last_one(clock):
+def test_a_log_is_of_the_steps_since_the_last_one(clock):
     meter = report.Meter(torch.device("cpu"), 10)
     meter.load([(100.0, 5)])  # of a run that was stopped
     for losses in ([1.0, 2.0], [7.0]):
         clock[0] += 1.0
         for loss in losses:
             meter.add(torch.tensor(loss))
-        assert meter.progress()[0] == sum(losses) / len(losses)
+        log = meter.log(10, 0.1, 8.0)
+        assert log[:3] == (10, 0.1, sum(losses) / len(losses))
+        assert log[4:] == (8.0, 10 * meter.steps / clock[0])
     assert meter.results()["train_loss"] == 110.0 / 8
 
 
@@ -132,6 +134,30 @@ def events(output):
     tags = found.Tags()
     steps = {tag: [event.step for event in found.Scalars(tag)] for tag in tags["scalars"]}
     return steps | {tag: [event.step for event in found.Images(tag)] for tag in tags["images"]}
+
+
+@pytest.mark.gpu
+def test_a_log_waits_for_nothing_but_the_one_before(clock, tmp_path):
+    run = opened(tmp_path)
+    gpu = torch.device("cuda")
+    meter, scale = run.meter(gpu, 10), torch.full((), 8.0, device=gpu)
+    for step in range(1, 31):
+        meter.add(torch.full((), float(step), device=gpu))
+        if step % 10 == 0:
+            torch.cuda._sleep(10**8)
+            done = torch.cuda.Event()
+            done.record()
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                log = run.step(run.bar((), ""), step, 0.1, scale)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            assert not done.query()
+            scale *= 2
+            seen = None if log is None else (log.step, log.train_loss, log.bad, log.loss_scale)
+            assert seen == {10: None, 20: (10, 5.5, 0, 8), 30: (20, 15.5, 0, 16)}[step]
+    run.row(row(1, step=30) | meter.results())
+    assert events(tmp_path)["step/train_loss"] == [10, 20, 30]
 
 
 @pytest.mark.parametrize(

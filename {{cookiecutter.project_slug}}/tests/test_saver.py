@@ -14,7 +14,7 @@ from torch import nn
 
 from apex_native import amp
 from engine import checkpoint, distributed, finite, rng
-from engine.report import Report
+from engine.report import Log, Report
 from engine.saver import Saver
 
 
@@ -249,10 +249,12 @@ class Net(nn.Sequential):
 def test_the_first_layer_that_is_not_finite_is_named(break_it: object, named: str) -> None:
     net, images = Net(), torch.randn(8, 4)
     break_it(net, images)
-    finite.demand(torch.tensor(finite.PATIENCE - 1.0), 1.0, net, images)
-    for bad, scale in ((finite.PATIENCE, 1.0), (0, 2.0**-20)):
+    fine = Log(10, 0.1, 1.0, bad=finite.PATIENCE - 1.0, loss_scale=1.0, images_per_second=1.0)
+    for log in (None, fine):
+        finite.demand(log, net, images)
+    for change in ({"bad": float(finite.PATIENCE)}, {"loss_scale": 2.0**-20}):
         with pytest.raises(FloatingPointError, match=named):
-            finite.demand(torch.tensor(float(bad)), scale, net, images)
+            finite.demand(fine._replace(**change), net, images)
     assert net.training
 
 
