@@ -187,6 +187,15 @@ def on_each_rank_return_no_tensor():
     return grads_of(model)
 
 
+def on_each_rank_validate_before_backward():
+    model = wrap(nn.Linear(2, 1), at_once=True)
+    output = model(torch.full((1, 2), 1.0 + dist.get_rank()))
+    with torch.no_grad():
+        model(torch.ones(1, 2))
+    output.sum().backward()
+    return grads_of(model)
+
+
 def on_each_rank_copy():
     model = copy.deepcopy(wrap(nn.Linear(2, 1), at_once=True))
     model(torch.full((1, 2), 1.0 + dist.get_rank())).sum().backward()
@@ -199,6 +208,7 @@ def on_each_rank_copy():
         on_each_rank_fail_in_backward,
         on_each_rank_differentiate_first,
         on_each_rank_return_no_tensor,
+        on_each_rank_validate_before_backward,
         on_each_rank_copy,
     ],
 )

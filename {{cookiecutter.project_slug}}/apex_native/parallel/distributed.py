@@ -146,7 +146,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     def forward(self, *inputs: object, **kwargs: object) -> object:
         """The module's own. Raises RuntimeError if the last backward pass left parameters out."""
         if self._buckets:
-            self._is_due = torch.is_grad_enabled() and self.require_backward_grad_sync
+            if torch.is_grad_enabled():  # a look without gradients changes nothing
+                self._is_due = self.require_backward_grad_sync
             return self.module(*inputs, **kwargs)
         try:
             return super().forward(*inputs, **kwargs)
