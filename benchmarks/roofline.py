@@ -30,7 +30,13 @@ from torch.utils.flop_counter import flop_registry
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE / "peers"))
-from common import build_batch, build_criterion, build_model, build_optimizer  # noqa: E402
+from common import (  # noqa: E402
+    INIT_SCALE,
+    build_batch,
+    build_criterion,
+    build_model,
+    build_optimizer,
+)
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 WARM_UP = 5
@@ -124,7 +130,7 @@ def build_step(args: argparse.Namespace) -> Callable[[], None]:
     if args.compile:
         model.compile()
     dtype = DTYPES[args.precision]
-    scaler = torch.amp.GradScaler(args.device, enabled=dtype == torch.float16)
+    scaler = torch.amp.GradScaler(args.device, INIT_SCALE, enabled=dtype == torch.float16)
     criterion = build_criterion(args)
     images, targets = build_batch(args, torch.device(args.device))
 

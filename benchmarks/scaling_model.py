@@ -186,6 +186,7 @@ class Measured(NamedTuple):
 COMPILED, COMPILED_32 = 256 / 6_811, 8.08 * MS  # on one GPU; at 32 with CUDA graphs
 EAGER, EAGER_32 = 256 / 6_224, 32 / 2_885
 O1 = 43.96 * MS  # main.py's in benchmarks/step_levels.csv; the other figures are of syncbn.py
+O1_OF_EIGHT = 42.11 * MS  # of scaling_8.csv, as its rows are
 MEASURED = (
     Measured("torch, fp16", 256, 4, 1024 / 23_962, EAGER, "noise"),
     Measured("torch, fp16, compiled", 256, 4, 1024 / 26_037, COMPILED, "noise"),
@@ -197,6 +198,9 @@ MEASURED = (
     Measured("apex_native, O1, another day", 256, 2, 44.26 * MS, O1),
     Measured("apex_native, O1, another day", 256, 4, 43.72 * MS, O1),
     Measured("apex_native, O1, another day", 32, 2, 12.3 * MS, EAGER_32, on_cpu=True),
+    Measured("apex_native, O1, a host with eight", 256, 2, 43.03 * MS, O1_OF_EIGHT),
+    Measured("apex_native, O1, a host with eight", 256, 4, 43.55 * MS, O1_OF_EIGHT),
+    Measured("apex_native, O1, a host with eight", 256, 8, 43.84 * MS, O1_OF_EIGHT),
 )
 
 

@@ -122,7 +122,8 @@ def test_youngs_interval_loses_least(monkeypatch):
 def test_measured_figures():
     """The tolerances are what the model reaches, and what docs/scaling.md says."""
     held_out = [one for one in model.MEASURED if not one.use]
-    assert {(one.batch, one.gpus) for one in held_out} == {(32, 4), (32, 2), (256, 2), (256, 4)}
+    places = {(32, 4), (32, 2), (256, 2), (256, 4), (256, 8)}
+    assert {(one.batch, one.gpus) for one in held_out} == places
     for one in model.MEASURED:
         within = 0.04 if one.batch == 256 else 0.14
         assert model.modelled(one) == pytest.approx(one.seconds, rel=within), one
@@ -150,15 +151,23 @@ def test_figures_of_another_day_are_those_of_the_results():
     none = turns("syncbn.csv", "variant", "none", "ms_per_step")
     (four,) = (one for one in model.MEASURED if "day" in one.what and one.gpus == 4)
     assert four.seconds == pytest.approx(median(none) / 1e3, rel=1e-3)
+    for one in model.MEASURED:
+        if "eight" in one.what:
+            of_eight = {1: one.alone, one.gpus: one.seconds}
+            for gpus, seconds in of_eight.items():
+                rows = turns("scaling_8.csv", "name", "project-O1", "seconds", gpus=str(gpus))
+                assert seconds == pytest.approx(median(rows), rel=1e-3)
     results = (BENCHMARKS / "RESULTS.md").read_text(encoding="utf-8")
     assert "| none | 44.26 |" in results
     assert "none\n12.3, apex_native" in results
     assert "| files, `--decode cpu` | 3,325 |" in results
 
 
-def turns(file, column, name, value):
+def turns(file, column, name, value, **others):
+    wanted = {column: name} | others
     with (BENCHMARKS / file).open() as lines:
-        return [float(row[value]) for row in csv.DictReader(lines) if row[column] == name]
+        rows = list(csv.DictReader(lines))
+    return [float(row[value]) for row in rows if wanted.items() <= row.items()]
 
 
 def test_published_figures():
