@@ -28,8 +28,12 @@ def project(bake):
     return bake()
 
 
-def test_the_default_run_reaches_the_accuracy(project, tmp_path):
-    done = run(project, "--output", tmp_path)
+@pytest.mark.parametrize(
+    "flags",
+    [pytest.param((), marks=pytest.mark.slow, id="default"), pytest.param(("--epochs", 5), id="5")],
+)
+def test_a_run_reaches_the_accuracy(project, tmp_path, flags):
+    done = run(project, "--output", tmp_path, *flags)
     assert done.returncode == 0, done.stderr
     assert best_accuracy(tmp_path) >= 0.97
     rows = metrics(tmp_path)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from PIL import Image
 from torch.utils.data import DataLoader
 from torchvision.transforms import v2
@@ -216,14 +217,14 @@ def test_a_data_set_without_files_is_refused():
         next(iter(DecodingLoader(CPU, task.Digits(train=True))))
 
 
-def cropped_by_the_kernel(device):
+def cropped_by_the_kernel(device, seed):
     """By engine/resize.py, and one by one: uint8 (N, 3, 24, 24) each."""
     from engine.resize import resize
 
-    torch.manual_seed(0)
-    chances = np.random.default_rng(0)
+    torch.manual_seed(seed)
+    chances = np.random.default_rng(seed)
     crops, whole = [], []
-    for index in range(12):
+    for index in range(6):
         height, width = chances.integers(5, 130, 2).tolist()
         rows, columns = (
             Span(start, int(chances.integers(1, side - start + 1)), 24)
@@ -241,14 +242,19 @@ def cropped_by_the_kernel(device):
     return found.cpu(), torch.stack(list(map(images.cut, whole, crops)))
 
 
+def cropped_on_each_rank():
+    return cropped_by_the_kernel(CPU, seed=dist.get_rank())
+
+
 def test_the_kernel_crops_as_torchvision_does(interpreted_processes):
-    for found, expected in interpreted_processes(cropped_by_the_kernel, CPU):
+    for found, expected in interpreted_processes(cropped_on_each_rank):
         assert torch.equal(found, expected)
 
 
 @pytest.mark.gpu
-def test_the_compiled_kernel_crops_as_torchvision_does():
-    found, expected = cropped_by_the_kernel(torch.device("cuda"))
+@pytest.mark.parametrize("seed", range(4))
+def test_the_compiled_kernel_crops_as_torchvision_does(seed):
+    found, expected = cropped_by_the_kernel(torch.device("cuda"), seed)
     assert torch.equal(found, expected)
 
 
