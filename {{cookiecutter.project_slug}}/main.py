@@ -435,16 +435,15 @@ def main() -> None:
         left = math.ceil(len(train_loader) / args.accumulate)  # steps
         # % endif
         count = min(left, last_step - progress.step)
-        name = f"epoch {progress.epoch + 1}/{args.epochs}"
         meter = report.meter(device, images_per_batch)
         # % if task == "contrastive"
-        bar = report.bar(train_loader, name, count)
+        bar = report.bar(train_loader, f"epoch {progress.epoch + 1}/{args.epochs}", count)
         for batch in saver.steps(bar, meter):
             images, targets = distributed.to_device(batch, device, memory_format)
             done = (progress.samples / images_per_batch + 0.5) / batches_per_epoch
             # % else
         groups = training.in_groups(train_loader, args.accumulate)
-        bar = report.bar(groups, name, count)
+        bar = report.bar(groups, f"epoch {progress.epoch + 1}/{args.epochs}", count)
         for batches in saver.steps(bar, meter):
             done = (progress.samples / images_per_batch + len(batches) / 2) / batches_per_epoch
             # % endif
@@ -487,17 +486,21 @@ def main() -> None:
                 lr = optimizer.param_groups[0]["lr"]
                 log = report.step(bar, progress.step, lr, backend.loss_scale(apex))
                 # % if task == "contrastive"
-                inputs = {"image_encoder": images, "text_encoder": targets}
-                finite.demand(log, model, inputs)
+                finite.demand(log, model, {"image_encoder": images, "text_encoder": targets})
                 # % else
                 finite.demand(log, model, images)
                 # % endif
 
+        if count:  # the last log's, in any case
+            # % if task == "contrastive"
+            finite.demand(meter.read(), model, {"image_encoder": images, "text_encoder": targets})
+            # % else
+            finite.demand(meter.read(), model, images)
+            # % endif
         row = {"epoch": progress.epoch + 1, "step": progress.step, **meter.results()}
         if meter.warm_up_s:
             report.say(f"warm-up: {meter.warm_up_s:.1f} s, not counted in images_per_second")
-        row |= {"lr": optimizer.param_groups[0]["lr"]}
-        row |= {"loss_scale": float(backend.loss_scale(apex))}
+        row |= {"lr": optimizer.param_groups[0]["lr"], "loss_scale": backend.loss_scale(apex)}
         row |= validate(validated, metrics, report.bar(val_loader, "validating"), memory_format)
         report.row(row)
         if not args.dummy:

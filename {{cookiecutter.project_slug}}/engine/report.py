@@ -178,33 +178,31 @@ class Report:
     def meter(self, device: torch.device, images_per_step: int) -> Meter:
         """A new Meter; the run's first one has a warm-up."""
         warm_up, self.warm_up = self.warm_up, 0
-        meter = Meter(device, images_per_step, warm_up)
+        meter = Meter(device, images_per_step, warm_up, self._add_log)
         if self.last is not None:
             meter.bad = self.last.bad
         self.last = meter
         return meter
 
     def step(self, bar: tqdm, step: int, lr: float, loss_scale: Tensor | float) -> Log | None:
-        """Shows on `bar` and in the events how the epoch goes, by what `Meter.log` returns."""
-        log = self.last.log(step, lr, loss_scale)
+        """Shows on `bar` and in the events how the epoch goes, by what `Meter.note` returns."""
+        log = self.last.note(step, lr, loss_scale)
         if log:
             speed, scale = log.images_per_second, log.loss_scale
             bar.set_postfix_str(
                 f"loss {log.train_loss:.4f}, {speed:.0f} images/s, loss scale {scale:g}"
             )
-            self._add_log(log)
         return log
 
     def _add_log(self, log: Log) -> None:
         values = {name: getattr(log, name) for name in LOGGED}
         self._add_event(lambda events: events.scalars("step", values, log.step))
 
-    def row(self, row: dict[str, float]) -> None:
+    def row(self, row: dict[str, Tensor | float]) -> None:
         """Adds a row to metrics.csv, to the events and to the curves, and prints it."""
         if not self.active:
             return
-        if log := self.last and self.last.read():
-            self._add_log(log)
+        row = row | {"loss_scale": float(row["loss_scale"])}  # which may still be on the device
         self.rows.append(row)
         with self._warning(f"rows are missing in {TABLE}"):
             self._write_table()
@@ -310,12 +308,21 @@ class Meter:
     Args:
         images_per_step: of all processes.
         warm_up: the first so many steps, which choose and compile kernels, are timed apart.
+        show: called with each log.
     """
 
-    def __init__(self, device: torch.device, images_per_step: int, warm_up: int = 0) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        images_per_step: int,
+        warm_up: int = 0,
+        show: Callable[[Log], None] = lambda log: None,
+    ) -> None:
         self.loss_sum = torch.zeros((), device=device)
         self.losses = 0  # more than the steps, if the epoch was begun by a run that was stopped
         self.shown = 0.0, 0  # the sum and the count at the last log
+        self.show = show
+        self.latest: Log | None = None
         self.pending: tuple | None = None  # a log that is on its way
         self.bad = torch.zeros((), device=device)  # losses in a row, over epochs
         self.steps = 0
@@ -335,7 +342,8 @@ class Meter:
             self.warm_up_s, self.started = _seconds(self.started, now), now
 
     def state(self) -> tuple[float, int]:
-        """What `load` goes on from. Waits for the device."""
+        """What `load` goes on from. Waits for the device, and for the last log."""
+        self.read()
         return self.loss_sum.item(), self.losses
 
     def load(self, states: list[tuple[float, int]]) -> None:
@@ -353,41 +361,49 @@ class Meter:
         event.record()
         return event
 
-    def _speed(self, steps: int, now: torch.cuda.Event | float) -> float:
-        """Images/s after the warm-up; within it, of all `steps`. Waits until it is `now`."""
-        since = _seconds(self.started, now)
-        if steps <= self.warm_up:
-            return steps * self.images_per_step / (self.warm_up_s or since)
-        return (steps - self.warm_up) * self.images_per_step / since
+    def _speed_until(self, now: torch.cuda.Event | float) -> Callable[[], float]:
+        """Images/s after the warm-up; within it, of all steps. Waits until it is `now`."""
+        if self.steps > self.warm_up:
+            images, started = (self.steps - self.warm_up) * self.images_per_step, self.started
+            return lambda: images / _seconds(started, now)
+        images, seconds, started = self.steps * self.images_per_step, self.warm_up_s, self.started
+        return lambda: images / (seconds or _seconds(started, now))
 
-    def log(self, step: int, lr: float, loss_scale: Tensor | float) -> Log | None:
-        """The numbers of the last call, on a GPU; those of this one are on their way from there.
+    @property
+    def is_late(self) -> bool:
+        """Whether to wait for a number would keep the device from its work."""
+        return self.loss_sum.is_cuda
 
-        On the CPU, where there is nothing to wait for, the numbers of this call.
+    def note(self, step: int, lr: float, loss_scale: Tensor | float) -> Log | None:
+        """Has the numbers of now copied; returns those of the call before, which are there.
+
+        On the CPU, where there is nothing to wait for, it returns those of now.
         """
-        before = self.read()
+        self.read()
         numbers = [self.loss_sum, self.bad, torch.zeros_like(self.bad) + loss_scale]
         copy = torch.stack(numbers).to("cpu", non_blocking=True)
-        self.pending = step, lr, self.steps, self.losses, copy, self._now()
-        return before if self.loss_sum.is_cuda else self.read()
+        self.pending = step, lr, self.losses, copy, self._speed_until(self._now())
+        return self.latest if self.is_late else self.read()
 
     def read(self) -> Log | None:
-        """The numbers of the last `log`, unless they were read. Waits for those alone."""
-        if self.pending is None:
-            return None
-        (step, lr, steps, losses, copy, now), self.pending = self.pending, None
-        speed = self._speed(steps, now)
-        loss_sum, bad, loss_scale = copy.tolist()
-        (before, count), self.shown = self.shown, (loss_sum, losses)
-        return Log(step, lr, (loss_sum - before) / (losses - count), bad, loss_scale, speed)
+        """What the last `note` had copied, if there was one. Waits for that alone."""
+        if self.pending is not None:
+            (step, lr, losses, copy, speed), self.pending = self.pending, None
+            per_second = speed()  # from here on the copy is there
+            loss_sum, bad, loss_scale = copy.tolist()
+            (before, count), self.shown = self.shown, (loss_sum, losses)
+            mean = (loss_sum - before) / (losses - count)
+            self.latest = Log(step, lr, mean, bad, loss_scale, per_second)
+            self.show(self.latest)
+        return self.latest
 
     def results(self) -> dict[str, float]:
         """The mean loss of all processes and their images/s. Waits for the device."""
         sums = torch.stack([self.loss_sum, torch.full_like(self.loss_sum, self.losses)])
         dist.all_reduce(sums)
         loss_sum, losses = sums.tolist()
-        speed = self._speed(self.steps, self._now())
-        return {"train_loss": loss_sum / losses, "images_per_second": speed}
+        speed = self._speed_until(self._now())
+        return {"train_loss": loss_sum / losses, "images_per_second": speed()}
 
 
 def _seconds(start: torch.cuda.Event | float, end: torch.cuda.Event | float) -> float:

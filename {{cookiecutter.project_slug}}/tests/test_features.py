@@ -6,6 +6,8 @@ model and few samples.
 
 import contextlib
 import copy
+import itertools
+import re
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -30,7 +32,7 @@ from apex_native import amp
 from apex_native.parallel import DistributedDataParallel
 from engine import backend, checkpoint, distributed, training, weights
 from engine.errors import UserError
-from engine.report import Report
+from engine.report import Meter, Report
 from engine.watch import Watch
 
 # % if ddp == "dataparallel"
@@ -343,6 +345,31 @@ def tuned(delay: bool) -> tuple[list[bool], bool]:
 @pytest.mark.parametrize("delay", [False, True])
 def test_cuda_graphs_are_whole_and_average_at_once(two_processes: Processes, delay: bool) -> None:
     assert two_processes(tuned, delay) == [([not delay, False, False], False)] * 2
+
+
+def trained_on_bad_losses(output: str, *flags: object) -> str:
+    """The error of a run of four epochs of five steps, whose losses are nan after some seven."""
+    calls, criterion = itertools.count(), task.criterion
+
+    def breaks(*args: object) -> Tensor:
+        return criterion(*args) * (1.0 if next(calls) < 8 else float("nan"))
+
+    with mock.patch.object(task, "criterion", breaks), pytest.raises(FloatingPointError) as error:
+        trained(output, "--epochs", 4, *flags)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["at once", "as on a GPU"])
+def test_bad_losses_end_the_last_epoch(
+    two_processes: Processes, tmp_path: Path, is_late: bool
+) -> None:
+    for error in two_processes(late_or_not, is_late, str(tmp_path), "--opt-level", "O0"):
+        assert re.match(r"\d+ losses in a row, up to step 20, are not finite", error)
+
+
+def late_or_not(is_late: bool, *args: object) -> str:
+    with mock.patch.object(Meter, "is_late", is_late):
+        return trained_on_bad_losses(*args)
 
 
 @pytest.mark.parametrize("level", LEVELS)

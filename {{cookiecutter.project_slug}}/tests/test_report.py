@@ -62,6 +62,26 @@ def test_a_run_that_ends_in_its_warm_up_counts_all_its_steps(clock):
         assert meter.results()["images_per_second"] == 2.0
 
 
+def test_a_late_log_has_the_numbers_of_its_own_step(clock, monkeypatch):
+    """Shown when the next one comes, the state is saved, or it is asked for."""
+    monkeypatch.setattr(report.Meter, "is_late", True)
+    shown = []
+    meter = report.Meter(torch.device("cpu"), 10, 3, shown.append)
+    scale = torch.full((), 8.0)
+    for step in range(1, 8):
+        clock[0] += 5.0 if step <= 3 else 1.0
+        meter.add(torch.full((), float(step)))
+        if step in (2, 5, 6, 7):
+            meter.note(step, 0.1, scale)
+            scale *= 2
+        if step == 5:
+            assert meter.state() == (15.0, 5)
+    assert [log[:3] for log in shown] == [(2, 0.1, 1.5), (5, 0.1, 4.0), (6, 0.1, 6.0)]
+    assert meter.read()[:3] == (7, 0.1, 7.0)
+    assert [log.loss_scale for log in shown] == [8.0, 16.0, 32.0, 64.0]
+    assert [log.images_per_second for log in shown] == [2.0, 10.0, 10.0, 10.0]
+
+
 def test_a_log_is_of_the_steps_since_the_last_one(clock):
     meter = report.Meter(torch.device("cpu"), 10)
     meter.load([(100.0, 5)])  # of a run that was stopped
@@ -69,7 +89,7 @@ def test_a_log_is_of_the_steps_since_the_last_one(clock):
         clock[0] += 1.0
         for loss in losses:
             meter.add(torch.tensor(loss))
-        log = meter.log(10, 0.1, 8.0)
+        log = meter.note(10, 0.1, 8.0)
         assert log[:3] == (10, 0.1, sum(losses) / len(losses))
         assert log[4:] == (8.0, 10 * meter.steps / clock[0])
     assert meter.results()["train_loss"] == 110.0 / 8
@@ -156,6 +176,7 @@ def test_a_log_waits_for_nothing_but_the_one_before(clock, tmp_path):
             scale *= 2
             seen = None if log is None else (log.step, log.train_loss, log.bad, log.loss_scale)
             assert seen == {10: None, 20: (10, 5.5, 0, 8), 30: (20, 15.5, 0, 16)}[step]
+    assert meter.read().step == 30
     run.row(row(1, step=30) | meter.results())
     assert events(tmp_path)["step/train_loss"] == [10, 20, 30]
 
