@@ -128,7 +128,7 @@ def read_classes(data: Path, ignore_index: int | None) -> tuple[list[str], Tenso
     own, ade20k = data / "classes.txt", data / "objectInfo150.txt"
     if own.is_file():
         try:
-            names = own.read_text(encoding="utf-8").rstrip().splitlines()
+            names = own.read_text(encoding="utf-8-sig").rstrip().splitlines()
         except UnicodeDecodeError:
             raise UserError(f"{own} is not UTF-8; save it as that") from None
     elif ade20k.is_file():
@@ -430,6 +430,9 @@ class Pairs(Dataset):
         path, mask_path = self.files[index]
         image = read_image(path)
         labels = read_labels(mask_path)
+        if image.shape[-2:] != labels.shape[-2:]:  # and another process is still listing them
+            odd = odd_sizes((path, mask_path))
+            raise UserError(f"in {path.parent}, {odd}; make them alike")
         mask = self.numbers[labels]
         if mask.min() < 0:
             label = labels[mask < 0][0].item()

@@ -380,8 +380,9 @@ def restore(
     except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
         reason = shorten(" ".join(str(error).split()), 160)
         raise UserError(
-            f"--resume {path}: it does not fit this model and optimizer; resume with the --arch "
-            f"and the classes that it was made with ({reason})"
+            f"--resume {path}: it does not fit this model and optimizer; resume with the --arch, "
+            "the classes, the --freeze and the --decay-weights-only that it was made with "
+            f"({reason})"
         ) from None
     return state
 

@@ -693,6 +693,20 @@ def test_conversion_keeps_everything_but_the_class():
     assert not any(type(module).__name__.startswith("BatchNorm") for module in model.modules())
 
 
+class NormAndReLU(nn.BatchNorm2d):
+    def forward(self, x):
+        return super().forward(x).relu()
+
+
+def test_a_norm_that_does_more_stays_as_it_is(capsys):
+    model = nn.Sequential(nn.BatchNorm2d(3), NormAndReLU(3)).eval()
+    x = torch.randn(2, 3, 4, 4)
+    before = model(x)
+    assert list(map(type, convert_syncbn_model(model))) == [SyncBatchNorm, NormAndReLU]
+    assert torch.equal(model(x), before)
+    assert "NormAndReLU does more than normalise, and stays" in capsys.readouterr().out
+
+
 def test_a_batch_norm_itself_can_be_converted():
     norm = nn.BatchNorm1d(3)
     converted = convert_syncbn_model(norm, channel_last=True)

@@ -235,6 +235,15 @@ def test_masks_of_another_size_are_listed_before_the_run(folder, split, monkeypa
     refused(folder, folder / "images" / split, *words)
 
 
+def test_another_process_meets_a_mask_of_another_size(folder, monkeypatch):
+    """Before the first one has listed them all."""
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    path = folder / "annotations" / "training" / "2.png"
+    Image.fromarray(np.zeros((20, 31), np.uint8)).save(path)
+    words = "2.jpg has 30 × 20 pixels and its mask 31 × 20"
+    refused(folder, folder / "images" / "training", words, index=2)
+
+
 def test_two_images_of_one_name(folder):
     Image.new("RGB", (30, 20)).save(folder / "images" / "training" / "0.png")
     refused(folder, folder / "images" / "training", "0.jpg beside 0.png; keep one")

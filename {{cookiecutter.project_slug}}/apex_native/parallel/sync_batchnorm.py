@@ -19,6 +19,7 @@ from .._say import say
 from . import _exchange, _formula
 
 _PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+_FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -194,19 +195,31 @@ def convert_syncbn_model(
     """Puts a SyncBatchNorm in the place of every batch norm in `module`, which may be one itself.
 
     Parameters, buffers, requires_grad and the training mode stay as they are (Apex makes new
-    parameters, all of them trainable, in training mode).
+    parameters, all of them trainable, in training mode). A norm of a class with a forward pass of
+    its own, such as timm's, which end in a ReLU, stays too, with a line that says so (Apex's
+    conversion loses the ReLU).
     """
     if not torch.cuda.is_available():
         say("SyncBatchNorm: on the CPU each process normalises over its own batch")
 
-    def synced(norm: _BatchNorm) -> SyncBatchNorm:
+    kept = set()
+
+    def synced(norm: _BatchNorm) -> _BatchNorm:
+        if type(norm).forward not in (*_FORWARDS, SyncBatchNorm.forward):
+            kept.add(type(norm).__name__)
+            return norm
         made = SyncBatchNorm(*_options(norm), process_group, channel_last)
         if isinstance(norm, SyncBatchNorm):
             made.fuse_relu, made.converted_from = norm.fuse_relu, norm.converted_from
         made.converted_from = next(filter(partial(isinstance, norm), _PLAIN), made.converted_from)
         return made
 
-    return _replace(module, _BatchNorm, synced)
+    converted = _replace(module, _BatchNorm, synced)
+    if kept:
+        say(
+            f"SyncBatchNorm: {', '.join(sorted(kept))} does more than normalise, and stays as it is"
+        )
+    return converted
 
 
 def revert_syncbn_model(module: nn.Module) -> nn.Module:
