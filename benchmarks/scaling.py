@@ -17,7 +17,17 @@ from statistics import median
 from typing import NamedTuple
 
 import torch
-from step import HERE, Contestant, compete, conditions, obstacle, read_name, say, whole_number
+from step import (
+    HERE,
+    Contestant,
+    add_turns,
+    compete,
+    conditions,
+    obstacle,
+    read_name,
+    say,
+    whole_number,
+)
 
 
 class Point(NamedTuple):
@@ -39,21 +49,13 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add = parser.add_argument
+    add, positive = parser.add_argument, whole_number
     add("--contestants", default="project-O1,torch-fp16", help="as of step.py")
     add("--gpus", type=numbers, default=[1, 2, 4], help="with commas between them")
     add("--batch-sizes", type=numbers, default=[32, 256], help="of each GPU; likewise")
     add("--arch", default="resnet50", help="one of torchvision's models")
-    add(
-        "--image-size",
-        type=whole_number,
-        help="default: the project's, 224, or 512 of segmentation",
-    )
-    add("--warmup", type=whole_number, default=10, help="steps before the first turn")
-    add("--settle", type=whole_number, default=2, help="a turn's first, untimed")
-    add("--block", type=whole_number, default=10, help="timed steps of a turn")
-    add("--rounds", type=whole_number, default=6, help="turns of each")
-    add("--starts", type=whole_number, default=1, help="so many times --rounds, all started anew")
+    add("--image-size", type=positive, help="default: the project's, 224, or 512 of segmentation")
+    add_turns(parser, rounds=6)
     add("--output", type=Path, default=HERE / "scaling.csv")
     args = parser.parse_args()
     args.device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -419,16 +419,7 @@ def parse_args() -> argparse.Namespace:
     add("--batch-size", type=positive, default=256, help="of each process")
     add("--image-size", type=positive, help="default: the project's, 224, or 512 of segmentation")
     add("--optimizer", choices=("sgd", "adamw"), default="sgd", help="adamw: adam for every name")
-    add("--warmup", type=positive, default=10, help="steps before the first turn")
-    add("--settle", type=positive, default=2, help="a turn's first, untimed; memory is taken again")
-    add(
-        "--block",
-        type=positive,
-        default=10,
-        help="timed steps of a turn; 10 has one log of main.py",
-    )
-    add("--rounds", type=positive, default=7, help="turns of each")
-    add("--starts", type=positive, default=1, help="so many times --rounds, all started anew")
+    add_turns(parser, rounds=7)
     add("--at-once", type=positive, help="how many take turns with each other (default: all)")
     add("--output", type=Path, default=HERE / "step.csv")
     args = parser.parse_args()
@@ -445,6 +436,17 @@ def parse_args() -> argparse.Namespace:
             "take a smaller --warmup, --settle, --block or --rounds"
         )
     return args
+
+
+def add_turns(parser: argparse.ArgumentParser, rounds: int) -> None:
+    """The flags that say how contestants take turns."""
+    add, positive = parser.add_argument, whole_number
+    add("--warmup", type=positive, default=10, help="steps before the first turn")
+    add("--settle", type=positive, default=2, help="a turn's first, untimed; memory is taken again")
+    help_of_block = "timed steps of a turn; 10 has one log of main.py"
+    add("--block", type=positive, default=10, help=help_of_block)
+    add("--rounds", type=positive, default=rounds, help="turns of each")
+    add("--starts", type=positive, default=1, help="so many times --rounds, all started anew")
 
 
 def whole_number(text: str) -> int:

@@ -31,6 +31,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--image-size", type=int, help="default: the project's")
     parser.add_argument("--precision", required=True, help="fp32, fp16, bf16, or Apex's opt_level")
     parser.add_argument("--optimizer", choices=("sgd", "adamw"), default="sgd")
+    parser.add_argument("--init-scale", type=float, default=INIT_SCALE, help="of the loss")
     parser.add_argument("--sync-bn", action="store_true")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--cuda-graphs", action="store_true")

@@ -4,14 +4,7 @@ import os
 
 import torch
 import torch.distributed as dist
-from common import (
-    INIT_SCALE,
-    build_batch,
-    build_criterion,
-    build_model,
-    build_optimizer,
-    parse_args,
-)
+from common import build_batch, build_criterion, build_model, build_optimizer, parse_args
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -46,7 +39,7 @@ def main() -> None:
     if args.compile or args.cuda_graphs:
         model = torch.compile(model, mode="reduce-overhead" if args.cuda_graphs else None)
     criterion = build_criterion(args)
-    scaler = torch.amp.GradScaler(device.type, INIT_SCALE, enabled=dtype == torch.float16)
+    scaler = torch.amp.GradScaler(device.type, args.init_scale, enabled=dtype == torch.float16)
     images, targets = build_batch(args, device)
 
     while True:

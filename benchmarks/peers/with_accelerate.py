@@ -3,14 +3,7 @@
 import torch
 from accelerate import Accelerator
 from accelerate.utils import GradScalerKwargs
-from common import (
-    INIT_SCALE,
-    build_batch,
-    build_criterion,
-    build_model,
-    build_optimizer,
-    parse_args,
-)
+from common import build_batch, build_criterion, build_model, build_optimizer, parse_args
 
 PRECISIONS = {"fp32": "no", "fp16": "fp16", "bf16": "bf16"}
 
@@ -18,7 +11,7 @@ PRECISIONS = {"fp32": "no", "fp16": "fp16", "bf16": "bf16"}
 def main() -> None:
     args = parse_args()
     torch.backends.cudnn.benchmark = True
-    scaler = GradScalerKwargs(init_scale=INIT_SCALE)
+    scaler = GradScalerKwargs(init_scale=args.init_scale)
     accelerator = Accelerator(mixed_precision=PRECISIONS[args.precision], kwargs_handlers=[scaler])
 
     model = build_model(args).to(memory_format=torch.channels_last)

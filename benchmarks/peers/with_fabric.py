@@ -3,14 +3,7 @@
 import os
 
 import torch
-from common import (
-    INIT_SCALE,
-    build_batch,
-    build_criterion,
-    build_model,
-    build_optimizer,
-    parse_args,
-)
+from common import build_batch, build_criterion, build_model, build_optimizer, parse_args
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
 
@@ -23,7 +16,7 @@ def main() -> None:
     devices = int(os.environ.get("WORLD_SIZE", "1"))
     strategy = "ddp" if devices > 1 else "auto"
     if args.precision == "fp16":
-        scaler = torch.amp.GradScaler("cuda", INIT_SCALE)
+        scaler = torch.amp.GradScaler("cuda", args.init_scale)
         precision = {"plugins": MixedPrecision("16-mixed", "cuda", scaler)}
     else:
         precision = {"precision": PRECISIONS[args.precision]}

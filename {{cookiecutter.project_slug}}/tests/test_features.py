@@ -347,15 +347,17 @@ def test_cuda_graphs_are_whole_and_average_at_once(two_processes: Processes, del
     assert two_processes(tuned, delay) == [([not delay, False, False], False)] * 2
 
 
-def trained_on_bad_losses(output: str, *flags: object) -> str:
+def trained_on_bad_losses(output: str, is_late: bool) -> str:
     """The error of a run of four epochs of five steps, whose losses are nan after some seven."""
     calls, criterion = itertools.count(), task.criterion
 
     def breaks(*args: object) -> Tensor:
         return criterion(*args) * (1.0 if next(calls) < 8 else float("nan"))
 
-    with mock.patch.object(task, "criterion", breaks), pytest.raises(FloatingPointError) as error:
-        trained(output, "--epochs", 4, *flags)
+    late = mock.patch.object(Meter, "is_late", is_late)
+    broken = mock.patch.object(task, "criterion", breaks)
+    with late, broken, pytest.raises(FloatingPointError) as error:
+        trained(output, "--epochs", 4, "--opt-level", "O0")
     return str(error.value)
 
 
@@ -363,13 +365,8 @@ def trained_on_bad_losses(output: str, *flags: object) -> str:
 def test_bad_losses_end_the_last_epoch(
     two_processes: Processes, tmp_path: Path, is_late: bool
 ) -> None:
-    for error in two_processes(late_or_not, is_late, str(tmp_path), "--opt-level", "O0"):
+    for error in two_processes(trained_on_bad_losses, str(tmp_path), is_late):
         assert re.match(r"\d+ losses in a row, up to step 20, are not finite", error)
-
-
-def late_or_not(is_late: bool, *args: object) -> str:
-    with mock.patch.object(Meter, "is_late", is_late):
-        return trained_on_bad_losses(*args)
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -138,7 +138,7 @@ def after_failure(optimizer: Optimizer) -> None:
 
 
 def _skips_on_device(optimizer: Optimizer) -> bool:
-    """Whether the optimizer's kernel itself skips the next update where `found_inf` is set."""
+    """Readies the next step; whether its kernel itself skips it where `found_inf` is set."""
     is_ready = not isinstance(optimizer, torch.optim.SGD) or _ready_sgd(optimizer)
     return is_ready and getattr(optimizer, "_step_supports_amp_scaling", False)
 

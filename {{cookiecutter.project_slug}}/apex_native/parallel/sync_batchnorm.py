@@ -19,7 +19,6 @@ from .._say import say
 from . import _exchange, _formula
 
 _PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-_FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -202,10 +201,11 @@ def convert_syncbn_model(
     if not torch.cuda.is_available():
         say("SyncBatchNorm: on the CPU each process normalises over its own batch")
 
+    plain_forwards = (_BatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward)
     kept = set()
 
     def synced(norm: _BatchNorm) -> _BatchNorm:
-        if type(norm).forward not in (*_FORWARDS, SyncBatchNorm.forward):
+        if type(norm).forward not in plain_forwards:
             kept.add(type(norm).__name__)
             return norm
         made = SyncBatchNorm(*_options(norm), process_group, channel_last)
