@@ -905,14 +905,13 @@ def use_kernels_on_the_cpu(folder, turn=0):
         empty=lambda size, **kwargs: map_file(dist.get_rank(), size), rendezvous=meet
     )
     mailbox = _mailbox.Mailbox(dist.group.WORLD, 2048, torch.device("cpu"))
-    _, turns, _, world, tiles = mailbox.addressing
-    turns += turn
-    mailbox.memory.view(torch.int32)[-world * tiles :] = turn
+    _, world, tiles, *_ = mailbox.address.tolist()
+    mailbox.memory.view(torch.int32)[-(world + 1) * tiles :] = turn  # flags, and turns taken
     dist.barrier()  # or another process raises a flag before that
     mailbox.nothing_written_outside = lambda: all(
         not memory[: len(memory) // 2].any() for memory in mapped
     )
-    _exchange._mailbox_of = lambda group, sums: mailbox
+    _exchange.mailbox_of = lambda *of: mailbox.address
     sync_batchnorm._arithmetic_for = lambda input: _rows
     return mailbox
 

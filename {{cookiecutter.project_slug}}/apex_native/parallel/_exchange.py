@@ -1,12 +1,12 @@
 """Sums of each channel in each process of a group, made statistics of the whole group.
 
-They are operators, because torch.compile must not look inside; eager code calls them as they are.
+GPUs that reach each other's memory have a mailbox for that, with kernels of its own. For others NCCL
+or gloo carries the sums, in operators, because torch.compile must not look into it.
 """
 
 import os
 import socket
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,7 +21,9 @@ from .._say import say
 _mailboxes: WeakKeyDictionary[dist.ProcessGroup, dict[tuple, object | None]] = WeakKeyDictionary()
 
 
-def moments(sums: Tensor, shift: Tensor, count: int, eps: float, group: str) -> Tensor:
+def moments(
+    sums: Tensor, shift: Tensor, count: int, eps: float, group: str, mailbox: Tensor | None
+) -> Tensor:
     """The statistics of each channel over the group of that name.
 
     Args:
@@ -29,13 +31,54 @@ def moments(sums: Tensor, shift: Tensor, count: int, eps: float, group: str) -> 
         shift: (C,)
         count: how many values of each channel this process has.
         eps: added to the variance.
+        mailbox: the group's, as `mailbox_of` has it.
 
     Returns (4, C): mean, 1 / √(variance + eps), number of values, and unbiased variance.
     """
+    if mailbox is not None:
+        from . import _mailbox
+
+        return _mailbox.moments(sums, shift, count, eps, mailbox)
+    carried = _moments_op if torch.compiler.is_compiling() else _moments
+    return carried(sums, shift, count, eps, group)
+
+
+def means(
+    sums: Tensor, statistics: Tensor, group: str, mailbox: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The sums of each channel (parts, 2, C) in this process, added up, and their means over all.
+
+    Returns (2, C) and (2, C); the means are by the number of values in `statistics`.
+    """
+    if mailbox is not None:
+        from . import _mailbox
+
+        return _mailbox.means(sums, statistics, mailbox)
+    carried = _means_op if torch.compiler.is_compiling() else _means
+    return carried(sums, statistics, group)
+
+
+@torch.compiler.assume_constant_result
+def mailbox_of(
+    group: str, channels: int, device: torch.device, dtype: torch.dtype
+) -> Tensor | None:
+    """The address of a mailbox for input of `dtype`; None where NCCL or gloo has to carry the sums.
+
+    Every process of the group must ask for its first one at once.
+    """
+    if device.type != "cuda" or dtype == torch.float64:
+        return None
     members = _resolve_process_group(group)
-    mailbox = _mailbox_of(members, sums)
-    if mailbox:
-        return mailbox.moments(sums, shift, count, eps)
+    known = _mailboxes.setdefault(members, {})
+    size = max(2048, 1 << (channels - 1).bit_length())  # so that one serves most models
+    key = size, device
+    if key not in known:
+        known[key] = _make_mailbox(members, size, device)
+    return known[key] and known[key].address
+
+
+def _moments(sums: Tensor, shift: Tensor, count: int, eps: float, group: str) -> Tensor:
+    members = _resolve_process_group(group)
     first, second = sums.double().sum(0)
     away = first / max(count, 1)
     mean = away + shift
@@ -51,38 +94,15 @@ def moments(sums: Tensor, shift: Tensor, count: int, eps: float, group: str) -> 
     return torch.stack([mean, invstd, total, squares / (total - 1).clamp(min=1)]).to(sums.dtype)
 
 
-def means(sums: Tensor, statistics: Tensor, group: str) -> tuple[Tensor, Tensor]:
-    """The sums of each channel (parts, 2, C) in this process, added up, and their means over all.
-
-    Returns (2, C) and (2, C); the means are by the number of values in `statistics`.
-    """
-    members = _resolve_process_group(group)
-    mailbox = _mailbox_of(members, sums)
-    if mailbox:
-        return mailbox.means(sums, statistics)
+def _means(sums: Tensor, statistics: Tensor, group: str) -> tuple[Tensor, Tensor]:
     local = sums.double().sum(0)
     everywhere = local.clone()
-    dist.all_reduce(everywhere, group=members)
+    dist.all_reduce(everywhere, group=_resolve_process_group(group))
     return local.to(sums.dtype), (everywhere / statistics[2]).to(sums.dtype)
-
-
-def _mailbox_of(group: dist.ProcessGroup, sums: Tensor) -> object | None:
-    """The group's Mailbox for so many channels; None where NCCL or gloo has to carry them."""
-    if sums.dtype != torch.float32 or not sums.is_cuda:
-        return None
-    known = _mailboxes.setdefault(group, {})
-    size = max(2048, 1 << (sums.shape[-1] - 1).bit_length())  # so that one serves most models
-    key = size, sums.device
-    if key not in known:
-        # CUDA graphs that warm up take over what this thread allocates, and stop at what stays.
-        with ThreadPoolExecutor(1) as thread:
-            known[key] = thread.submit(_make_mailbox, group, size, sums.device).result()
-    return known[key]
 
 
 def _make_mailbox(group: dist.ProcessGroup, channels: int, device: torch.device) -> object | None:
     """A Mailbox, if every process of `group` finds that it can; all must ask at once."""
-    torch.cuda.set_device(device)  # of this thread
     everyone = [None] * group.size()
     here = socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)
     dist.all_gather_object(everyone, here, group)
@@ -94,9 +114,7 @@ def _make_mailbox(group: dist.ProcessGroup, channels: int, device: torch.device)
         return None
     from ._mailbox import Mailbox  # it needs Triton, which takes a while to import
 
-    mailbox = Mailbox(group, channels, device)
-    torch.cuda.current_stream().synchronize()  # it is for another thread's stream
-    return mailbox
+    return Mailbox(group, channels, device)
 
 
 def _problem(everyone: list[tuple], here: tuple, device: torch.device) -> str | None:
@@ -124,7 +142,7 @@ def _problem(everyone: list[tuple], here: tuple, device: torch.device) -> str | 
 
 def _define(function: Callable, schema: str, fake: Callable) -> Callable:
     """`function` as an operator, for torch.compile; that of another copy of this file, if any."""
-    name = function.__name__
+    name = function.__name__.strip("_")
     if not hasattr(torch.ops.apex_native, name):
         torch.library.define(f"apex_native::{name}", schema)
         torch.library.impl(f"apex_native::{name}", ["CPU", "CUDA"], function)
@@ -132,13 +150,13 @@ def _define(function: Callable, schema: str, fake: Callable) -> Callable:
     return getattr(torch.ops.apex_native, name)
 
 
-moments_op = _define(
-    moments,
+_moments_op = _define(
+    _moments,
     "(Tensor sums, Tensor shift, SymInt count, float eps, str group) -> Tensor",
     lambda sums, shift, count, eps, group: sums.new_empty(4, sums.shape[-1]),
 )
-means_op = _define(
-    means,
+_means_op = _define(
+    _means,
     "(Tensor sums, Tensor statistics, str group) -> (Tensor, Tensor)",
     lambda sums, statistics, group: (torch.empty_like(sums[0]), torch.empty_like(sums[0])),
 )

@@ -32,21 +32,25 @@ def _add_up(sums, parts, channel, channels, CHANNELS: tl.constexpr, PARTS: tl.co
 
 
 @triton.jit
-def _swap(
-    first, second, third, subject, memories, turns, rank, world, tiles, CHANNELS: tl.constexpr
-):
+def _swap(first, second, third, subject, mailbox, CHANNELS: tl.constexpr):
     """Sends three values of each channel to every process; where those of process 0 have come to.
 
-    The memory of each process has a letter of every sender and tile, twice, and then their flags,
-    which hold the number of the turn. Two letters are enough: a sender begins turn t when it has
-    seen the flags of t − 1, which their owners raise after they have read the letters of t − 2.
+    Returns that, how far it is to those of the next process, and the number of processes. The
+    memory of each process has a letter of every sender and tile, twice, and then their flags, which
+    hold the number of the turn, and the turns it has taken itself. Two letters are enough: a sender
+    begins turn t when it has seen the flags of t − 1, which their owners raise after they have read
+    the letters of t − 2.
     """
+    rank, world = tl.load(mailbox).to(tl.int32), tl.load(mailbox + 1).to(tl.int32)
+    tiles, memories = tl.load(mailbox + 2).to(tl.int32), mailbox + 3
     tile = tl.program_id(0)
     lane = tl.arange(0, CHANNELS)
-    turn = tl.load(turns + tile) + 1  # may pass 2³¹: only its last bit and differences count
     size = VALUES * CHANNELS
-    letters = (turn & 1) * (world * tiles * size) + tile * size
     flags = 2 * world * tiles * size + tile
+    own = tl.load(memories + rank).to(tl.pointer_type(tl.int32))
+    taken = own + flags + world * tiles
+    turn = tl.load(taken) + 1  # may pass 2³¹: only its last bit and differences count
+    letters = (turn & 1) * (world * tiles * size) + tile * size
     for receiver in range(world):
         memory = tl.load(memories + receiver).to(tl.pointer_type(tl.float32))
         letter = memory + letters + rank * tiles * size + lane
@@ -58,14 +62,14 @@ def _swap(
     for receiver in range(world):
         memory = tl.load(memories + receiver).to(tl.pointer_type(tl.int32))
         tl.atomic_xchg(memory + flags + rank * tiles, turn, sem="release", scope="sys")
-    own = tl.load(memories + rank).to(tl.pointer_type(tl.int32))
     for sender in range(world):
         flag = own + flags + sender * tiles
         while tl.atomic_add(flag, 0, sem="acquire", scope="sys") - turn < 0:  # a load, in order
             pass
     tl.debug_barrier()
-    tl.store(turns + tile, turn)
-    return tl.load(memories + rank).to(tl.pointer_type(tl.float32)) + letters + lane
+    tl.store(taken, turn)
+    letter = tl.load(memories + rank).to(tl.pointer_type(tl.float32)) + letters + lane
+    return letter, tiles * size, world
 
 
 @triton.jit
@@ -80,15 +84,11 @@ def _moments(
     sums,
     shift,
     statistics,
-    memories,
-    turns,
-    rank,
-    world,
-    tiles,
-    parts,
-    channels,
+    mailbox,
     count,
     eps,
+    parts,
+    channels,
     CHANNELS: tl.constexpr,
     PARTS: tl.constexpr,
 ):
@@ -100,7 +100,7 @@ def _moments(
     away = first / tl.maximum(number, 1)
     mean = tl.load(shift + channel, there, 0) + away
     squares = tl.maximum(second - first * away, 0)
-    letter = _swap(mean, squares, number, channels, memories, turns, rank, world, tiles, CHANNELS)
+    letter, step, world = _swap(mean, squares, number, channels, mailbox, CHANNELS)
     total = tl.zeros((CHANNELS,), tl.float32)
     mean = tl.zeros((CHANNELS,), tl.float32)
     squares = tl.zeros((CHANNELS,), tl.float32)
@@ -111,10 +111,11 @@ def _moments(
         mean += difference * share
         squares += _read(letter, 1, channels, CHANNELS) + difference * difference * (total * share)
         total += number
-        letter += tiles * VALUES * CHANNELS
+        letter += step
     total = tl.maximum(total, 1)  # as in _exchange
     tl.store(statistics + channel, mean, there)
-    tl.store(statistics + channels + channel, 1 / tl.sqrt_rn(squares / total + eps), there)
+    deviation = tl.sqrt_rn((squares / total + eps).to(tl.float32))  # torch.compile has eps in fp64
+    tl.store(statistics + channels + channel, 1 / deviation, there)
     tl.store(statistics + 2 * channels + channel, total, there)
     tl.store(statistics + 3 * channels + channel, squares / tl.maximum(total - 1, 1), there)
 
@@ -125,11 +126,7 @@ def _means(
     statistics,
     local,
     means,
-    memories,
-    turns,
-    rank,
-    world,
-    tiles,
+    mailbox,
     parts,
     channels,
     CHANNELS: tl.constexpr,
@@ -142,13 +139,13 @@ def _means(
     tl.store(local + channel, first, there)
     tl.store(local + channels + channel, second, there)
     subject = -channels
-    letter = _swap(first, second, 0.0, subject, memories, turns, rank, world, tiles, CHANNELS)
+    letter, step, world = _swap(first, second, 0.0, subject, mailbox, CHANNELS)
     first = tl.zeros((CHANNELS,), tl.float32)
     second = tl.zeros((CHANNELS,), tl.float32)
     for _ in range(world):
         first += _read(letter, 0, subject, CHANNELS)
         second += _read(letter, 1, subject, CHANNELS)
-        letter += tiles * VALUES * CHANNELS
+        letter += step
     total = tl.load(statistics + 2 * channels + channel, there, 1)
     tl.store(means + channel, first / total, there)
     tl.store(means + channels + channel, second / total, there)
@@ -157,36 +154,39 @@ def _means(
 class Mailbox:
     """The memory in which the processes of `group` leave each other sums of up to `channels`.
 
-    All of them must make it at once, and then use it in the same order, on one stream.
+    All of them must make it at once, and then use it in the same order, on one stream. `address` is
+    what kernels need to know of it: rank, number of processes and of tiles, and the memories.
     """
 
     def __init__(self, group: dist.ProcessGroup, channels: int, device: torch.device) -> None:
         tiles = triton.cdiv(channels, CHANNELS)
-        size = group.size() * tiles * (2 * VALUES.value * CHANNELS + 1)
+        size = tiles * (group.size() * (2 * VALUES.value * CHANNELS + 1) + 1)
         self.memory = symmetric_memory.empty(size, dtype=torch.float32, device=device)
         self.memory.zero_().sum().item()  # before anyone else writes here
         self.handle = symmetric_memory.rendezvous(self.memory, group.group_name)
         starts = self.handle.buffer_ptrs
         inside = self.memory.data_ptr() - starts[group.rank()]
-        addresses = [start + inside for start in starts]
-        memories = torch.tensor(addresses, dtype=torch.int64, device=device)
-        turns = torch.zeros(tiles, dtype=torch.int32, device=device)
-        self.addressing = memories, turns, group.rank(), group.size(), tiles
+        memories = [start + inside for start in starts]
+        address = [group.rank(), group.size(), tiles, *memories]
+        self.address = torch.tensor(address, dtype=torch.int64, device=device)
 
-    def moments(self, sums: Tensor, shift: Tensor, count: int, eps: float) -> Tensor:
-        """As `_exchange.moments`."""
-        statistics = sums.new_empty(4, sums.shape[-1])
-        self._start(_moments, sums, (shift, statistics), (count, eps))
-        return statistics
 
-    def means(self, sums: Tensor, statistics: Tensor) -> tuple[Tensor, Tensor]:
-        """As `_exchange.means`."""
-        local, means = sums.new_empty(sums.shape[1:]), sums.new_empty(sums.shape[1:])
-        self._start(_means, sums, (statistics, local, means), ())
-        return local, means
+def moments(sums: Tensor, shift: Tensor, count: int, eps: float, mailbox: Tensor) -> Tensor:
+    """As `_exchange.moments`, at that address."""
+    statistics = sums.new_empty(4, sums.shape[-1])
+    _start(_moments, sums, shift, statistics, mailbox, count, eps)
+    return statistics
 
-    def _start(self, kernel: object, sums: Tensor, tensors: tuple, numbers: tuple) -> None:
-        parts, _, channels = sums.shape
-        sizes = {"CHANNELS": CHANNELS, "PARTS": PARTS if parts > 1 else 1}
-        grid = (triton.cdiv(channels, CHANNELS),)
-        kernel[grid](sums, *tensors, *self.addressing, parts, channels, *numbers, **sizes)
+
+def means(sums: Tensor, statistics: Tensor, mailbox: Tensor) -> tuple[Tensor, Tensor]:
+    """As `_exchange.means`, at that address."""
+    local, means = sums.new_empty(sums.shape[1:]), sums.new_empty(sums.shape[1:])
+    _start(_means, sums, statistics, local, means, mailbox)
+    return local, means
+
+
+def _start(kernel: object, sums: Tensor, *arguments: object) -> None:
+    parts, _, channels = sums.shape
+    grid = (triton.cdiv(channels, CHANNELS),)
+    added = PARTS if parts > 1 else 1
+    kernel[grid](sums, *arguments, parts, channels, CHANNELS=CHANNELS, PARTS=added)

@@ -74,6 +74,7 @@ class SyncBatchNorm(_BatchNorm):
             if momentum is None:
                 momentum = self.num_batches_tracked.to(self.running_mean.dtype).reciprocal()
         tracked = self.track_running_stats
+        group = (self.process_group or dist.group.WORLD).group_name
         return _normalise(
             input,
             self.weight,
@@ -82,7 +83,8 @@ class SyncBatchNorm(_BatchNorm):
             self.running_var if tracked else None,
             self.eps,
             0.0 if momentum is None else momentum,
-            (self.process_group or dist.group.WORLD).group_name,
+            group,
+            _exchange.mailbox_of(group, self.num_features, input.device, input.dtype),
         )
 
     def _check_input_dim(self, input: Tensor) -> None:
@@ -104,6 +106,7 @@ def _normalise(
     eps: float,
     momentum: float | Tensor,
     group: str,
+    mailbox: Tensor | None,
 ) -> Tensor:
     """`input` (N, C, …) normalised over the group of that name; updates the running statistics.
 
@@ -116,16 +119,16 @@ def _normalise(
     arithmetic = _arithmetic_for(input)
     in_rows = arithmetic is _formula or input.movedim(1, -1).is_contiguous()
     x = input if in_rows else arithmetic.in_rows(input)
-    exchange = _exchange.moments_op if compiling else _exchange.moments
     # Triton starts its kernels on the current device; where a step is compiled, that is set.
     with nullcontext() if compiling else torch.cuda.device_of(x):
         with torch.no_grad():
             sums, shift = arithmetic.sum_powers(x)
-            statistics = exchange(sums, shift, x.numel() // x.shape[1], eps, group)
+            count = x.numel() // x.shape[1]
+            statistics = _exchange.moments(sums, shift, count, eps, group, mailbox)
             if running_mean is not None:
                 running_mean.lerp_(statistics[0].to(running_mean.dtype), momentum)
                 running_var.lerp_(statistics[3].to(running_var.dtype), momentum)
-        output = _Normalised.apply(x, weight, bias, statistics, group)
+        output = _Normalised.apply(x, weight, bias, statistics, group, mailbox)
     return output if in_rows or input.stride(1) == 1 else output.contiguous()
 
 
@@ -140,22 +143,21 @@ class _Normalised(torch.autograd.Function):
         bias: Tensor | None,
         statistics: Tensor,
         group: str,
+        mailbox: Tensor | None,
     ) -> Tensor:
-        ctx.save_for_backward(input, weight, statistics)
+        ctx.save_for_backward(input, weight, statistics, mailbox)
         ctx.group, ctx.bias_dtype = group, None if bias is None else bias.dtype
         return _arithmetic_for(input).normalise(input, statistics, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        input, weight, statistics = ctx.saved_tensors
+        input, weight, statistics, mailbox = ctx.saved_tensors
         arithmetic = _arithmetic_for(input)
         sums = arithmetic.sum_gradients(grad, input, statistics)
         grad_input = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
-            compiling = torch.compiler.is_compiling()
-            exchange = _exchange.means_op if compiling else _exchange.means
-            local, means = exchange(sums, statistics, ctx.group)
+            local, means = _exchange.means(sums, statistics, ctx.group, mailbox)
             grad_input = arithmetic.differentiate(grad, input, statistics, means, weight)
         else:
             local = sums.sum(0)
@@ -163,7 +165,7 @@ class _Normalised(torch.autograd.Function):
             grad_weight = local[1].to(weight.dtype)
         if ctx.needs_input_grad[2]:
             grad_bias = local[0].to(ctx.bias_dtype)
-        return grad_input, grad_weight, grad_bias, None, None
+        return grad_input, grad_weight, grad_bias, None, None, None
 
 
 def _arithmetic_for(input: Tensor) -> ModuleType:
