@@ -1,7 +1,7 @@
 """Sums of each channel in each process of a group, made statistics of the whole group.
 
-GPUs that reach each other's memory have a mailbox for that, with kernels of its own. For others NCCL
-or gloo carries the sums, in operators, because torch.compile must not look into it.
+GPUs that reach each other's memory have a mailbox for that, with kernels of its own. For others
+NCCL or gloo carries the sums, in operators, because torch.compile must not look into it.
 """
 
 import os

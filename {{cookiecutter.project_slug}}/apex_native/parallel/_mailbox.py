@@ -12,6 +12,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.distributed import _symmetric_memory as symmetric_memory
 
+from ._rows import ceil_div
+
 CHANNELS = 16  # of a program, which has letters of its own
 VALUES = tl.constexpr(4)  # a letter's, for each channel
 PARTS = 256  # that are added at once
@@ -159,7 +161,7 @@ class Mailbox:
     """
 
     def __init__(self, group: dist.ProcessGroup, channels: int, device: torch.device) -> None:
-        tiles = triton.cdiv(channels, CHANNELS)
+        tiles = ceil_div(channels, CHANNELS)
         size = tiles * (group.size() * (2 * VALUES.value * CHANNELS + 1) + 1)
         self.memory = symmetric_memory.empty(size, dtype=torch.float32, device=device)
         self.memory.zero_().sum().item()  # before anyone else writes here
@@ -187,6 +189,6 @@ def means(sums: Tensor, statistics: Tensor, mailbox: Tensor) -> tuple[Tensor, Te
 
 def _start(kernel: object, sums: Tensor, *arguments: object) -> None:
     parts, _, channels = sums.shape
-    grid = (triton.cdiv(channels, CHANNELS),)
+    grid = (ceil_div(channels, CHANNELS),)
     added = PARTS if parts > 1 else 1
     kernel[grid](sums, *arguments, parts, channels, CHANNELS=CHANNELS, PARTS=added)

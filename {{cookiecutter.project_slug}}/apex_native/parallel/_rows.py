@@ -169,9 +169,9 @@ def in_rows(x: Tensor) -> Tensor:
 def _reduce(kernel: object, x: Tensor, *others: Tensor) -> Tensor:
     """(parts, 2, C): the two sums that `kernel` makes, of which each program makes a part."""
     channels, rows = x.shape[1], x.numel() // x.shape[1]
-    across = triton.cdiv(channels, CHANNELS)
-    share = triton.cdiv(triton.cdiv(rows, max(1, PROGRAMS // across)), ROWS) * ROWS
-    parts = triton.cdiv(rows, share) if rows else 0
+    across = ceil_div(channels, CHANNELS)
+    share = ceil_div(ceil_div(rows, max(1, PROGRAMS // across)), ROWS) * ROWS
+    parts = ceil_div(rows, share) if rows else 0
     sums = torch.empty(parts, 2, channels, dtype=torch.float32, device=x.device)
     if parts:
         kernel[parts, across](x, *others, sums, rows, channels, share, ROWS=ROWS, CHANNELS=CHANNELS)
@@ -184,7 +184,12 @@ def _map(kernel: object, inputs: tuple, values: tuple, has: dict[str, bool]) -> 
     channels, rows = x.shape[1], x.numel() // x.shape[1]
     output = torch.empty_like(x)
     if rows:
-        grid = triton.cdiv(rows, ROWS_PER_PROGRAM), triton.cdiv(channels, CHANNELS)
+        grid = ceil_div(rows, ROWS_PER_PROGRAM), ceil_div(channels, CHANNELS)
         sizes = {"ROWS": ROWS, "CHANNELS": CHANNELS, "ROWS_PER_PROGRAM": ROWS_PER_PROGRAM}
         kernel[grid](*inputs, output, *values, rows, channels, **has, **sizes)
     return output
+
+
+def ceil_div(numerator: int, denominator: int) -> int:
+    """⌈numerator / denominator⌉. triton.cdiv takes 8 µs for it, seven times for each norm."""
+    return -(-numerator // denominator)
