@@ -59,7 +59,7 @@ def parse_args() -> Namespace:
     add("--cuda-graphs", action=flag, default=False, help="the same for small batches, as graphs")
     # % endif
     # % if task == "contrastive"
-    add("--weights", help="of the image encoder: a file, or torchvision's name, such as DEFAULT")
+    add("--weights", help="a file, of the image encoder or both, or torchvision's name (DEFAULT)")
     # % else
     add("--weights", help="to begin with: a file, or torchvision's name, such as DEFAULT")
     # % endif
@@ -98,8 +98,8 @@ def parse_args() -> Namespace:
     # % endif
     # % if task != "contrastive"
     add("--accumulate", type=count, default=1, metavar="N", help="batches of a step, one by one")
-    add("--label-smoothing", type=cli.share, default=0.0, help="in the training's loss")
     # % endif
+    add("--label-smoothing", type=cli.share, default=0.0, help="in the training's loss")
     add("--clip-grad", type=amount, metavar="NORM", help="the gradients' highest norm")
     add("--ema", type=cli.share, metavar="DECAY", help="validate and save a moving average, too")
 
@@ -214,6 +214,10 @@ def main() -> None:
     if world_size > 1:
         distributed.stop(f"DataParallel is one process for all GPUs, not {world_size}: use NPROC=1")
     # % endif
+    # % if task == "contrastive"
+    if args.batch_size * world_size == 1:
+        distributed.stop("--batch-size 1: one pair has no wrong answer to learn from; take more")
+    # % endif
     device = distributed.device_for(local_rank)
     on_gpu = device.type == "cuda"
     if on_gpu:
@@ -287,7 +291,7 @@ def main() -> None:
     # % endif
     if args.weights:
         # % if task == "contrastive"
-        report.say(weights.load(model.image_encoder, args.weights, args.arch))
+        report.say(weights.load(model, args.weights, args.arch, "image_encoder"))
         # % else
         report.say(weights.load(model, args.weights, args.arch))
         # % endif
@@ -453,7 +457,7 @@ def main() -> None:
             # % if task == "contrastive"
             images = task.prepare(images)
             embeddings = image_encoder(images), text_encoder(targets)
-            loss = task.criterion(*embeddings, targets, rank, world_size)
+            loss = task.criterion(*embeddings, targets, rank, world_size, args.label_smoothing)
             with apex.amp.scale_loss(loss, optimizer) as scaled_loss:
                 scaled_loss.backward()
             meter.add(loss)
@@ -511,7 +515,7 @@ def main() -> None:
         saver.save(row[task.METRIC])
 
     saver.finish()
-    report.close()
+    report.close(saver.progress.best)
 
 
 if __name__ == "__main__":

@@ -124,6 +124,7 @@ def criterion(
     captions: Tensor | None = None,
     rank: int = 0,
     world_size: int = 1,
+    label_smoothing: float = 0.0,
 ) -> Tensor:
     """CLIP's loss of a batch that is spread over all processes; this one's share of it.
 
@@ -143,11 +144,17 @@ def criterion(
     own = torch.arange(len(images), device=images.device) + rank * len(images)
     by_image = similarities(images, all_texts)
     by_text = similarities(all_images, texts).T
+    same = torch.zeros_like(by_image, dtype=torch.bool)
     if keys is not None:
-        same = keys.unsqueeze(1) == all_keys
-        same = same.scatter(1, own.unsqueeze(1), False)
-        by_image, by_text = (logits.masked_fill(same, -torch.inf) for logits in (by_image, by_text))
-    return (F.cross_entropy(by_image, own) + F.cross_entropy(by_text, own)) / 2
+        same = (keys.unsqueeze(1) == all_keys).scatter(1, own.unsqueeze(1), False)
+    losses = []
+    for logits in (by_image, by_text):
+        logits = logits.masked_fill(same, -torch.inf)
+        losses.append((1 - label_smoothing) * F.cross_entropy(logits, own))
+        if label_smoothing:  # torch's would give those a share that are left out
+            others = -F.log_softmax(logits, dim=1).masked_fill(same, 0).sum(dim=1)
+            losses.append(label_smoothing * (others / (~same).sum(dim=1)).mean())
+    return sum(losses) / 2
 
 
 class Gather(torch.autograd.Function):

@@ -6,7 +6,9 @@ main.py and predict.py ask for the names below, and know nothing else of the tas
 import colorsys
 import csv
 import os
+import sys
 from argparse import Namespace
+from collections import OrderedDict
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from difflib import get_close_matches
@@ -20,11 +22,12 @@ import torchvision
 from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import Dataset
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 
-from engine import sheet
+from engine import distributed, sheet
 from engine.check import sample
 from engine.errors import UserError, first_few
 from engine.images import MEAN, UNREADABLE, normalise, read_image
@@ -83,11 +86,33 @@ def build_smp_model(arch: str, num_classes: int) -> nn.Module:
             "torchvision's, such as deeplabv3_resnet50"
         ) from None
     decoder, _, encoder = arch.removeprefix("smp:").partition(":")
+    if encoder == "xception" and decoder.lower().startswith("deeplabv3"):
+        encoder = "tu-xception65"  # that of the paper (Chen and others, 2018)
+        if distributed.is_speaker():
+            said = f"--arch {arch}: with {encoder}, as smp's own xception can't be dilated"
+            print(said, file=sys.stderr, flush=True)
     try:
-        return smp.create_model(decoder, encoder, encoder_weights=None, classes=num_classes)
-    except (KeyError, RuntimeError, ValueError) as error:
-        reason = shorten(str(error).strip('"'), 160)
+        model = smp.create_model(decoder, encoder, encoder_weights=None, classes=num_classes)
+    except Exception as error:  # encoders that don't suit a decoder raise anything
+        reason = shorten(str(error).strip('"') or "the encoder does not suit the decoder", 160)
         raise UserError(f"--arch {arch} can't be made ({reason}); name another") from None
+    return split_norms(model)
+
+
+def split_norms(model: nn.Module) -> nn.Module:
+    """Puts a plain batch norm and what followed in the place of each of timm's BatchNormAct2d.
+
+    Apex's SyncBN would replace those, too, and lose the activation in which they end.
+    """
+    for parent in list(model.modules()):
+        for name, norm in parent.named_children():
+            if isinstance(norm, _BatchNorm) and hasattr(norm, "act"):
+                options = norm.eps, norm.momentum, norm.affine, norm.track_running_stats
+                plain = nn.BatchNorm2d(norm.num_features, *options)
+                plain.load_state_dict(norm.state_dict(), strict=False)  # which may have act's
+                parts = {"norm": plain, "drop": norm.drop, "act": norm.act}
+                setattr(parent, name, nn.Sequential(OrderedDict(parts)))
+    return model
 
 
 def build_datasets(data: Path | None, ignore_index: int | None = None) -> tuple[Dataset, Dataset]:
@@ -98,8 +123,8 @@ def build_datasets(data: Path | None, ignore_index: int | None = None) -> tuple[
     Args:
         data: a folder as read_classes and Pairs describe it; without it, digits on a canvas, from
             the set that comes with the project.
-        ignore_index: the label in the files that stands for no class (255 always does); by
-            default, 0 of ADE20K.
+        ignore_index: the label in the files that stands for no class, whether or not it has a
+            name (255 always does); by default, 0 of ADE20K.
 
     Raises UserError for a folder of another shape.
     """
@@ -139,12 +164,18 @@ def read_classes(data: Path, ignore_index: int | None) -> tuple[list[str], Tenso
         raise UserError(f"{own} is missing: it has the name of a class in each line, from label 0")
     if not 0 < len(names) <= IGNORED or not all(map(str.strip, names)):
         raise UserError(f"{own} must hold 1 to {IGNORED} names, one in each line")
-    if ignore_index is not None and ignore_index != IGNORED and ignore_index >= len(names):
-        raise UserError(f"--ignore-index {ignore_index}: the last label is {len(names) - 1}")
-    counted = [label for label in range(len(names)) if label != ignore_index]
+    ignored = {IGNORED, IGNORED if ignore_index is None else ignore_index}
+    if max(ignored) > 255:
+        raise UserError(f"--ignore-index {ignore_index}: labels are of 8 bits, from 0 to 255")
+    counted = [label for label in range(len(names)) if label not in ignored]
+    if not counted:
+        raise UserError(
+            f"--data {data}: its only label with a name, {ignore_index}, is ignored "
+            "(--ignore-index): name the others, or ignore another"
+        )
     numbers = torch.full((256,), -1)
     numbers[counted] = torch.arange(len(counted))
-    numbers[[IGNORED, IGNORED if ignore_index is None else ignore_index]] = IGNORED
+    numbers[list(ignored)] = IGNORED
     return [names[label] for label in counted], numbers
 
 
@@ -422,6 +453,13 @@ class Pairs(Dataset):
                 odd = first_few(list(filter(None, pool.map(odd_sizes, self.files))))
             if odd:
                 raise UserError(f"in {images}, {odd}; make them alike")
+        ignored = numbers == IGNORED
+        if all(ignored[read_labels(mask)].all() for _, mask in self.files):  # the first will do
+            labels = " or ".join(map(str, ignored.nonzero().flatten().tolist()))
+            raise UserError(
+                f"every pixel of the masks in {annotations} is ignored (label {labels}), so that "
+                "nothing counts; look at the masks, and at --ignore-index"
+            )
 
     def __len__(self) -> int:
         return len(self.files)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import fcntl
+import math
 import os
 import statistics
 import subprocess
@@ -271,8 +272,12 @@ class Report:
             self.drawing = None
         return True
 
-    def close(self) -> None:
-        """Finishes the curves, and says what the run came to, and where it is."""
+    def close(self, best: float = -math.inf) -> None:
+        """Finishes the curves, and says what the run came to, and where it is.
+
+        `best` is that of best.pt, of a row or of where a run ended within an epoch: a run that goes
+        on drops the row of that.
+        """
         if not self.active:
             return
         self._has_drawn(PATIENCE_S)
@@ -281,7 +286,10 @@ class Report:
             self._has_drawn(PATIENCE_S)
         facts = []
         with contextlib.suppress(UserError):  # no epoch, or no room for its row
-            facts.append(curves.read(self.output).best)
+            run = curves.read(self.output)
+            facts.append(run.best)
+            if best > max(filter(math.isfinite, run.columns[run.metric]), default=best):
+                facts.append(f"best.pt has {best:.4f}, of within an epoch")
         facts.append(f"took {timedelta(seconds=round(time.monotonic() - self.began))}")
         if self.speeds:
             facts.append(f"{statistics.median(self.speeds):.0f} images/s")

@@ -16,7 +16,7 @@ PARTS = ("ema", "model", "state_dict")
 COUNTERS = "num_batches_tracked"  # of batch norms, which old files lack
 
 
-def load(model: nn.Module, source: str, arch: str) -> str:
+def load(model: nn.Module, source: str, arch: str, part: str = "") -> str:
     """Gives `model` the weights of `source`; returns what there is to say of it.
 
     A head for another number of classes is left out: entries whose first dimension alone differs,
@@ -27,11 +27,19 @@ def load(model: nn.Module, source: str, arch: str) -> str:
             else "model" or "state_dict"; or the name of torchvision's weights, such as
             IMAGENET1K_V1 or ResNet50_Weights.DEFAULT, which are downloaded if torch hub has not
             kept them.
-        arch: torchvision's name of the model.
+        arch: torchvision's name of the model, or of its `part`.
+        part: of the model, which the weights are of if they share no name with the whole.
 
     Raises UserError if they can't be read, or are another model's.
     """
     state, own = _read(source, arch), model.state_dict()
+    # A norm that task.py has split from its activation has the one's names elsewhere.
+    split = {name.replace(".norm.", "."): name for name in own}
+    state = {name if name in own else split.get(name, name): state[name] for name in state}
+    said = f"weights of {source}"
+    if part and not own.keys() & state.keys():
+        model, said = model.get_submodule(part), f"{said} for {part}"
+        own = model.state_dict()
     alone = [name for name in own.keys() ^ state.keys() if not name.endswith(COUNTERS)]
     shared = own.keys() & state.keys()
     others = [name for name in own if name in shared and own[name].shape != state[name].shape]
@@ -45,9 +53,9 @@ def load(model: nn.Module, source: str, arch: str) -> str:
         )
     model.load_state_dict(own | {name: state[name] for name in shared.difference(others)})
     if not others:
-        return f"weights of {source}"
+        return said
     ((theirs, ours),) = classes
-    return f"weights of {source}, but for {', '.join(others)}: {theirs} classes there, {ours} here"
+    return f"{said}, but for {', '.join(others)}: {theirs} classes there, {ours} here"
 
 
 def _read(source: str, arch: str) -> dict[str, Tensor]:

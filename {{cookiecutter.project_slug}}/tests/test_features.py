@@ -46,7 +46,7 @@ LEVELS = ("O0", "O1", "O2")
 # % if task == "contrastive"
 FORWARD_PASSES = 2  # of a batch, by each DDP
 ACCUMULATED, STOPPED = (), (0, 4, 64)  # after four steps: epoch, step, samples
-OWN_FLAGS = [("--scale-lr", 64), ("--text-lr", 0.2)]
+OWN_FLAGS = [("--scale-lr", 64), ("--text-lr", 0.2), ("--label-smoothing", 0.5)]
 # % else
 FORWARD_PASSES = 1  # of a batch, by DDP
 ACCUMULATED, STOPPED = ("--accumulate", 2), (1, 4, 32)  # after four steps: epoch, step, samples
@@ -97,7 +97,7 @@ def on_the_small_set(output: str, flags: tuple) -> Iterator[None]:
             (distributed, "ranks", lambda _: (rank, rank, 2)),
             (distributed, "device_for", lambda _: device),
             (distributed, "join", lambda *_: None),
-            (Watch, "start", lambda _: None),
+            (Watch, "is_alive", lambda _: True),  # or it would be started
             (Report, "_draw", lambda _: None),  # in a process of its own, which takes a second
             (Report, "picture", lambda *_: None),  # of samples that are none
         ):
@@ -129,7 +129,7 @@ def losses_of(model: nn.Module, images: Tensor, targets: Tensor, **options: floa
     # % if task == "contrastive"
     scores = F.normalize(model(images), dim=1) @ model.text_encoder(targets).T
     own = torch.arange(len(images))
-    return [F.cross_entropy(scores, own), F.cross_entropy(scores.T, own)]
+    return [F.cross_entropy(logits, own, **options) for logits in (scores, scores.T)]
     # % else
     return [F.cross_entropy(model(images), targets, **options)]
     # % endif
@@ -159,11 +159,10 @@ def reference(
     # % if task == "contrastive"
     text_lr = args.lr if args.text_lr is None else args.text_lr
     parts = [(model.image_encoder, args.lr), (model.text_encoder, text_lr)]
-    options = {}
     # % else
     parts = [(model, args.lr)]
-    options = {"label_smoothing": args.label_smoothing}
     # % endif
+    options = {"label_smoothing": args.label_smoothing}
     for part, lr in parts:
         for kind, decay in (("weight", args.weight_decay), ("bias", args.weight_decay)):
             chosen = [p for name, p in part.named_parameters() if name.endswith(kind)]

@@ -115,6 +115,12 @@ def opened(output, progress=None, resume=None, asked=None):
 
 
 @pytest.fixture
+def undrawn(monkeypatch):
+    """No curves, which are drawn by a process of seconds."""
+    monkeypatch.setattr(report.Report, "_draw", lambda self: None)
+
+
+@pytest.fixture
 def run(tmp_path, clock):
     """The report of a run in a folder of its own."""
     run = opened(tmp_path / "run")
@@ -129,6 +135,7 @@ def test_a_folder_is_made_with_its_parents(tmp_path):
     assert (output / "metrics.csv").exists()
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_run_that_died_before_its_first_checkpoint_begins_again_if_asked(run):
     """Its row is written before the checkpoint."""
     run.row(row(1))
@@ -221,6 +228,18 @@ def test_a_run_leaves_events_and_curves(run, capsys, tmp_path):
     assert not list(run.output.glob("*.tmp"))
 
 
+@pytest.mark.usefixtures("undrawn")
+@pytest.mark.parametrize("best", [0.5, 0.75])
+def test_the_last_line_has_a_best_of_within_an_epoch(run, capsys, best):
+    """A run that ended there went on, without the row of that."""
+    run.row(row(1))
+    run.close(best)
+    said = "best val_accuracy 0.5000 in epoch 1, "
+    said += "best.pt has 0.7500, of within an epoch, " if best > 0.5 else ""
+    assert f"{said}took" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("undrawn")
 def test_a_run_that_goes_on_repeats_nothing(run):
     for epoch in (1, 2):
         run.row(row(epoch))
@@ -233,11 +252,16 @@ def test_a_run_that_goes_on_repeats_nothing(run):
     assert found["step/lr"] == []
 
 
-def test_the_last_picture_is_of_all_rows(run):
-    with mock.patch.object(subprocess, "Popen", wraps=subprocess.Popen) as started:
+def test_the_last_picture_is_of_all_rows(run, tmp_path):
+    """In place of each, a process that is over when the test says so."""
+    start, is_over = subprocess.Popen, tmp_path / "over"
+    drawing = ["sh", "-c", f"until [ -e '{is_over}' ]; do sleep 0.1; done"]
+    with mock.patch.object(subprocess, "Popen") as started:
+        started.side_effect = lambda _, **options: start(drawing, **options)
         for epoch in range(1, 6):
             run.row(row(epoch))
         assert started.call_count == 1
+        is_over.touch()
         run.close()
         assert started.call_count == 2
 
@@ -276,8 +300,8 @@ def room(path, size):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_row_without_room_is_there_once_there_is_some(run, monkeypatch, capsys):
-    monkeypatch.setattr(run, "_draw", lambda: None)
+@pytest.mark.usefixtures("undrawn")
+def test_a_row_without_room_is_there_once_there_is_some(run, capsys):
     run.events = None
     run.row(row(1))
     with room(run.output / "metrics.csv", 10):

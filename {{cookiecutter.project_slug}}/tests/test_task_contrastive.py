@@ -1,5 +1,7 @@
 """Contrastive training: gradients through the gather, exact recall, what is wrong with files."""
 
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,7 +13,7 @@ from torch.utils.data import DataLoader, Subset
 import main
 import task_contrastive as task
 from apex_native.parallel import DistributedDataParallel
-from engine import distributed, finite
+from engine import distributed, finite, weights
 from engine.errors import UserError
 
 PAIRS = 6
@@ -45,7 +47,7 @@ def pairs(captions: list[int]) -> tuple[nn.Module, nn.Module, torch.Tensor, torc
     return nn.Linear(5, 4).double(), Scaled().double(), torch.randn(PAIRS, 5).double(), texts
 
 
-def gradients(captions: list[int]) -> tuple[float, list[torch.Tensor]]:
+def gradients(captions: list[int], smoothing: float) -> tuple[float, list[torch.Tensor]]:
     """The loss and the gradients of one process's share of the batch."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     *encoders, images, texts = pairs(captions)
@@ -53,40 +55,64 @@ def gradients(captions: list[int]) -> tuple[float, list[torch.Tensor]]:
     share = slice(rank * PAIRS // world_size, (rank + 1) * PAIRS // world_size)
     image_encoder, text_encoder = map(DistributedDataParallel, encoders)
     embeddings = image_encoder(images[share]), text_encoder(texts[share])
-    loss = task.criterion(*embeddings, tokens[share], rank, world_size)
+    loss = task.criterion(*embeddings, tokens[share], rank, world_size, smoothing)
     loss.backward()
     return loss.item(), [p.grad for encoder in encoders for p in encoder.parameters()]
 
 
-def clip_loss(images: torch.Tensor, texts: torch.Tensor, captions: list[int]) -> torch.Tensor:
-    """The loss from its definition: one term for each image and for each text."""
+def clip_loss(
+    images: torch.Tensor, texts: torch.Tensor, captions: list[int], smoothing: float = 0.0
+) -> torch.Tensor:
+    """The loss from its definition: one term for each image and for each text.
+
+    Smoothing gives a share of the truth to all that an image, or a text, is to choose from.
+    """
     logits = nn.functional.normalize(images, dim=1) @ texts.T
     terms = []
     for table in (logits, logits.T):
         for own, row in enumerate(table):
             candidates = [i for i in range(PAIRS) if i == own or captions[i] != captions[own]]
-            terms.append(row[candidates].logsumexp(0) - row[own])
+            truth = (1 - smoothing) * row[own] + smoothing * row[candidates].mean()
+            terms.append(row[candidates].logsumexp(0) - truth)
     return torch.stack(terms).mean()
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
 @pytest.mark.parametrize("captions", [[0, 1, 2, 3, 4, 5], [0, 1, 0, 2, 2, 0]])
-def test_gradients_equal_those_of_one_process_with_the_whole_batch(processes, captions):
+def test_gradients_equal_those_of_one_process_with_the_whole_batch(processes, captions, smoothing):
     image_encoder, text_encoder, images, texts = pairs(captions)
-    loss = clip_loss(image_encoder(images), text_encoder(texts), captions)
+    loss = clip_loss(image_encoder(images), text_encoder(texts), captions, smoothing)
     loss.backward()
     expected = [p.grad for m in (image_encoder, text_encoder) for p in m.parameters()]
-    answers = processes(gradients, captions)
+    answers = processes(gradients, captions, smoothing)
     losses = torch.tensor([own for own, _ in answers], dtype=torch.float64)
     torch.testing.assert_close(losses.mean(), loss.detach(), rtol=1e-12, atol=0)
     for _, found in answers:
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-14)
 
 
-def test_a_process_alone_needs_no_group():
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_a_process_alone_needs_no_group(smoothing):
     image_encoder, text_encoder, images, texts = pairs(range(PAIRS))
     embeddings = image_encoder(images), text_encoder(texts)
-    expected = clip_loss(*embeddings, range(PAIRS))
-    torch.testing.assert_close(task.criterion(*embeddings), expected)
+    expected = clip_loss(*embeddings, range(PAIRS), smoothing)
+    loss = task.criterion(*embeddings, label_smoothing=smoothing)
+    torch.testing.assert_close(loss, expected)
+
+
+@pytest.mark.parametrize(
+    ("batch", "processes", "is_refused"), [(1, 1, True), (2, 1, False), (1, 2, False)]
+)
+def test_a_batch_of_one_pair_is_refused(monkeypatch, capsys, batch, processes, is_refused):
+    """Its loss is 0 whatever the weights."""
+    assert task.criterion(torch.randn(1, 4), torch.randn(1, 4)) == 0
+    monkeypatch.setattr(sys, "argv", ["main.py", "--batch-size", str(batch)])
+    monkeypatch.setattr(distributed, "ranks", lambda _: (0, 0, processes))
+    monkeypatch.setattr(distributed, "device_for", sys.exit)  # there the run would begin
+    monkeypatch.setattr(distributed, "leave", sys.exit)
+    with pytest.raises(SystemExit):
+        main.main()
+    assert ("--batch-size 1: one pair has no wrong" in capsys.readouterr().err) == is_refused
 
 
 def test_captions_of_any_length_are_told_apart():
@@ -112,11 +138,34 @@ def test_padding_changes_nothing_and_the_length_is_the_temperature():
     torch.testing.assert_close(encoder(texts[0]).norm(), torch.tensor(100.0), rtol=1e-4, atol=0)
 
 
+# Weights to begin with
+
+
+@pytest.mark.parametrize("part", ["model", "ema"])
+def test_weights_of_both_encoders_or_of_the_image_encoder_alone(tmp_path, part):
+    file, theirs, ours = str(tmp_path / "last.pt"), build(1), build()
+    torch.save({"model": build(2).state_dict(), part: theirs.state_dict()}, file)
+    said = weights.load(ours, file, "shufflenet_v2_x0_5", "image_encoder")
+    assert said == f"weights of {file}"
+    torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=0, atol=0)
+    torch.save(theirs.image_encoder.state_dict(), file)
+    ours = build()
+    said = weights.load(ours, file, "shufflenet_v2_x0_5", "image_encoder")
+    assert said == f"weights of {file} for image_encoder"
+    for name, expected in (("image_encoder", theirs), ("text_encoder", build())):
+        states = (one.get_submodule(name).state_dict() for one in (ours, expected))
+        torch.testing.assert_close(*states, rtol=0, atol=0)
+    del theirs.text_encoder.log_scale
+    torch.save(theirs.state_dict(), file)
+    with pytest.raises(UserError, match=r"another model than .* \(text_encoder.log_scale does not"):
+        weights.load(ours, file, "shufflenet_v2_x0_5", "image_encoder")
+
+
 # Validation
 
 
-def build() -> nn.Module:
-    torch.manual_seed(0)
+def build(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
     return task.build_model("shufflenet_v2_x0_5")
 
 

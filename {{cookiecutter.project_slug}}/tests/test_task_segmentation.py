@@ -8,12 +8,14 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 from processes import Processes
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader, Subset
 from torchvision import tv_tensors
 
 import main
 import task_segmentation as task
-from engine import distributed
+from apex_native.parallel import SyncBatchNorm, convert_syncbn_model
+from engine import distributed, weights
 from engine.check import try_out
 from engine.errors import UserError
 
@@ -130,8 +132,61 @@ def test_a_model_of_segmentation_models_pytorch():
     pytest.importorskip("segmentation_models_pytorch")
     model = task.build_model("smp:deeplabv3plus:tu-xception41", 4)
     assert model(torch.randn(2, 3, 64, 64)).shape == (2, 4, 64, 64)
-    with pytest.raises(UserError, match="smp:deeplabv3plus:none can't be made"):
-        task.build_model("smp:deeplabv3plus:none", 4)
+
+
+@pytest.mark.parametrize(
+    "arch",
+    [
+        "deeplabv3plus:tu-xception65",
+        "deeplabv3plus:tu-mobilenetv3_small_075",  # with other activations than ReLU
+        "deeplabv3plus:tu-regnety_002",
+        "unet:tu-densenet121",
+    ],
+)
+def test_timms_norms_are_split_and_compute_the_same(arch, tmp_path):
+    """So that SyncBN reaches all of them, and leaves the activations that they end in."""
+    smp = pytest.importorskip("segmentation_models_pytorch")
+    whole = smp.create_model(*arch.split(":"), encoder_weights=None, classes=4)
+    images = torch.randn(2, 3, 64, 64)
+    kinds = [type(part) for part in whole.modules() if isinstance(part, _BatchNorm)]
+    assert len(set(kinds)) == 2
+    torch.save(whole.state_dict(), tmp_path / "whole.pt")
+    model = task.build_model(f"smp:{arch}", 4)
+    weights.load(model, str(tmp_path / "whole.pt"), arch)
+    norms = [part for part in model.modules() if isinstance(part, _BatchNorm)]
+    assert [type(norm) for norm in norms] == [torch.nn.BatchNorm2d] * len(kinds)
+    for train in (True, False):  # with the statistics of the batch, then with the running ones
+        outputs = []
+        for one in (whole, model):
+            torch.manual_seed(0)  # of dropout
+            outputs.append(one.train(train)(images))
+        torch.testing.assert_close(*outputs, rtol=0, atol=0)
+    converted = convert_syncbn_model(model)
+    norms = [part for part in converted.modules() if isinstance(part, _BatchNorm)]
+    assert [type(norm) for norm in norms] == [SyncBatchNorm] * len(kinds)
+    torch.testing.assert_close(converted(images), outputs[0], rtol=0, atol=0)
+
+
+def test_deeplab_with_xception_is_that_which_can_be_dilated(capsys):
+    pytest.importorskip("segmentation_models_pytorch")
+    model = task.build_model("smp:deeplabv3plus:xception", 4)
+    said = capsys.readouterr()
+    assert said.err == (
+        "--arch smp:deeplabv3plus:xception: with tu-xception65, as smp's own xception can't be "
+        "dilated\n"
+    )
+    expected = task.build_model("smp:deeplabv3plus:tu-xception65", 4).state_dict()
+    assert model.state_dict().keys() == expected.keys()
+    task.build_model("smp:unet:xception", 4)
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("encoder", ["tu-densenet121", "tu-hrnet_w18_small", "none"])
+def test_an_encoder_that_does_not_suit_the_decoder(encoder):
+    """The error is of many kinds, and may have no words."""
+    pytest.importorskip("segmentation_models_pytorch")
+    with pytest.raises(UserError, match=rf"smp:deeplabv3plus:{encoder} can't be made \(.+\); name"):
+        task.build_model(f"smp:deeplabv3plus:{encoder}", 4)
 
 
 @pytest.mark.parametrize("transform", [task.augment, task.letterbox])
@@ -175,9 +230,15 @@ def folder(tmp_path):
         (255, ["sky", "tree", "house"], {0, 1, IGNORED}),
         (0, ["tree", "house"], {0, IGNORED}),
         (1, ["sky", "house"], {0, IGNORED}),
+        (254, ["sky", "tree", "house"], {0, 1, IGNORED}),
     ],
 )
 def test_an_ignored_label_is_no_class(folder, ignore_index, classes, values):
+    if ignore_index == 254:  # as 255, it has no name
+        path = folder / "annotations" / "validation" / "0.png"
+        labels = np.array(Image.open(path))
+        labels[-1] = 254
+        Image.fromarray(labels).save(path)
     _, val_set = task.build_datasets(folder, ignore_index)
     assert val_set.classes == classes
     assert set(val_set[0][1].unique().tolist()) == values
@@ -268,8 +329,28 @@ def test_a_list_of_classes_in_another_encoding_or_with_blank_lines_at_its_end(fo
     assert task.build_datasets(folder)[0].classes == ["sky", "tree", "house"]
 
 
+@pytest.mark.parametrize("split", ["training", "validation"])
+def test_masks_whose_pixels_are_all_ignored(folder, split):
+    masks = folder / "annotations" / split
+    for path in masks.iterdir():
+        Image.fromarray(np.full((20, 30), 2 if path.stem == "0" else 255, np.uint8)).save(path)
+    task.build_datasets(folder)
+    refused(folder, masks, "(label 2 or 255)", "--ignore-index", ignore_index=2)
+    for path in masks.iterdir():
+        Image.fromarray(np.full((20, 30), 255, np.uint8)).save(path)
+    refused(folder, masks, "every pixel", "(label 255)")
+
+
+def test_a_label_to_ignore_that_leaves_nothing(folder):
+    (folder / "classes.txt").write_text("sky\n")
+    refused(folder, folder, "only label with a name, 0, is ignored", ignore_index=0)
+    (folder / "classes.txt").unlink()
+    (folder / "objectInfo150.txt").write_text("Idx\tRatio\tTrain\tVal\tName\t\t\n")
+    refused(folder, folder, "only label with a name, 0, is ignored")
+
+
 def test_missing_parts(folder):
-    refused(folder, "--ignore-index 3", ignore_index=3)
+    refused(folder, "--ignore-index 256", "from 0 to 255", ignore_index=256)
     refused(None, "--ignore-index", ignore_index=0)
     (folder / "classes.txt").unlink()
     refused(folder, folder / "classes.txt")
