@@ -153,10 +153,10 @@ def run(*command, **options):
     return done.stdout
 
 
-def lint(folder):
-    """Each project under the folder, by its own settings."""
-    run(sys.executable, "-m", "ruff", "check", "--no-cache", folder)
-    run(sys.executable, "-m", "ruff", "format", "--no-cache", "--check", folder)
+def lint(*paths):
+    """Folders of projects or files of them, by their own settings."""
+    run(sys.executable, "-m", "ruff", "check", "--no-cache", *paths)
+    run(sys.executable, "-m", "ruff", "format", "--no-cache", "--check", *paths)
 
 
 def file_names(folder):
@@ -180,7 +180,7 @@ LIKE_O1 = ("O0", "O2", "O3")  # but for the level itself
     [pytest.param(one, marks=[pytest.mark.slow] * (one in LIKE_O1)) for one in LEVELS],
 )
 def test_every_combination(template, bake, tmp_path, level):
-    seen = set()
+    seen, code = set(), []
     for number, answers in enumerate(combinations(template, opt_level=level)):
         project = bake(into=tmp_path / str(number), **answers)
         expected = set(FILES) - ({"LICENSE"} if answers["license"] == "none" else set())
@@ -193,6 +193,7 @@ def test_every_combination(template, bake, tmp_path, level):
                 assert list(leftovers(name, text)) == [], answers
                 if name.endswith(".py"):
                     compile(text, name, "exec")
+                    code.append(project / name)
                 if name in ("main.py", "predict.py"):  # to be read in one sitting
                     assert len(text.splitlines()) < {"main.py": 300, "predict.py": 100}[name]
         flags = (project / "main.py").read_text(encoding="utf-8")
@@ -200,7 +201,7 @@ def test_every_combination(template, bake, tmp_path, level):
             assert f'add("--{name.replace("_", "-")}"' in flags, answers
         settings = tomllib.loads((project / "pyproject.toml").read_text(encoding="utf-8"))
         assert settings["project"].get("license", "none") == answers["license"]
-    lint(tmp_path)
+    lint(*code)
     # fused_adam, sync_bn, ddp and backend, and DataParallel with auto or native.
     scripts = 2 * 2 * 2 * (2 if level in ("O4", "O5") else 3) + 2 * 2 * (level != "O4")
     assert len([name for name, _ in seen if name == "main.py"]) == 3 * scripts == number + 1

@@ -141,7 +141,7 @@ def test_text_comes_out_as_typed(bake, plain, name, description, author):
     project = check(bake, plain, name, description, author)
     # The code is the same as with plain words, byte by byte; ruff reads pyproject.toml once more.
     for command in (["check"], ["format", "--check"]):
-        ruff = [sys.executable, "-m", "ruff", *command, "--no-cache", project]
+        ruff = [sys.executable, "-m", "ruff", *command, "--no-cache", project / "main.py"]
         assert subprocess.run(ruff, stdout=subprocess.DEVNULL).returncode == 0
 
 

@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,13 @@ import torch.multiprocessing as mp
 COLLECTIVE_S = 20.0  # for one exchange between the processes
 CALL_S = 60.0  # for one function
 PATIENCE_S = 5.0  # for the others, after the first has failed
+
+
+def fork_server() -> ForkServerContext:
+    """What processes come from that find torch imported: that takes seconds, here once for all."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["torch._dynamo", "torchvision", "pytest"])
+    return context
 
 
 class Processes:
@@ -70,10 +78,8 @@ class Processes:
         self._processes, self._ends = [], []
 
     def _start(self) -> None:
-        # A fork server imports torch once for all; some variables are to be there before that.
-        context = mp.get_context("spawn" if self.variables else "forkserver")
-        if not self.variables:
-            context.set_forkserver_preload(["torch._dynamo", "torchvision"])
+        # Some variables are to be there before torch is imported.
+        context = mp.get_context("spawn") if self.variables else fork_server()
         self._folder = tempfile.TemporaryDirectory()  # they meet at a file, which needs no port
         path = os.path.join(self._folder.name, "group")
         for rank in range(self.world_size):

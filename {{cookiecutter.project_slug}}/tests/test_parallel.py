@@ -15,11 +15,7 @@ import torch
 import torch.distributed as dist
 from processes import Processes
 from torch import nn
-from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
-from torch._functorch.aot_autograd import make_boxed_func
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._inductor import cudagraph_trees
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn import functional as F
 
@@ -647,6 +643,10 @@ def conv_net():
 
 
 def on_each_rank_see_what_is_kept():
+    from torch._dynamo.backends.common import aot_autograd  # takes a moment, in every process
+    from torch._functorch.aot_autograd import make_boxed_func
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
     kept = []
 
     def forward_graph(graph, inputs):
@@ -1033,6 +1033,8 @@ class TwiceNormalised(Convolved):
 
 def on_each_rank_train_compiled(mode, at_once=False):
     """The losses of some steps; `mode` is torch.compile's."""
+    from torch._inductor import cudagraph_trees  # takes seconds, which only GPUs need
+
     torch.manual_seed(0)
     model = convert_syncbn_model(TwiceNormalised()).cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -21,14 +21,17 @@ PROCESSES = 2
 # % endif
 NPROC = {"NPROC": str(PROCESSES)}
 SCREENED = os.environ | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""} | NPROC
+BATCH_SIZE = 64
 # Small, with batch norm, without dropout.
 # % if task == "segmentation"
-ARCH = ("--arch", "unet", "--batch-size", 32)
+ARCH = ("--arch", "unet", "--batch-size", BATCH_SIZE)
 # % else
-ARCH = ("--arch", "shufflenet_v2_x0_5", "--batch-size", 32)
+ARCH = ("--arch", "shufflenet_v2_x0_5", "--batch-size", BATCH_SIZE)
 # % endif
 TRAIN, VAL = map(len, task.build_datasets(None))
-STEPS_PER_EPOCH = TRAIN // PROCESSES // 32
+STEPS_PER_EPOCH = TRAIN // PROCESSES // BATCH_SIZE
+SHARD = BATCH_SIZE * STEPS_PER_EPOCH
+MIDDLE = STEPS_PER_EPOCH + STEPS_PER_EPOCH // 2
 
 
 def run(*flags, program="main.py", **variables):
@@ -71,7 +74,7 @@ def whole(tmp_path_factory):
     names = {"project": str(PROJECT), "main": str(PROJECT / "main.py"), "folder": str(folder)}
     program.write_text(RECORDER.format(**names))
     try:
-        flags = (*ARCH, "--epochs", 2, "--save-every", STEPS_PER_EPOCH + 8, "--keep", 3)
+        flags = (*ARCH, "--epochs", 2, "--save-every", MIDDLE, "--keep", 3)
         done = run(*flags, "--output", folder / "run", program=program.name)
     finally:
         program.unlink()
@@ -101,7 +104,7 @@ def test_a_checkpoint_holds_tensors_and_plain_types_only(whole):
 
 
 def test_a_run_goes_on_from_the_middle_of_an_epoch_as_if_it_had_stopped_there(whole, tmp_path):
-    middle = whole[0] / f"step-{STEPS_PER_EPOCH + 8}.pt"
+    middle = whole[0] / f"step-{MIDDLE}.pt"
     run(*ARCH, "--epochs", 2, "--resume", middle, "--output", tmp_path)
     resumed, undisturbed = rows(tmp_path)[-1], rows(whole[0])[-1]
     for column in ("epoch", "step", "val_loss", task.METRIC, "lr", "loss_scale"):
@@ -122,14 +125,14 @@ def reads(whole):
 
 
 def test_shards_are_disjoint_and_complete(reads):
-    shards = [set(indices[: 32 * STEPS_PER_EPOCH]) for indices in reads["train"]]
-    assert [len(shard) for shard in shards] == [32 * STEPS_PER_EPOCH] * PROCESSES
-    assert len(set.union(*shards)) == 32 * STEPS_PER_EPOCH * PROCESSES  # less the last short batch
+    shards = [set(indices[:SHARD]) for indices in reads["train"]]
+    assert [len(shard) for shard in shards] == [SHARD] * PROCESSES
+    assert len(set.union(*shards)) == SHARD * PROCESSES  # less the last short batch
 
 
 def test_the_order_changes_with_the_epoch(reads):
     for indices in reads["train"]:
-        epochs = indices[: 32 * STEPS_PER_EPOCH], indices[-32 * STEPS_PER_EPOCH :]
+        epochs = indices[:SHARD], indices[-SHARD:]
         assert epochs[0] != epochs[1]
 
 
