@@ -215,7 +215,7 @@ def main() -> None:
         distributed.stop(f"DataParallel is one process for all GPUs, not {world_size}: use NPROC=1")
     # % endif
     # % if task == "contrastive"
-    if args.batch_size * world_size == 1:
+    if args.batch_size * world_size == 1 and not args.eval_only:
         distributed.stop("--batch-size 1: one pair has no wrong answer to learn from; take more")
     # % endif
     device = distributed.device_for(local_rank)

@@ -453,13 +453,13 @@ class Pairs(Dataset):
                 odd = first_few(list(filter(None, pool.map(odd_sizes, self.files))))
             if odd:
                 raise UserError(f"in {images}, {odd}; make them alike")
-        ignored = numbers == IGNORED
-        if all(ignored[read_labels(mask)].all() for _, mask in self.files):  # the first will do
-            labels = " or ".join(map(str, ignored.nonzero().flatten().tolist()))
-            raise UserError(
-                f"every pixel of the masks in {annotations} is ignored (label {labels}), so that "
-                "nothing counts; look at the masks, and at --ignore-index"
-            )
+            ignored = numbers == IGNORED
+            if all(ignored[read_labels(mask)].all() for _, mask in self.files):  # most end at one
+                labels = " or ".join(map(str, ignored.nonzero().flatten().tolist()))
+                raise UserError(
+                    f"every pixel of the masks in {annotations} is ignored (label {labels}), so "
+                    "that nothing counts; look at the masks, and at --ignore-index"
+                )
 
     def __len__(self) -> int:
         return len(self.files)

@@ -20,7 +20,7 @@ def load(model: nn.Module, source: str, arch: str, part: str = "") -> str:
     """Gives `model` the weights of `source`; returns what there is to say of it.
 
     A head for another number of classes is left out: entries whose first dimension alone differs,
-    and is the same in all of them.
+    and is the same in all of them. A whole that has a `part` has no such head.
 
     Args:
         source: a file, of a state dict or of a checkpoint, whose "ema" is taken if there is one,
@@ -37,7 +37,8 @@ def load(model: nn.Module, source: str, arch: str, part: str = "") -> str:
     split = {name.replace(".norm.", "."): name for name in own}
     state = {name if name in own else split.get(name, name): state[name] for name in state}
     said = f"weights of {source}"
-    if part and not own.keys() & state.keys():
+    of_part = bool(part) and not own.keys() & state.keys()
+    if of_part:
         model, said = model.get_submodule(part), f"{said} for {part}"
         own = model.state_dict()
     alone = [name for name in own.keys() ^ state.keys() if not name.endswith(COUNTERS)]
@@ -45,7 +46,8 @@ def load(model: nn.Module, source: str, arch: str, part: str = "") -> str:
     others = [name for name in own if name in shared and own[name].shape != state[name].shape]
     classes = {(*state[name].shape[:1], *own[name].shape[:1]) for name in others}
     is_head = all(own[name].shape[1:] == state[name].shape[1:] for name in others)
-    if alone or len(classes) > 1 or not is_head:
+    has_head = of_part or not part
+    if alone or others and not (len(classes) == 1 and is_head and has_head):
         name = min(alone or others)
         raise UserError(
             f"--weights {source}: they are of another model than --arch {arch} ({name} does not "

@@ -155,10 +155,13 @@ def test_weights_of_both_encoders_or_of_the_image_encoder_alone(tmp_path, part):
     for name, expected in (("image_encoder", theirs), ("text_encoder", build())):
         states = (one.get_submodule(name).state_dict() for one in (ours, expected))
         torch.testing.assert_close(*states, rtol=0, atol=0)
-    del theirs.text_encoder.log_scale
-    torch.save(theirs.state_dict(), file)
-    with pytest.raises(UserError, match=r"another model than .* \(text_encoder.log_scale does not"):
-        weights.load(ours, file, "shufflenet_v2_x0_5", "image_encoder")
+    state = theirs.state_dict()
+    position = {"text_encoder.position": state["text_encoder.position"][:77]}
+    del state["text_encoder.log_scale"]
+    for name, other in ("position", theirs.state_dict() | position), ("log_scale", state):
+        torch.save(other, file)
+        with pytest.raises(UserError, match=rf"another model .*\(text_encoder.{name} does not fit"):
+            weights.load(ours, file, "shufflenet_v2_x0_5", "image_encoder")
 
 
 # Validation

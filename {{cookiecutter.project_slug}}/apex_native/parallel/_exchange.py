@@ -73,7 +73,8 @@ def mailbox_of(
     size = max(2048, 1 << (channels - 1).bit_length())  # so that one serves most models
     key = size, device
     if key not in known:
-        known[key] = _make_mailbox(members, size, device)
+        with torch.cuda.device(device):  # NCCL's objects travel by way of the current one
+            known[key] = _make_mailbox(members, size, device)
     return known[key] and known[key].address
 
 
