@@ -586,10 +586,12 @@ def test_what_was_begun_or_has_nothing_to_say_is_no_line():
 
 
 def test_nothing_is_left_running(tmp_path):
-    code = f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); tell('x', '✓', '')"
-    waiting = child(f"{code}; time.sleep(60)")
-    doctor.gather({RANK_0: child("time.sleep(1); tell('x', '✓', '')"), "rank 1": waiting})
-    stat = Path("/proc", (tmp_path / "pid").read_text(), "stat")
+    pid = tmp_path / "pid"
+    begun = f"open({str(pid)!r}, 'w').write(str(os.getpid())); tell('x', '✓', '')"
+    wait = f"\nwhile not os.path.exists({str(pid)!r}): time.sleep(0.1)\n"
+    first = child(f"{wait}time.sleep(1); tell('x', '✓', '')")
+    doctor.gather({RANK_0: first, "rank 1": child(f"{begun}; time.sleep(60)")})
+    stat = Path("/proc", pid.read_text(), "stat")
     deadline = time.monotonic() + 5
     while stat.exists() and " Z " not in stat.read_text() and time.monotonic() < deadline:
         time.sleep(0.05)
