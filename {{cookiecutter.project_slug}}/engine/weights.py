@@ -67,7 +67,7 @@ def _read(source: str, arch: str) -> dict[str, Tensor]:
         state = torch.load(source, map_location="cpu", weights_only=True)
         state = dict(next((state[part] for part in PARTS if part in state), state))
         consume_prefix_in_state_dict_if_present(state, "module.")
-        if not all(isinstance(value, Tensor) for value in state.values()):
+        if not all(map(_has_numbers, state.values())):
             raise TypeError
     except Exception:  # a file of any bytes raises anything
         raise UserError(
@@ -75,6 +75,10 @@ def _read(source: str, arch: str) -> dict[str, Tensor]:
             "saved by torch.save; use another file"
         ) from None
     return state
+
+
+def _has_numbers(value: object) -> bool:
+    return isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta
 
 
 def _of_torchvision(source: str, arch: str) -> dict[str, Tensor]:

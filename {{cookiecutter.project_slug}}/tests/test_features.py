@@ -445,6 +445,18 @@ def test_weights_that_are_not_there(
         weights.load(torchvision.models.resnet18(), source, "resnet18")
 
 
+@pytest.mark.parametrize(
+    "weight",
+    [torch.ones(10, 512).to_sparse(), torch.ones(10, 512, device="meta"), None],
+    ids=["sparse", "meta", "none"],
+)
+def test_weights_without_their_numbers(tmp_path: Path, weight: torch.Tensor | None) -> None:
+    file, model = tmp_path / "weights.pt", torchvision.models.resnet18(num_classes=10)
+    torch.save(model.state_dict() | {"fc.weight": weight}, file)
+    with pytest.raises(UserError, match="it holds no weights"):
+        weights.load(model, str(file), "resnet18")
+
+
 class Hostile:
     def __reduce__(self) -> tuple:
         return print, ("this is run",)
