@@ -80,7 +80,7 @@ def test_ctrl_c_twice_ends_at_once(project, tmp_path):
         os.kill(ranks[1], signal.SIGINT)
         status, seconds = stopped.end()
     assert status == 128 + signal.SIGINT, stopped.said
-    assert seconds < 5
+    assert seconds < IN_TIME
 
 
 SAVES_FOR_LONG = """\
@@ -117,7 +117,7 @@ def test_slurm_is_asked_to_start_the_job_again(project, tmp_path):
     (tmp_path / "scontrol").chmod(0o755)
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
     with started(project, tmp_path / "run", SLURM_JOB_ID="123", PATH=path) as stopped:
-        stopped.wait_for(STARTED)
+        stopped.wait_until(lambda: len(stopped.ranks()) == 2)  # which import torch
         # As SLURM does it: the processes get the signal and the launcher too, which passes it on.
         for process in (*stopped.ranks().values(), stopped.process.pid):
             os.kill(process, signal.SIGUSR1)
@@ -241,7 +241,7 @@ def test_processes_without_their_launcher_leave(project, tmp_path):
         orphaned.wait_for(STARTED)
         assert len(orphaned.ranks()) == 2
         os.kill(orphaned.process.pid, signal.SIGKILL)
-        orphaned.wait_until(lambda: not orphaned.ranks(), 5)
+        orphaned.wait_until(lambda: not orphaned.ranks(), IN_TIME)
 
 
 def test_bad_usage_is_not_tried_again(project, tmp_path):
@@ -279,9 +279,12 @@ def test_a_full_disk_is_survived(project, tmp_path):
         assert "mend that, and add --resume auto" in done.stderr
         last = torch.load(disk / "run" / "last.pt", weights_only=True)
         assert 0 < last["step"] < 10
-        assert not list((disk / "run").glob("*.tmp"))
+        deadline = time.monotonic() + 60  # for what draws the curves, beside the run
+        while list((disk / "run").glob("*.tmp")):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
     finally:
-        subprocess.run(["umount", disk], check=True)
+        subprocess.run(["umount", "--lazy", disk], check=True)
 
 
 @pytest.mark.slow

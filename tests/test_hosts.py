@@ -92,6 +92,7 @@ def idle(project, tmp_path_factory):
         "import os, sys, time\n"
         "print('rank', os.environ['RANK'], os.environ['TORCHELASTIC_RESTART_COUNT'], flush=True)\n"
         "time.sleep(float(sys.argv[3]))\n"
+        "sys.exit(int(sys.argv[4]) if sys.argv[4:] else 0)\n"
     )
     return folder
 
@@ -123,6 +124,18 @@ def test_hosts_that_never_come(hosts, idle, tmp_path):
     assert statuses == [1, 1]
     assert of_first.startswith("machines 1, 2 did not come in 2 s (NODE_WAIT); there are 3")
     assert of_second.startswith("MASTER_ADDR=10.0.0.3, MASTER_PORT=29500 did not answer for 2 s")
+    assert "(NODE_WAIT; Connection refused)" in of_second
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_a_host_that_is_done_waits_for_the_other(hosts, idle, tmp_path, status):
+    with all_of(
+        hosts[0].start(idle, "--output", tmp_path / "0", 0),
+        hosts[1].start(idle, "--output", tmp_path / "1", 3, status),
+    ) as runs:
+        assert [one.end()[0] for one in runs] == [status, status]
+    why = "error: machine 1 (host1) ended with status 1, and says why\n"
+    assert runs[0].said.endswith(why) == bool(status)
 
 
 @pytest.mark.parametrize(

@@ -231,6 +231,14 @@ def test_what_each_node_is_told(cluster, instead):
 
 
 @real
+def test_a_job_without_gpus_sees_none(cluster, instead):
+    folder = instead('echo "GPUs: ${CUDA_VISIBLE_DEVICES-all}"\n')
+    job = cluster.submit(folder, NO_GPU, "--export=NONE", "--")
+    cluster.wait_for(job, "COMPLETED")
+    assert (folder / "runs" / job / "node1.log").read_text().endswith("GPUs: \n")
+
+
+@real
 def test_when_one_node_fails_the_job_does(cluster, instead):
     folder = instead('[ "$NODE_RANK" = 0 ] || exit 3\nexec sleep 1000\n')
     job = cluster.submit(folder, NO_GPU, "--")

@@ -252,7 +252,7 @@ def main() -> None:
         val_loader, tried = [batch], [part[:2].cpu() for part in batch]
     else:
         with report.clock("reading the data"):
-            train_set, val_set = build_datasets()
+            train_set, val_set = distributed.same_data(*build_datasets())
         # % if task != "contrastive"
         classes = [str(name) for name in train_set.classes]
         # % endif

@@ -125,6 +125,8 @@ if [ -z "${OMP_NUM_THREADS:-}" ]; then
     OMP_NUM_THREADS=$((cores < processes ? 1 : cores / processes))
 fi
 PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH}
-export OMP_NUM_THREADS PYTHONPATH
+# Warnings of torch's C++ code, such as of a machine that is gone, are followed by its stack.
+TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
+export OMP_NUM_THREADS PYTHONPATH TORCH_CPP_LOG_LEVEL
 
 exec "$python" ${option:+"$option"} -m "$module" "$@"

@@ -100,7 +100,8 @@ class ConfigurableParser(ArgumentParser):
         """The values in a file, as the flags of the same names would have them."""
         self.source = f"--config {path}: "
         try:
-            config = json.loads(path.read_text(encoding="utf-8-sig"))
+            text = path.read_text(encoding="utf-8-sig")
+            config = json.loads(text, object_pairs_hook=self._named_once)
         except OSError as error:
             self.error(f"it can't be read, {error.strerror}")
         except (ValueError, RecursionError) as error:
@@ -114,6 +115,13 @@ class ConfigurableParser(ArgumentParser):
         values = {name: self._value(flags[name], value) for name, value in config.items()}
         self.source = ""
         return values
+
+    def _named_once(self, pairs: list[tuple[str, object]]) -> dict[str, object]:
+        names = [name for name, _ in pairs]
+        for name in names:
+            if names.count(name) > 1:
+                self.error(f"it has {name} twice")
+        return dict(pairs)
 
     def _value(self, action: argparse.Action, value: object) -> object:
         """`value` as the flag's own words would have it."""

@@ -79,18 +79,27 @@ def join(device: torch.device, args: Namespace, apex: str) -> None:
     """
     timeout = timedelta(seconds=args.timeout + 60)
     try:
-        store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
-        # torchrun may hand a restarted job the store of the one before, with addresses of the dead.
-        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+        rank, _, world_size = ranks(None)
+        store = _store(timeout)
         _compare(store, rank, world_size, _facts(device, args, apex))
-    except (dist.DistStoreError, dist.DistNetworkError):
+    except dist.DistNetworkError as error:
         raise UserError(
-            f"not all {os.environ['WORLD_SIZE']} processes came in {args.timeout + 60} s: start "
-            "those that are missing, or look at what they say"
+            f"MASTER_ADDR={os.environ['MASTER_ADDR']}, MASTER_PORT={os.environ['MASTER_PORT']} "
+            f"does not answer, or no more ({str(error).splitlines()[0]}): start rank 0 there, or "
+            "look at what it says"
         ) from None
     choose_interface()
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def _store(timeout: timedelta) -> dist.Store:
+    """The launcher's store, or else one that rank 0 keeps for those that are started by hand."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    is_keeper = is_speaker() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    store = dist.TCPStore(address, port, None, is_keeper, timeout, wait_for_workers=False)
+    # torchrun may hand a restarted job the store of the one before, with addresses of the dead.
+    return dist.PrefixStore(f"job {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def _facts(device: torch.device, args: Namespace, apex: str) -> dict[str, str]:
@@ -112,15 +121,18 @@ def _facts(device: torch.device, args: Namespace, apex: str) -> dict[str, str]:
 def _compare(store: dist.Store, rank: int, world_size: int, facts: dict[str, str]) -> None:
     """Raises UserError, in all processes, if `facts` differ between two of them."""
     store.set(f"facts {rank}", json.dumps([socket.gethostname(), facts]))
+    keys = [f"facts {other}" for other in range(world_size)]
+    try:
+        store.wait(["difference"] if rank else keys)
+    except dist.DistStoreError:
+        absent = ", ".join(str(other) for other, key in enumerate(keys) if not store.check([key]))
+        raise UserError(
+            f"rank {absent} of {world_size} did not come: start what is missing, or look at "
+            "what it says"
+        ) from None
     if rank == 0:
-        absent = absent_ranks(store, "facts", world_size)
-        if absent:
-            raise UserError(
-                f"rank {absent} of {world_size} did not come: start what is missing, or look at "
-                "what it says"
-            )
-        told = (json.loads(store.get(f"facts {other}")) for other in range(world_size))
-        store.set("difference", json.dumps([time.time(), _difference(list(told))]))
+        told = {other: json.loads(store.get(f"facts {other}")) for other in range(world_size)}
+        store.set("difference", json.dumps([time.time(), _difference(told)]))
     theirs, difference = json.loads(store.get("difference"))
     if difference:
         raise UserError(difference)
@@ -144,18 +156,41 @@ def absent_ranks(store: dist.Store, kind: str, world_size: int) -> str:
     return ""
 
 
-def _difference(told: list[tuple[str, dict[str, str]]]) -> str:
+def same_data(train_set: Sized, val_set: Sized) -> tuple[Sized, Sized]:
+    """The two sets, if they are alike in all processes. Raises UserError, in all of them, if not.
+
+    Each machine may have its data in a place of its own: it must be the same, in numbers of samples
+    and in classes.
+    """
+    classes = [str(name) for name in getattr(train_set, "classes", ())]
+    facts = {
+        "the number of samples to train on": str(len(train_set)),
+        "the number of samples to validate on": str(len(val_set)),
+        "the number of classes": str(len(classes)),
+        **{f"class {index}": name for index, name in enumerate(classes)},
+    }
+    rank, own = dist.get_rank(), (socket.gethostname(), facts)
+    first = [own]
+    dist.broadcast_object_list(first)
+    differences = [""] * dist.get_world_size()
+    dist.all_gather_object(differences, _difference({0: first[0], rank: own}))
+    if any(differences):
+        raise UserError(next(filter(None, differences)))
+    return train_set, val_set
+
+
+def _difference(told: dict[int, tuple[str, dict[str, str]]]) -> str:
     """A sentence about the first fact that is not the same in all processes, if any.
 
     Not all have loaded the same files: what one has alone is no difference.
     """
     host, ours = told[0]
-    for rank, (name, theirs) in enumerate(told):
+    for rank, (name, theirs) in told.items():
         for fact in ours:
             if theirs.get(fact, ours[fact]) != ours[fact]:
                 return (
                     f"{fact} is {theirs[fact]} on {name} (rank {rank}) but {ours[fact]} on {host} "
-                    "(rank 0): give all machines the same versions, code and flags"
+                    "(rank 0): give all machines the same versions, code, flags and data"
                 )
     return ""
 

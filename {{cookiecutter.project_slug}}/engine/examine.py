@@ -190,6 +190,7 @@ def _meet(rank: int, world_size: int, device: str) -> dist.Store:
     store = dist.TCPStore(
         address, port, world_size, rank == 0, timeout=patience, wait_for_workers=False
     )
+    store.set(f"processes {os.environ.get('NODE_RANK') or 0}", os.environ["LOCAL_WORLD_SIZE"])
     store.set(f"device {rank}", device)
     if rank == 0:
         store.set("problem", _problem(store, world_size))
@@ -202,6 +203,19 @@ def _meet(rank: int, world_size: int, device: str) -> dist.Store:
 
 def _problem(store: dist.Store, world_size: int) -> str:
     """What is wrong with the devices of the ranks, or nothing."""
+    machines = doctor.machines()
+    absent = distributed.absent_ranks(store, "processes", machines)
+    if absent:
+        return (
+            f"machine {absent} of {machines} did not come: read what it says, or look from it at "
+            "the same time"
+        )
+    counts = [store.get(f"processes {machine}").decode() for machine in range(machines)]
+    if len(set(counts)) > 1:
+        return (
+            f"machines start {', '.join(counts)} processes: they can train, but to look at them "
+            "give all the same NPROC"
+        )
     absent = distributed.absent_ranks(store, "device", world_size)
     if absent:
         return (

@@ -6,6 +6,7 @@ With --rdzv-backend=machines, several machines meet as engine/machines.py says.
 """
 
 import logging
+import os
 import signal
 import sys
 
@@ -29,6 +30,7 @@ def main() -> None:
     logging.disable(logging.ERROR)
     for number in SIGNALS:  # the agent passes on two of them, once there are processes
         signal.signal(number, _pass_on)
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR1,))
     # The others of a job that failed can't save, and may not even hear: they wait for the one that
     # is gone. So they are not asked to stop, which the agent would wait half a minute for.
     api._get_default_signal = lambda: signal.SIGKILL
@@ -36,6 +38,7 @@ def main() -> None:
     LocalElasticAgent._shutdown = _wait_for_the_last_save
     LocalElasticAgent._rendezvous = _meet_all
     LocalElasticAgent._start_workers = _count_rounds
+    LocalElasticAgent._exit_barrier = _wait_for_the_other_machines
     LocalElasticAgent._monitor_workers = _without_needless_restart
     rendezvous_handler_registry.register("machines", _meet)
     status, sentence = _run()
@@ -45,7 +48,9 @@ def main() -> None:
         machines.leave(status)
     if sentence:
         print(f"error: {sentence}", file=sys.stderr)
-    sys.exit(status)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # Python's clean-up aborts if a link is still in torch's code
 
 
 def _run() -> tuple[int, str]:
@@ -115,10 +120,23 @@ def _wait_for_the_last_save(agent: LocalElasticAgent, *args: object, **kwargs: o
 
 
 def _count_rounds(agent: LocalElasticAgent, group: WorkerGroup) -> dict[int, object]:
-    """Has all machines count the same restarts, also one that was itself started again."""
+    """Has all machines count the same restarts, also one that was itself started again.
+
+    Until there are processes that can save, SIGUSR1 waits; the processes begin with it blocked, and
+    take it when they train.
+    """
     if _met:
         agent._remaining_restarts = group.spec.max_restarts - _met[0].round
-    return _start_workers(agent, group)
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR1,))
+    started = _start_workers(agent, group)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGUSR1,))
+    return started
+
+
+def _wait_for_the_other_machines(_: LocalElasticAgent) -> None:
+    """In place of torch's own, which lasts 300 s if one of them failed, and heeds no signal."""
+    for machines in _met:
+        machines.wait_for_the_others()
 
 
 def _without_needless_restart(agent: LocalElasticAgent, *group: object) -> RunResult:

@@ -9,7 +9,6 @@ torchrun brings two ways to meet. One does not look after the machines once they
 numbers them as it likes, so that rank 0 may come to be where the checkpoints are not.
 """
 
-import contextlib
 import hashlib
 import json
 import os
@@ -56,6 +55,7 @@ class Launcher:
     name: str
     settings: dict[str, int | str]  # which must be the same on all machines
     done: int = -1  # the last round that it is done with
+    succeeded: bool = False  # its processes of this round have
     left: int | None = None  # its exit status
     beat: int = 0
 
@@ -70,6 +70,7 @@ class Call:
     round: int = -1
     members: list[int] = field(default_factory=list)
     running: bool = False
+    succeeded: bool = False  # all processes of this round have
     refused: list[tuple[int, str]] = field(default_factory=list)
     end: tuple[int, str] | None = None
 
@@ -114,8 +115,11 @@ class Meeting:
         self._let_in()
         self._end_with_those_that_left()
         if self.call.running:
+            members = (self.launchers[number] for number in self.call.members)
+            self.call.succeeded = all(launcher.succeeded for launcher in members)
+        if self.call.running and not self.call.succeeded:
             self._end_round_without_the_lost()
-        else:
+        elif not self.call.running:
             self._begin_round_with_all()
         return self.call
 
@@ -246,6 +250,7 @@ class Link(threading.Thread):
         self.call = Call()
         self.number = -1
         self.heard = self.asked = time.monotonic()
+        self.problem = "no answer"  # why it is not heard
         self.said_goodbye = self.closed = False
 
     def is_lost(self) -> bool:
@@ -260,10 +265,12 @@ class Link(threading.Thread):
         """Knocks until somebody opens, then speaks and listens until that fails."""
         while not self.closed:
             self.heard = time.monotonic()
-            with contextlib.suppress(OSError, RuntimeError, ValueError):
+            try:
                 # torch's own client prints a warning for each try while nobody listens.
                 socket.create_connection((self.address, self.port), SILENCE_S).close()
                 self._talk(dist.PrefixStore("machines", connect(self.address, self.port)))
+            except (OSError, RuntimeError, ValueError) as error:
+                self.problem = getattr(error, "strerror", None) or str(error).splitlines()[0]
             self.closed = self.closed or self.is_in() or self.call.end is not None
             time.sleep(TICK_S)
 
@@ -365,7 +372,7 @@ class Machines(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Waits for the next round."""
-        self.me.done = self.round
+        self.me.done, self.me.succeeded = self.round, False
         heard, told = time.monotonic(), False
         first = f"MASTER_ADDR={self.address}, MASTER_PORT={self.port}"
         while True:
@@ -382,14 +389,17 @@ class Machines(RendezvousHandler):
                     break
             silent = time.monotonic() - heard
             if silent > self.wait_s:
+                problem = self.link.problem
+                problem += ", though this is NODE_RANK=0" if self.meeting else ""
                 raise Ended(
                     1,
-                    f"{first} did not answer for {self.wait_s} s (NODE_WAIT): start ./run.sh there "
-                    "with NODE_RANK=0, and open the ports between the machines",
+                    f"{first} did not answer for {self.wait_s} s (NODE_WAIT; {problem}): "
+                    "start ./run.sh there with NODE_RANK=0, and open the ports between machines",
                 )
             if silent > QUIET_S and not told:
                 told = True
-                say(f"waiting for {first}, at most {self.wait_s} s (NODE_WAIT)")
+                problem = self.link.problem
+                say(f"waiting for {first}, at most {self.wait_s} s (NODE_WAIT; {problem})")
             time.sleep(TICK_S / 5)
         store = connect(self.address, self.port, 2 * SILENCE_S)
         return RendezvousInfo(
@@ -405,12 +415,28 @@ class Machines(RendezvousHandler):
         is_on = call.running and call.round == self.round and not call.end
         return int(self.link.is_lost() or not is_on)
 
+    def wait_for_the_others(self) -> None:
+        """Until the processes of all machines have ended as well as those of this one.
+
+        Raises Ended if some have not, since those of this one are gone.
+        """
+        self.me.succeeded = True
+        while not self._call().succeeded:
+            if self.num_nodes_waiting():
+                raise Ended(
+                    1,
+                    "another machine was lost after the processes of this one had ended: start all "
+                    "again, with --resume auto",
+                )
+            time.sleep(TICK_S / 5)
+
     def leave(self, status: int) -> None:
         """Tells the others, and stays until they know."""
         self.me.left = status
         until = time.monotonic() + GOODBYE_S
         while not (self.link.said_goodbye or self.link.is_lost() or time.monotonic() > until):
             time.sleep(TICK_S / 5)
+        self.link.closed = True
 
     def get_backend(self) -> str:
         return "machines"

@@ -47,6 +47,7 @@ class Watch(threading.Thread):
         signal.set_wakeup_fd(entrance, warn_on_full_buffer=False)
         for number in SIGNALS:
             signal.signal(number, lambda *_: None)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGUSR1,))  # see launch.py
         super().start()
 
     def run(self) -> None:

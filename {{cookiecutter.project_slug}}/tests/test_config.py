@@ -105,6 +105,7 @@ def test_the_example_holds_flags_of_this_project(parse):
         ([], "it must hold names and values"),
         ("{", "it is not JSON"),
         ("", "it is not JSON"),
+        ('{"epochs": 1, "lr": 1, "epochs": 2}', "it has epochs twice"),
         (b"\xff", "it is not JSON"),
     ],
 )

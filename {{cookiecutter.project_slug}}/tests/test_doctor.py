@@ -246,6 +246,7 @@ def meeting(monkeypatch) -> None:
     monkeypatch.setattr(examine, "WAIT_S", 0.5)
     monkeypatch.setenv("MASTER_PORT", free_port())
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
 
 
 def free_port() -> str:
@@ -285,6 +286,19 @@ def test_every_rank_on_gpu_0(meeting, monkeypatch, devices):
 
 def test_a_rank_that_does_not_come(meeting):
     assert "rank 1 of 2 did not come" in met([""])[0]
+
+
+def test_a_machine_that_does_not_come(meeting, monkeypatch):
+    monkeypatch.setenv("NNODES", "2")
+    assert "machine 1 of 2 did not come" in met([""])[0]
+
+
+def test_machines_with_other_numbers_of_processes(monkeypatch):
+    monkeypatch.setenv("NNODES", "2")
+    store = dist.HashStore()
+    store.set("processes 0", "2")
+    store.set("processes 1", "1")
+    assert examine._problem(store, 4).startswith("machines start 2, 1 processes: they can train")
 
 
 def test_a_first_machine_out_of_reach(look, meeting):

@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import socket
 import time
 from argparse import Namespace
 from dataclasses import asdict
@@ -209,6 +210,25 @@ def test_a_machine_that_leaves_ends_the_run(running: Clock, status: int) -> None
     assert running.meeting.is_alone()
 
 
+def test_machines_that_are_done_wait_for_each_other(running: Clock) -> None:
+    running.launchers[0].succeeded = True
+    running.run(10 * SILENCE_S)
+    assert not running.call.succeeded
+    running.launchers[1].succeeded = True
+    running.run(TICK_S)
+    assert running.call.succeeded
+    running.launchers[1].left = 0
+    running.run(10 * SILENCE_S)
+    assert running.call.succeeded and running.call.running and not running.call.end
+
+
+def test_a_machine_that_fails_when_another_is_done(running: Clock) -> None:
+    running.launchers[0].succeeded = True
+    running.launchers[1].done = 0
+    running.run(TICK_S)
+    assert not running.call.running and not running.call.succeeded
+
+
 def test_a_machine_that_is_done_is_not_missed(running: Clock) -> None:
     running.launchers[1].left = 0
     running.silent.append(running.launchers[1])
@@ -241,7 +261,8 @@ CPU = torch.device("cpu")
 
 def test_what_differs_between_processes_is_named() -> None:
     def told(**changes: str) -> str:
-        return distributed._difference([("a", FACTS), ("a", FACTS), ("b", {**FACTS, **changes})])
+        facts = ("a", FACTS), ("a", FACTS), ("b", {**FACTS, **changes})
+        return distributed._difference(dict(enumerate(facts)))
 
     assert told() == ""
     assert told(loaded_by_one="2c3d") == ""
@@ -272,7 +293,37 @@ def test_devices_and_libraries_that_differ(monkeypatch) -> None:
         (told("cpu", "apex_native", "0.21"), "Apex's backend is apex_native on "),
         (told("cpu", "apex", "0.22"), "torchvision is 0.22 on "),
     ):
-        assert distributed._difference([first, other]).startswith(sentence)
+        assert distributed._difference({0: first, 1: other}).startswith(sentence)
+
+
+class Samples(list):
+    classes: str
+
+
+def said_of_data(*told: tuple[int, int, str]) -> str:
+    train_set, val_set = map(Samples, map(range, told[dist.get_rank()][:2]))
+    train_set.classes = told[dist.get_rank()][2]
+    try:
+        assert distributed.same_data(train_set, val_set) == (train_set, val_set)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("theirs", "sentence"),
+    [
+        ((40, 9, "ab"), ""),
+        ((38, 9, "ab"), "the number of samples to train on is 38 on "),
+        ((40, 10, "ab"), "the number of samples to validate on is 10 on "),
+        ((40, 9, "abc"), "the number of classes is 3 on "),
+        ((40, 9, "ax"), "class 1 is x on "),
+    ],
+)
+def test_data_that_differs_between_machines(two_processes, theirs, sentence) -> None:
+    one, two = two_processes(said_of_data, (40, 9, "ab"), theirs)
+    assert one == two
+    assert one.startswith(sentence) and bool(one) == bool(sentence)
 
 
 def test_ranks_that_never_come_are_named() -> None:
@@ -281,6 +332,23 @@ def test_ranks_that_never_come_are_named() -> None:
     store.set("facts 2", "")
     with pytest.raises(UserError, match="^rank 1, 3 of 4 did not come: "):
         distributed._compare(store, 0, 4, FACTS)
+    with pytest.raises(UserError, match="^rank 3 of 4 did not come: "):
+        distributed._compare(store, 1, 4, FACTS)
+
+
+@pytest.mark.parametrize(
+    ("rank", "sentence"),
+    [("0", "^rank 1 of 2 did not come"), ("1", "^MASTER_ADDR=localhost, .* does not answer")],
+)
+def test_a_process_that_was_started_alone(monkeypatch, rank, sentence) -> None:
+    with socket.create_server(("localhost", 0)) as free:
+        port = str(free.getsockname()[1])
+    for name, value in (("RANK", rank), ("WORLD_SIZE", "2"), ("MASTER_PORT", port)):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    with pytest.raises(UserError, match=sentence):
+        distributed.join(CPU, Namespace(timeout=-59), "apex_native")
 
 
 def test_a_clock_that_is_off_is_told(capsys, monkeypatch) -> None:
