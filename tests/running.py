@@ -8,11 +8,13 @@ import os
 import re
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import numpy as np
@@ -44,36 +46,59 @@ def run(
     )
 
 
+def run_two(project: Path, *flags: object, **variables: str) -> subprocess.CompletedProcess:
+    """``python main.py`` twice, as the two processes of a run that is started by hand."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    variables = SCREENED | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} | variables
+    variables |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    ranks = [variables | {"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
+    return run_script(project, "main.py", *flags, variables=ranks)
+
+
 def run_script(
     project: Path,
     script: str | Path,
     *flags: object,
-    variables: dict[str, str],
+    variables: dict[str, str] | Sequence[dict[str, str]],
     timeout: float = 300,
 ) -> subprocess.CompletedProcess:
     """``python script`` in the project, in a fork of a process that has torch.
 
-    To import it takes seconds, which here are spent once for all.
+    To import it takes seconds, which here are spent once for all. Of several `variables`, each is
+    the environment of a process of its own. If one of them fails, the others are ended.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch._dynamo", "torchvision", "tensorboard.summary"])
     command = [str(script), *map(str, flags)]
+    environments = [variables] if isinstance(variables, dict) else variables
     with tempfile.TemporaryDirectory() as folder:
         said = [Path(folder, stream) for stream in ("stdout", "stderr")]
-        process = context.Process(target=_be, args=(project, command, dict(variables), said))
-        process.start()
-        process.join(timeout)
-        if process.is_alive():
-            process.kill()
-            raise subprocess.TimeoutExpired(command, timeout)
+        processes = [
+            context.Process(target=_be, args=(project, command, dict(one), said))
+            for one in environments
+        ]
+        for process in processes:
+            process.start()
+        deadline = time.monotonic() + timeout
+        while any(process.is_alive() for process in processes):
+            wait([one.sentinel for one in processes if one.is_alive()], 1)
+            is_late = time.monotonic() > deadline
+            if is_late or any(process.exitcode for process in processes):
+                for process in processes:
+                    process.kill()
+            if is_late:
+                raise subprocess.TimeoutExpired(command, timeout)
         texts = (path.read_text() for path in said)
-        return subprocess.CompletedProcess(command, process.exitcode, *texts)
+        statuses = [process.exitcode for process in processes]  # less than 0 of those ended here
+        status = max(statuses) or min(statuses)
+        return subprocess.CompletedProcess(command, status, *texts)
 
 
 def _be(project: Path, command: list[str], variables: dict[str, str], said: list[Path]) -> None:
     """Makes of this process what ``python`` makes of its own."""
     for number, path in enumerate(said, 1):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     os.environ.clear()
     os.environ.update(variables)
     os.chdir(project)

@@ -68,6 +68,7 @@ def test_the_project_and_torch_take_turns(compete):
         assert row["peak GiB"] == "–"  # of a CPU
 
 
+@pytest.mark.slow
 def test_the_others_go_on_when_a_contestant_ends(compete, tmp_path):
     scripts = tmp_path / "early.py", tmp_path / "late.py", tmp_path / "never.py"
     for script, steps in zip(scripts, (0, 7, 10**9), strict=True):
@@ -96,6 +97,7 @@ def test_what_trains_nothing_is_not_timed(compete, tmp_path):
     assert list(table) == list(turns) == ["whole"]
 
 
+@pytest.mark.slow
 def test_all_are_started_anew(compete, tmp_path):
     scripts, log = (tmp_path / "one.py", tmp_path / "other.py"), tmp_path / "starts"
     for script in scripts:

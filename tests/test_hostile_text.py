@@ -122,7 +122,7 @@ def check(bake, plain, name, description, author, **answers):
     return project
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(hostile, hostile, hostile)
 @example("", "", "")
 @example(
