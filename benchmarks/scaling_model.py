@@ -127,6 +127,7 @@ class Work(NamedTuple):
     loader: float = 0.0  # seconds that its share of the cores takes for the next batch
     gradients: float = RESNET50 * 4.0  # bytes
     micro_batches: int = 1  # accumulated; only the last one's backward pass sends gradients
+    graphs: bool = False  # as with CUDA graphs: all gradients are sent when there are all
 
     @property
     def seconds(self) -> float:
@@ -151,11 +152,10 @@ def predict(work: Work, gpus: int, cluster: Cluster, bucket: float = BUCKET) -> 
     if work.cpu and gpus > 1:
         work = work._replace(cpu=work.cpu + FITTED.ddp)
     backward = BACKWARD * work.seconds / work.micro_batches
-    return Step(
-        work.seconds,
-        waiting=work.seconds * FITTED.noise * expected_maximum(gpus),
-        sending=exposed(backward, work.gradients, gpus, cluster, bucket),
-    )
+    sending = exposed(backward, work.gradients, gpus, cluster, bucket)
+    if work.graphs and gpus > 1:
+        sending = all_reduce(work.gradients, gpus, cluster) + FITTED.at_once
+    return Step(work.seconds, work.seconds * FITTED.noise * expected_maximum(gpus), sending)
 
 
 def efficiency(work: Work, gpus: int, cluster: Cluster, bucket: float = BUCKET) -> float:
@@ -175,32 +175,37 @@ class Measured(NamedTuple):
     use: str = ""  # what was fitted to it
     on_cpu: bool = False  # the CPU is slower than the GPU
     gradient: int = 4  # bytes
+    graphs: bool = False
 
     def work(self) -> Work:
         gradients = float(RESNET50 * self.gradient)
         if self.on_cpu:
             return Work(0.0, self.alone, gradients=gradients)
-        return Work(self.alone, gradients=gradients)
+        return Work(self.alone, gradients=gradients, graphs=self.graphs)
 
 
-COMPILED, COMPILED_32 = 256 / 6_811, 8.08 * MS  # on one GPU; at 32 with CUDA graphs
-EAGER, EAGER_32 = 256 / 6_224, 32 / 2_885
-O1 = 43.96 * MS  # main.py's in benchmarks/step_levels.csv; the other figures are of syncbn.py
-O1_OF_EIGHT = 42.11 * MS  # of scaling_8.csv, as its rows are
+EAGER, EAGER_32 = 256 / 6_224, 32 / 2_885  # torch by hand
+# main.py: a median of step_compiled.csv, and those of three other files of benchmarks/.
+COMPILED, GRAPHS_32 = 39.26 * MS, 6.78 * MS
+O1, O1_OF_EIGHT = 41.96 * MS, 42.11 * MS
+EAGER_32_SLOW = 18.5 * MS  # where the CPU is slow
 MEASURED = (
     Measured("torch, fp16", 256, 4, 1024 / 23_962, EAGER, "noise"),
-    Measured("torch, fp16, compiled", 256, 4, 1024 / 26_037, COMPILED, "noise"),
+    Measured("torch, fp16, compiled", 256, 4, 1024 / 26_037, 256 / 6_811, "noise"),
     Measured("Apex, O1, NCHW", 256, 4, 1024 / 11_916, 256 / 3_022, "noise"),
     Measured("Apex, O1", 256, 4, 1024 / 23_191, 256 / 6_006, "noise"),
     Measured("Apex, O2", 256, 4, 1024 / 23_561, 256 / 6_022, "noise", gradient=2),
     Measured("torch, fp16", 32, 4, 128 / 9_069, EAGER_32, "DDP on the CPU", on_cpu=True),
     Measured("Apex, O1", 32, 4, 128 / 8_437, 32 / 2_502, on_cpu=True),
-    Measured("apex_native, O1, another day", 256, 2, 44.26 * MS, O1),
-    Measured("apex_native, O1, another day", 256, 4, 43.72 * MS, O1),
-    Measured("apex_native, O1, another day", 32, 2, 12.3 * MS, EAGER_32, on_cpu=True),
-    Measured("apex_native, O1, a host with eight", 256, 2, 43.03 * MS, O1_OF_EIGHT),
-    Measured("apex_native, O1, a host with eight", 256, 4, 43.55 * MS, O1_OF_EIGHT),
-    Measured("apex_native, O1, a host with eight", 256, 8, 43.84 * MS, O1_OF_EIGHT),
+    Measured("main.py, O1", 256, 2, 42.87 * MS, O1),
+    Measured("main.py, O1", 256, 4, 43.21 * MS, O1),
+    Measured("main.py, O1, a host with eight", 256, 2, 43.03 * MS, O1_OF_EIGHT),
+    Measured("main.py, O1, a host with eight", 256, 4, 43.55 * MS, O1_OF_EIGHT),
+    Measured("main.py, O1, a host with eight", 256, 8, 43.84 * MS, O1_OF_EIGHT),
+    Measured("main.py, CUDA graphs", 32, 2, 8.19 * MS, GRAPHS_32, "sending at once", graphs=True),
+    Measured("main.py, CUDA graphs", 32, 4, 8.52 * MS, GRAPHS_32, graphs=True),
+    Measured("main.py, O1, a slower CPU", 32, 2, 25.6 * MS, EAGER_32_SLOW, on_cpu=True),
+    Measured("main.py, O1, a slower CPU", 32, 4, 29.6 * MS, EAGER_32_SLOW, on_cpu=True),
 )
 
 
@@ -208,6 +213,7 @@ class Fitted(NamedTuple):
     fixed: float  # seconds of a compiled step, however small the batch
     per_image: float
     ddp: float  # seconds of the CPU that DistributedDataParallel adds
+    at_once: float  # seconds that sending all gradients at once takes, beside the sending
     noise: float  # standard deviation of a GPU's step, as a share of it
 
 
@@ -218,7 +224,7 @@ def fit() -> Fitted:
         backward = BACKWARD * one.alone
         return one.seconds - exposed(backward, one.work().gradients, one.gpus, BEST)
 
-    per_image = (COMPILED - COMPILED_32) / (256 - 32)
+    per_image = (COMPILED - GRAPHS_32) / (256 - 32)
     noise = fmean(
         (unsent(one) / one.alone - 1) / expected_maximum(one.gpus)
         for one in MEASURED
@@ -226,7 +232,10 @@ def fit() -> Fitted:
     )
     (late,) = (one for one in MEASURED if one.use == "DDP on the CPU")
     ddp = unsent(late) / (1 + noise * expected_maximum(late.gpus)) - late.alone
-    return Fitted(COMPILED_32 - 32 * per_image, per_image, ddp, noise)
+    (two,) = (one for one in MEASURED if one.use == "sending at once")
+    waited = two.alone * (1 + noise * expected_maximum(two.gpus))
+    at_once = two.seconds - waited - all_reduce(two.work().gradients, two.gpus, BEST)
+    return Fitted(GRAPHS_32 - 32 * per_image, per_image, ddp, at_once, noise)
 
 
 FITTED = fit()
@@ -339,10 +348,15 @@ def published() -> list[tuple[Published, float | None]]:
 # The jobs that the tables are of.
 
 
-def resnet50(batch: float, eager: bool = False) -> Work:
-    """At O1, a step of `batch` images: compiled with CUDA graphs, or eager."""
+def resnet50(batch: float, how: str = "compiled") -> Work:
+    """At O1, a step of `batch` images: eager, compiled, or compiled with CUDA graphs.
+
+    A compiled step is taken for one whose CPU is never late, so it is of large batches.
+    """
     gpu = FITTED.fixed + FITTED.per_image * batch
-    return Work(gpu * EAGER / COMPILED, EAGER_32) if eager else Work(gpu)
+    if how == "eager":
+        return Work(gpu * O1 / COMPILED, EAGER_32)
+    return Work(gpu, graphs=how == "graphs")
 
 
 def transformer(tokens: float) -> Work:
@@ -392,11 +406,17 @@ def measured_table() -> str:
 
 
 def fitted_table() -> str:
-    two = "8.08 ms at batch 32 and 6,811 images/s at 256, on one GPU: two figures for two numbers"
+    two = f"main.py on one GPU: {GRAPHS_32 / MS:.2f} ms at batch 32, with CUDA graphs, and "
+    two += f"{COMPILED / MS:.2f} ms at 256, compiled: two figures for two numbers"
     rows = (
-        ["a compiled step with CUDA graphs of no image", f"{FITTED.fixed / MS:.2f} ms", two],
+        ["a compiled step of no image", f"{FITTED.fixed / MS:.2f} ms", two],
         ["an image more", f"{FITTED.per_image / US:.0f} µs", "the same"],
         ["DDP's CPU time", f"{FITTED.ddp / MS:.2f} ms", "torch, fp16, batch 32, four GPUs"],
+        [
+            "sending at once, beside the sending",
+            f"{FITTED.at_once / MS:.2f} ms",
+            "main.py, CUDA graphs, batch 32, two GPUs",
+        ],
         ["noise", f"{FITTED.noise:.1%}", "the mean of the five rows of batch 256 marked so"],
     )
     return markdown(["number", "value", "fitted to"], rows)
@@ -447,8 +467,9 @@ def capped_table() -> str:
     rows = []
     for gpus in COUNTS:
         batch = capped(gpus)
-        graphs = predict(resnet50(batch), gpus, BEST)
-        eager = predict(resnet50(batch, eager=True), gpus, BEST)
+        graphs = predict(resnet50(batch, "graphs"), gpus, BEST)
+        compiled = predict(resnet50(batch), gpus, BEST).seconds
+        eager = predict(resnet50(batch, "eager"), gpus, BEST)
         rows.append(
             [
                 f"{gpus:,}",
@@ -456,12 +477,13 @@ def capped_table() -> str:
                 f"{graphs.seconds / MS:.1f} ms",
                 " + ".join(f"{part / MS:.1f}" for part in graphs),
                 f"{batch * gpus / graphs.seconds:,.0f}",
+                f"{compiled / MS:.1f} ms" if batch >= 128 else "–",
                 f"{eager.seconds / MS:.1f} ms",
                 f"{batch * gpus / eager.seconds:,.0f}",
             ]
         )
     heads = ["GPUs", "batch a GPU", "CUDA graphs", "compute + waiting + sending", "images/s"]
-    return markdown([*heads, "eager", "images/s, eager"], rows)
+    return markdown([*heads, "compiled", "eager", "images/s, eager"], rows)
 
 
 def runs_table() -> str:
@@ -511,8 +533,8 @@ def remedies_table() -> str:
     slow = "1 × 100 Gb/s"
     cases = (
         ("ResNet-50, batch 256", resnet50(256), 64, "1 × 25 Gb/s"),
-        ("ResNet-50, batch 32", resnet50(32), 64, slow),
-        ("ResNet-50, batch 32", resnet50(32), 1024, "8 × 400 Gb/s"),
+        ("ResNet-50, batch 32, CUDA graphs", resnet50(32, "graphs"), 64, slow),
+        ("ResNet-50, batch 32, CUDA graphs", resnet50(32, "graphs"), 1024, "8 × 400 Gb/s"),
         ("MPT-1B, 8 sequences", transformer(8 * SEQUENCE), 64, slow),
     )
     rows = []

@@ -125,7 +125,7 @@ def test_measured_figures():
     places = {(32, 4), (32, 2), (256, 2), (256, 4), (256, 8)}
     assert {(one.batch, one.gpus) for one in held_out} == places
     for one in model.MEASURED:
-        within = 0.04 if one.batch == 256 else 0.14
+        within = 0.27 if "slower" in one.what else 0.05 if one.on_cpu else 0.02
         assert model.modelled(one) == pytest.approx(one.seconds, rel=within), one
 
 
@@ -140,26 +140,28 @@ def test_each_fitted_figure_is_predicted_by_the_others(monkeypatch):
 
 
 def test_the_empty_step_and_the_image_are_those_of_two_measured_steps():
-    assert model.resnet50(256).seconds == pytest.approx(256 / 6_811)
-    assert model.resnet50(32).seconds == pytest.approx(8.08e-3)
-    assert model.resnet50(256, eager=True).seconds == pytest.approx(256 / 6_224)
+    compiled = median(turns("step_compiled.csv", "contestant", "project-compile-O1", "seconds"))
+    assert model.resnet50(256).seconds == pytest.approx(compiled, rel=1e-3)
+    assert model.resnet50(32, "graphs").seconds == pytest.approx(model.GRAPHS_32)
+    assert model.resnet50(256, "eager").seconds == pytest.approx(model.O1)
 
 
-def test_figures_of_another_day_are_those_of_the_results():
-    steps = turns("step_levels.csv", "contestant", "project-O1", "seconds")
-    assert pytest.approx(median(steps), rel=1e-3) == model.O1
-    none = turns("syncbn.csv", "variant", "none", "ms_per_step")
-    (four,) = (one for one in model.MEASURED if "day" in one.what and one.gpus == 4)
-    assert four.seconds == pytest.approx(median(none) / 1e3, rel=1e-3)
+OF_MAIN = {
+    "main.py, O1": ("scaling.csv", "project-O1"),
+    "main.py, O1, a host with eight": ("scaling_8.csv", "project-O1"),
+    "main.py, CUDA graphs": ("scaling_small.csv", "project-graphs-O1"),
+}
+
+
+def test_figures_of_main_are_those_of_the_results():
     for one in model.MEASURED:
-        if "eight" in one.what:
-            of_eight = {1: one.alone, one.gpus: one.seconds}
-            for gpus, seconds in of_eight.items():
-                rows = turns("scaling_8.csv", "name", "project-O1", "seconds", gpus=str(gpus))
-                assert seconds == pytest.approx(median(rows), rel=1e-3)
+        if one.what in OF_MAIN:
+            file, name = OF_MAIN[one.what]
+            for gpus, seconds in ((1, one.alone), (one.gpus, one.seconds)):
+                rows = turns(file, "name", name, "seconds", gpus=str(gpus))
+                assert seconds == pytest.approx(median(rows), rel=1e-3), one
     results = (BENCHMARKS / "RESULTS.md").read_text(encoding="utf-8")
-    assert "| none | 44.26 |" in results
-    assert "none\n12.3, apex_native" in results
+    assert "Eager steps had 18.5, 25.6 and 29.6 ms" in results
     assert "| files, `--decode cpu` | 3,325 |" in results
 
 
@@ -188,7 +190,7 @@ def test_the_page_has_the_tables_that_the_program_prints():
 
 def test_the_numbers_in_the_pages_sentences_are_still_these():
     graphs, eager = (
-        model.predict(model.resnet50(32, eager), 1024, model.BEST) for eager in (False, True)
+        model.predict(model.resnet50(32, how), 1024, model.BEST) for how in ("graphs", "eager")
     )
     some, most = ([run for run in model.RUNS if run[1] == gpus][0] for gpus in (768, 3584))
     many = model.predict(model.resnet50(256), 4096, model.BEST)
@@ -196,7 +198,7 @@ def test_the_numbers_in_the_pages_sentences_are_still_these():
     for words in (
         f"hardly anything: {model.efficiency(model.resnet50(256), 8, model.BEST):.0%}",
         f"DDP adds {model.FITTED.ddp * 1e3:.1f} ms",
-        f"{eager.seconds / graphs.seconds:.1f} times as fast as eager",
+        f"at 32, {eager.seconds / graphs.seconds:.1f} times as fast as eager",
         f"for {most[1] * most[4] / some[1] / some[4]:.1f} times the GPU hours",
         f"One step sends {model.TRANSFORMER * 4 / 1e9:.1f} GB",
         f"every {round(model.GPU_HOURS_TO_FAILURE, -2):,.0f} GPU hours",
