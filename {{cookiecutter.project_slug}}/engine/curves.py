@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from matplotlib.axes import Axes
+    from matplotlib.lines import Line2D
 
 TABLE, CONFIG, PICTURE = "metrics.csv", "config.json", "curves.png"
 COLUMNS = ("epoch", "step", "train_loss", "val_loss", "lr", "loss_scale", "images_per_second")
@@ -91,6 +92,9 @@ def read(folder: Path) -> Run:
         if not others or not set(COLUMNS) <= found[0].keys():
             names = ", ".join(COLUMNS)
             raise UserError(f"{table} is not a run's: that has {names}, and its metric")
+        for line, row in enumerate(found, 2):
+            if None in (*row, *row.values()) or not math.isfinite(float(row["epoch"])):
+                raise UserError(f"line {line} of {table} is torn: remove it")
         columns = {name: [float(row[name]) for row in found] for name in found[0]}
         return Run(str(folder), dict(json.loads(config.read_text())), others[0], columns)
     except OSError as error:
@@ -132,7 +136,9 @@ def draw(runs: list[Run], path: Path) -> None:
     metrics = list(dict.fromkeys(run.metric for run in runs))
     if len(metrics) > 1:
         raise UserError(f"{' and '.join(metrics)} can't be compared: name runs of one task")
-    names = [fill(label, 130) for label in labels(runs)]
+    # matplotlib takes what is between two dollars for a formula, and leaves out what begins with _.
+    names = [fill(label, 130).replace("$", r"\$") for label in labels(runs)]
+    names = [f"./{name}" if name.startswith("_") else name for name in names]
     lines = sum(name.count("\n") + 1 for name in names)
     with_scale = any(len(set(run.columns["loss_scale"])) > 1 for run in runs)
     with matplotlib.rc_context(STYLE):
@@ -141,7 +147,7 @@ def draw(runs: list[Run], path: Path) -> None:
             "LLLMMM;rriiss" if with_scale else "LLLMMM;rrriii", height_ratios=[3, 2]
         )
         _panel(axes["L"], "loss", runs, ["train_loss", "val_loss"])
-        _panel(axes["M"], metrics[0], runs, metrics)
+        handles = _panel(axes["M"], metrics[0], runs, metrics)
         _panel(axes["r"], "learning rate", runs, ["lr"])
         _panel(axes["i"], "images/s", runs, ["images_per_second"])
         axes["i"].axhline(0, color="black", linewidth=0.8)  # so that a small change looks small
@@ -152,7 +158,6 @@ def draw(runs: list[Run], path: Path) -> None:
             [Line2D([], [], **kind, color="grey") for kind in (FIRST, LAST)],
             ["train_loss", "val_loss"],
         )
-        handles, _ = axes["M"].get_legend_handles_labels()
         figure.legend(handles, names, loc="outside lower left")
         kind = path.suffix.removeprefix(".")
         if kind not in figure.canvas.get_supported_filetypes():
@@ -161,31 +166,32 @@ def draw(runs: list[Run], path: Path) -> None:
             figure.savefig(temporary, format=kind, dpi=110)
 
 
-def _panel(axes: Axes, title: str, runs: list[Run], columns: list[str]) -> None:
-    """The `columns` of `runs` by epoch; of two, the first is dashed."""
+def _panel(axes: Axes, title: str, runs: list[Run], columns: list[str]) -> list[Line2D]:
+    """The `columns` of `runs` by epoch; of two, the first is dashed. Returns all lines."""
     from matplotlib.ticker import LogLocator, MaxNLocator
 
-    shown, lost = [], []
+    drawn, shown, lost = [], [], []
     for run, colour, marker in zip(runs, cycle(COLOURS), cycle(MARKERS)):
         epochs = run.columns["epoch"]
-        look = {"color": colour, "marker": marker, "label": run.name}
+        look = {"color": colour, "marker": marker}
         for column, kind in zip(columns, (FIRST, LAST)[-len(columns) :], strict=True):
             values = [v if math.isfinite(v) else math.nan for v in run.columns[column]]
             every = math.ceil(len(values) / MOST_MARKERS)
-            axes.plot(epochs, values, **kind | look, markevery=every)
+            drawn += axes.plot(epochs, values, **kind | look, markevery=every)
             shown += [v for v in values if not math.isnan(v)]
             lost += [epoch for epoch, v in zip(epochs, values, strict=True) if math.isnan(v)]
     axes.plot(lost, [0.03] * len(lost), "x", color="black", transform=axes.get_xaxis_transform())
     epochs = [epoch for run in runs for epoch in run.columns["epoch"]]
     beside = max(0.5, (max(epochs) - min(epochs)) / 40)
     axes.set_xlim(min(epochs) - beside, max(epochs) + beside)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
     axes.set_title(f"{title} (×: not finite)" if lost else title)
     axes.set_xlabel("epoch")
     if min(shown, default=0) > 0 and 5 * statistics.median(shown) < max(shown):
         axes.set_yscale("log")  # most of a linear axis would be empty
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter("{x:g}")
+    return drawn
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from matplotlib.figure import Figure
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer.record_writer import RecordWriter
@@ -425,6 +426,18 @@ def test_a_comparison_names_the_flags_that_differ(leave, tmp_path):
     assert (tmp_path / "both.pdf").read_bytes().startswith(b"%PDF")
 
 
+def test_names_that_matplotlib_would_read_in_its_own_way(leave, tmp_path, monkeypatch):
+    for name in ("_old", "a$x^{2$", "b"):
+        leave(name, [row(1)])
+    monkeypatch.chdir(tmp_path)
+    legend = mock.Mock(wraps=Figure.legend)
+    monkeypatch.setattr(Figure, "legend", lambda *args, **kwargs: legend(*args, **kwargs))
+    curves.main(["_old", "a$x^{2$", "b"])
+    _, handles, names = legend.call_args.args
+    assert [handle.get_color() for handle in handles] == list(curves.COLOURS[:3])
+    assert [name.split(":")[0] for name in names] == ["./_old", r"a\$x^{2\$", "b"]
+
+
 def test_what_is_no_run_is_answered_by_a_sentence(leave, tmp_path, capsys):
     fine = leave("fine", [row(1)])
     other = leave("other", [{name: v for name, v in row(1).items() if name != METRIC} | {"f1": 1}])
@@ -432,6 +445,9 @@ def test_what_is_no_run_is_answered_by_a_sentence(leave, tmp_path, capsys):
     (leave("begun", [row(1)]) / "metrics.csv").write_text("epoch,step\n")
     (leave("flagless", [row(1)]) / "config.json").unlink()
     broken = leave("broken", [row(1, lr="high")])
+    torn = leave("torn", [row(1), row(2)])
+    with (torn / "metrics.csv").open("a") as table:
+        table.write("3,33\n")
     foreign = leave("foreign", [{"a": 1}])
     for arguments, words in (
         (["missing"], "there is no missing: name the folder of a run"),
@@ -439,6 +455,8 @@ def test_what_is_no_run_is_answered_by_a_sentence(leave, tmp_path, capsys):
         ([tmp_path / "flagless"], "flagless/config.json: name"),
         ([tmp_path / "begun"], "has no rows yet"),
         ([broken], "could not convert string to float: 'high'"),
+        ([torn], "line 4 of "),
+        ([leave("nan", [row(math.nan)])], "metrics.csv is torn: remove it"),
         ([foreign], "metrics.csv is not a run's: that has epoch, step, "),
         ([fine, other], "val_accuracy and f1 can't be compared"),
         ([fine, "--output", tmp_path / "x.doc"], "writes no .doc"),
