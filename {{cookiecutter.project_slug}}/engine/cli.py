@@ -132,8 +132,9 @@ class ConfigurableParser(ArgumentParser):
             wanted, fits = "true or false", isinstance(value, bool)
             words = [flag if value else f"--no-{flag[2:]}"]
         elif action.nargs:
-            wanted, fits = "a list of texts", isinstance(value, list) and bool(value)
-            words = [flag, *map(str, value)] if fits else []
+            wanted, parts = "a list of texts", value if isinstance(value, list) else []
+            fits = bool(parts) and all(isinstance(part, str) for part in parts)
+            words = [flag, *parts] if fits else []
         elif METAVARS.get(action.type) in ("N", "X"):
             wanted, fits = "a number", type(value) in (int, float)  # which a bool is not
             words = [f"{flag}={value}"]

@@ -337,6 +337,7 @@ def run(main: Callable[[], None]) -> None:
     process leaves without Python's usual clean-up, in which a process group or a data loader can
     wait for processes that will never answer; the launcher then ends the others.
     """
+    sys.stdout.reconfigure(errors="replace")  # an old terminal may lack some letters
     if "TORCHELASTIC_RUN_ID" in os.environ:
         parent = (os.getppid(),)
         threading.Thread(target=leave_with_the_launcher, args=parent, daemon=True).start()

@@ -312,13 +312,14 @@ def main() -> None:
     # What several processes say alike is said once.
     lines = list(dict.fromkeys((name, *result) for (_, name), result in found.items()))
     wrong = sum(mark == WRONG for _, mark, _ in lines)
-    sys.stdout.reconfigure(errors="replace")  # an old terminal may lack the marks
+    sys.stdout.reconfigure(errors="replace")  # an old terminal may lack some letters
     if "--json" in flags:
         checks = [{"name": n, "status": STATUS[mark], "text": text} for n, mark, text in lines]
         print(json.dumps({"ok": not wrong, "checks": checks}, indent=2))
     else:
         for name, mark, text in lines:
-            print(f"{mark} {name:14}{text}")
+            shown = mark.encode(sys.stdout.encoding, "ignore") and mark
+            print(f"{shown or STATUS[mark]} {name:14}{text}")
     sys.exit(1 if wrong else 0)
 
 

@@ -102,6 +102,7 @@ def test_the_example_holds_flags_of_this_project(parse):
         ({"deterministic": 1}, "deterministic is 1, but must be true or false"),
         ({"channels_last": "no"}, "channels_last is "),
         ({"freeze": "conv1"}, 'freeze is "conv1", but must be a list'),
+        ({"freeze": [None]}, "freeze is [null], but must be a list of texts"),
         ([], "it must hold names and values"),
         ("{", "it is not JSON"),
         ("", "it is not JSON"),

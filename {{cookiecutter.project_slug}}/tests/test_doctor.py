@@ -681,11 +681,12 @@ def test_a_gpu_for_two_ranks_is_a_line_too(tmp_path):
     assert done.stdout.count("processes were started on a machine with") == 1
 
 
-def test_a_broken_torch_is_a_line_too(tmp_path):
+@pytest.mark.parametrize(("terminal", "mark"), [("utf-8", WRONG), ("ascii", "error")])
+def test_a_broken_torch_is_a_line_too(tmp_path, terminal, mark):
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('libcudnn.so.9: no file')")
-    done = check(PYTHONPATH=str(tmp_path))
+    done = check(PYTHONPATH=str(tmp_path), PYTHONIOENCODING=terminal)
     assert done.returncode == 1
     assert done.stderr == ""
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith(WRONG)]
-    assert line.startswith("✗ torch") and "libcudnn.so.9: no file" in line
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith(mark)]
+    assert line.startswith(f"{mark} torch") and "libcudnn.so.9: no file" in line

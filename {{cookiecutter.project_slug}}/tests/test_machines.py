@@ -1,9 +1,11 @@
 """When the first launcher begins a round, ends it, and gives up."""
 
 import copy
+import io
 import json
 import os
 import socket
+import sys
 import time
 from argparse import Namespace
 from dataclasses import asdict
@@ -324,6 +326,13 @@ def test_data_that_differs_between_machines(two_processes, theirs, sentence) -> 
     one, two = two_processes(said_of_data, (40, 9, "ab"), theirs)
     assert one == two
     assert one.startswith(sentence) and bool(one) == bool(sentence)
+
+
+def test_a_terminal_that_lacks_letters(monkeypatch) -> None:
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stdout)
+    distributed.run(lambda: print("0.1 × 2", flush=True))
+    assert stdout.buffer.getvalue() == b"0.1 ? 2\n"
 
 
 def test_ranks_that_never_come_are_named() -> None:
