@@ -187,10 +187,12 @@ def _panel(axes: Axes, title: str, runs: list[Run], columns: list[str]) -> list[
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
     axes.set_title(f"{title} (×: not finite)" if lost else title)
     axes.set_xlabel("epoch")
-    if min(shown, default=0) > 0 and 5 * statistics.median(shown) < max(shown):
+    may_be_log = min(shown, default=0) > 0 and columns != ["images_per_second"]
+    if may_be_log and 5 * statistics.median(shown) < max(shown):
         axes.set_yscale("log")  # most of a linear axis would be empty
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("")
     return drawn
 
 
