@@ -74,7 +74,7 @@ def rows(table: Path) -> list[dict[str, str]]:
     """The rows of `table`, if it is there."""
     if not table.exists():
         return []
-    with table.open(newline="") as file:
+    with table.open(newline="", encoding="utf-8-sig") as file:
         return list(csv.DictReader(file))
 
 
@@ -96,7 +96,10 @@ def read(folder: Path) -> Run:
             if None in (*row, *row.values()) or not math.isfinite(float(row["epoch"])):
                 raise UserError(f"line {line} of {table} is torn: remove it")
         columns = {name: [float(row[name]) for row in found] for name in found[0]}
-        return Run(str(folder), dict(json.loads(config.read_text())), others[0], columns)
+        flags = json.loads(config.read_text())
+        if not isinstance(flags, dict):
+            raise UserError(f"{config} holds no flags: copy it from the run again")
+        return Run(str(folder), flags, others[0], columns)
     except OSError as error:
         raise UserError(f"{error.filename} can't be read ({error.strerror})") from None
     except (ValueError, TypeError, csv.Error) as error:
@@ -206,7 +209,9 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         draw([read(folder) for folder in args.runs], path)
     except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        reason = getattr(error, "strerror", None)
+        sentence = f"{path} can't be written ({reason})" if reason else error
+        print(f"error: {sentence}", file=sys.stderr)
         sys.exit(BAD_USAGE)
     print(path)
 

@@ -445,6 +445,8 @@ def test_what_is_no_run_is_answered_by_a_sentence(leave, tmp_path, capsys):
     (leave("begun", [row(1)]) / "metrics.csv").write_text("epoch,step\n")
     (leave("flagless", [row(1)]) / "config.json").unlink()
     broken = leave("broken", [row(1, lr="high")])
+    listed = leave("listed", [row(1)])
+    (listed / "config.json").write_text("[1]")
     torn = leave("torn", [row(1), row(2)])
     with (torn / "metrics.csv").open("a") as table:
         table.write("3,33\n")
@@ -460,7 +462,8 @@ def test_what_is_no_run_is_answered_by_a_sentence(leave, tmp_path, capsys):
         ([foreign], "metrics.csv is not a run's: that has epoch, step, "),
         ([fine, other], "val_accuracy and f1 can't be compared"),
         ([fine, "--output", tmp_path / "x.doc"], "writes no .doc"),
-        ([fine, "--output", tmp_path / "none" / "x.png"], "No such file or directory"),
+        ([fine, "--output", tmp_path / "none" / "x.png"], "none/x.png can't be written (No such"),
+        ([listed], "config.json holds no flags"),
     ):
         with pytest.raises(SystemExit) as end:
             curves.main([str(argument) for argument in arguments])
