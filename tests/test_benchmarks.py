@@ -201,3 +201,18 @@ def test_loaders_take_turns(tmp_path, flags, loaders):
     rows = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")]
     assert [name.removeprefix("| ") for name, *_ in rows[1:]] == loaders
     assert all(int(images_per_second) > 0 for _, images_per_second, *_ in rows[1:])
+
+
+@pytest.mark.slow
+def test_both_starts_are_timed():
+    done = subprocess.run(
+        [sys.executable, BENCHMARKS / "start.py", "--rounds", "1"],
+        env=SCREENED,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    found = re.findall(r"^(\S+).* ([\d.]+) s \(", done.stdout, re.MULTILINE)
+    assert [name for name, _ in found] == ["./run.sh", "torchrun,"]
+    assert all(1 < float(seconds) < 150 for _, seconds in found)
