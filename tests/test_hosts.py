@@ -127,6 +127,15 @@ def test_hosts_that_never_come(hosts, idle, tmp_path):
     assert "(NODE_WAIT; Connection refused)" in of_second
 
 
+def test_a_host_that_waits_for_another_starts_before_it_saves(hosts, idle, tmp_path):
+    with hosts[0].start(idle, "--output", tmp_path / "0", 3) as first:
+        first.wait_for("waiting for machine 1")
+        os.kill(first.process.pid, signal.SIGUSR1)
+        with hosts[1].start(idle, "--output", tmp_path / "1", 3) as second:
+            assert [one.end()[0] for one in (first, second)] == [128 + signal.SIGUSR1] * 2
+    assert "rank 0 0" in first.said
+
+
 @pytest.mark.parametrize("status", [0, 1])
 def test_a_host_that_is_done_waits_for_the_other(hosts, idle, tmp_path, status):
     with all_of(

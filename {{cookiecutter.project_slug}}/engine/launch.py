@@ -30,7 +30,6 @@ def main() -> None:
     logging.disable(logging.ERROR)
     for number in SIGNALS:  # the agent passes on two of them, once there are processes
         signal.signal(number, _pass_on)
-    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR1,))
     # The others of a job that failed can't save, and may not even hear: they wait for the one that
     # is gone. So they are not asked to stop, which the agent would wait half a minute for.
     api._get_default_signal = lambda: signal.SIGKILL
@@ -70,7 +69,14 @@ def _run() -> tuple[int, str]:
     return 0, ""
 
 
+_can_save = False
+_asked_to: list[int] = []  # before that
+
+
 def _pass_on(number: int, _: object) -> None:
+    if number == signal.SIGUSR1 and not _can_save:
+        _asked_to.append(number)
+        return
     raise api.SignalException("the processes are asked to stop", signal.Signals(number))
 
 
@@ -91,6 +97,8 @@ _monitor_workers = LocalElasticAgent._monitor_workers
 
 def _meet_all(agent: LocalElasticAgent, group: WorkerGroup) -> None:
     """Meets again if a machine is lost before it has said what it starts."""
+    global _can_save
+    _can_save = False
     while True:
         try:
             return _rendezvous(agent, group)
@@ -122,14 +130,18 @@ def _wait_for_the_last_save(agent: LocalElasticAgent, *args: object, **kwargs: o
 def _count_rounds(agent: LocalElasticAgent, group: WorkerGroup) -> dict[int, object]:
     """Has all machines count the same restarts, also one that was itself started again.
 
-    Until there are processes that can save, SIGUSR1 waits; the processes begin with it blocked, and
-    take it when they train.
+    SIGUSR1 waits until there are processes that can save. They begin with it blocked, and take it
+    when they train.
     """
+    global _can_save
     if _met:
         agent._remaining_restarts = group.spec.max_restarts - _met[0].round
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR1,))
     started = _start_workers(agent, group)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGUSR1,))
+    _can_save = True
+    for number in _asked_to:
+        _pass_on(number, None)
     return started
 
 
