@@ -132,8 +132,20 @@ def test_a_host_that_waits_for_another_starts_before_it_saves(hosts, idle, tmp_p
         first.wait_for("waiting for machine 1")
         os.kill(first.process.pid, signal.SIGUSR1)
         with hosts[1].start(idle, "--output", tmp_path / "1", 3) as second:
-            assert [one.end()[0] for one in (first, second)] == [128 + signal.SIGUSR1] * 2
+            assert [one.end()[0] for one in (first, second)] == [0, 0]  # nothing was left to save
     assert "rank 0 0" in first.said
+
+
+def test_a_host_that_is_to_start_again_does_so_before_it_saves(hosts, idle, tmp_path):
+    with all_of(
+        hosts[0].start(idle, "--output", tmp_path / "0", 3, MAX_RESTARTS="1"),
+        hosts[1].start(idle, "--output", tmp_path / "1", 0, 1, MAX_RESTARTS="1"),
+    ) as (first, second):
+        second.wait_for("rank 1 0")
+        second.wait_until(lambda: not second.ranks())
+        os.kill(second.process.pid, signal.SIGUSR1)
+        second.end()
+    assert "rank 1 1" in second.said
 
 
 @pytest.mark.parametrize("status", [0, 1])

@@ -337,7 +337,8 @@ def run(main: Callable[[], None]) -> None:
     process leaves without Python's usual clean-up, in which a process group or a data loader can
     wait for processes that will never answer; the launcher then ends the others.
     """
-    sys.stdout.reconfigure(errors="replace")  # an old terminal may lack some letters
+    if sys.stdout:
+        sys.stdout.reconfigure(errors="replace")  # an old terminal may lack some letters
     if "TORCHELASTIC_RUN_ID" in os.environ:
         parent = (os.getppid(),)
         threading.Thread(target=leave_with_the_launcher, args=parent, daemon=True).start()
@@ -376,6 +377,7 @@ def stop(message: str) -> NoReturn:
 
 def leave(status: int) -> NoReturn:
     """Ends this process at once, without Python's clean-up."""
-    sys.stdout.flush()
+    if sys.stdout:
+        sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

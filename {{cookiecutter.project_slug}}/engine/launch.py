@@ -44,18 +44,24 @@ def main() -> None:
     for number in SIGNALS:  # it ends already
         signal.signal(number, signal.SIG_IGN)
     for machines in _met:
-        machines.leave(status)
+        machines.leave(0 if machines.me.succeeded else status)
     if sentence:
         print(f"error: {sentence}", file=sys.stderr)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        stream.flush()
     os._exit(status)  # Python's clean-up aborts if a link is still in torch's code
 
 
 def _run() -> tuple[int, str]:
     """The status to exit with, and what there is to say of it."""
     try:
-        run.main(sys.argv[1:])
+        try:
+            run.main(sys.argv[1:])
+        except api.SignalException as error:
+            if not _is_complete:
+                return 128 + error.sigval, _unsaved
+            for machines in _met:
+                machines.wait_for_the_others()
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode < 0:
@@ -69,19 +75,24 @@ def _run() -> tuple[int, str]:
     return 0, ""
 
 
-_can_save = False
-_asked_to: list[int] = []  # before that
+_context: api.PContext | None = None  # of the processes
+_waiting: list[int] = []  # signals to save, for which there were no processes
+
+
+def _are_alive(context: api.PContext) -> bool:
+    return any(one.proc.poll() is None for one in context.subprocess_handlers.values())
 
 
 def _pass_on(number: int, _: object) -> None:
-    if number == signal.SIGUSR1 and not _can_save:
-        _asked_to.append(number)
+    if number == signal.SIGUSR1 and not (_context and _are_alive(_context)):
+        _waiting.append(number)
         return
     raise api.SignalException("the processes are asked to stop", signal.Signals(number))
 
 
 _met: list[Machines] = []
 _unsaved = ""
+_is_complete = False  # for all the signal, which came too late
 
 
 def _meet(params: RendezvousParameters) -> Machines:
@@ -92,13 +103,12 @@ def _meet(params: RendezvousParameters) -> Machines:
 _rendezvous = LocalElasticAgent._rendezvous
 _shutdown = LocalElasticAgent._shutdown
 _start_workers = LocalElasticAgent._start_workers
+_exit_barrier = LocalElasticAgent._exit_barrier
 _monitor_workers = LocalElasticAgent._monitor_workers
 
 
 def _meet_all(agent: LocalElasticAgent, group: WorkerGroup) -> None:
     """Meets again if a machine is lost before it has said what it starts."""
-    global _can_save
-    _can_save = False
     while True:
         try:
             return _rendezvous(agent, group)
@@ -114,11 +124,12 @@ def _stop_at_once(agent: LocalElasticAgent, *_: object, **__: object) -> None:
 
 def _wait_for_the_last_save(agent: LocalElasticAgent, *args: object, **kwargs: object) -> None:
     """Waits longer than torch's half a minute for processes that end because of a signal."""
-    global _unsaved
+    global _unsaved, _is_complete
     error, context = sys.exc_info()[1], agent._pcontext
     if isinstance(error, api.SignalException) and context:
         context.close(error.sigval, STOP_S)
         ended = [handler.proc.returncode for handler in context.subprocess_handlers.values()]
+        _is_complete = not any(ended)
         if -signal.SIGKILL in ended:
             _unsaved = (
                 f"a process was killed, {STOP_S} s after {error.sigval.name} or by another: its "
@@ -133,22 +144,24 @@ def _count_rounds(agent: LocalElasticAgent, group: WorkerGroup) -> dict[int, obj
     SIGUSR1 waits until there are processes that can save. They begin with it blocked, and take it
     when they train.
     """
-    global _can_save
+    global _context
     if _met:
         agent._remaining_restarts = group.spec.max_restarts - _met[0].round
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR1,))
     started = _start_workers(agent, group)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGUSR1,))
-    _can_save = True
-    for number in _asked_to:
+    _context = agent._pcontext
+    for number in _waiting:
         _pass_on(number, None)
     return started
 
 
-def _wait_for_the_other_machines(_: LocalElasticAgent) -> None:
+def _wait_for_the_other_machines(agent: LocalElasticAgent) -> None:
     """In place of torch's own, which lasts 300 s if one of them failed, and heeds no signal."""
     for machines in _met:
         machines.wait_for_the_others()
+    if not _met:
+        _exit_barrier(agent)
 
 
 def _without_needless_restart(agent: LocalElasticAgent, *group: object) -> RunResult:

@@ -188,7 +188,7 @@ class Meeting:
         lost = [
             str(launcher)
             for number, launcher in members.items()
-            if self._is_lost(number)
+            if (self._is_lost(number) and not launcher.succeeded)
             or self.current[launcher.rank] != number
             or launcher.done >= self.call.round
         ]

@@ -224,6 +224,16 @@ def test_machines_that_are_done_wait_for_each_other(running: Clock) -> None:
     assert running.call.succeeded and running.call.running and not running.call.end
 
 
+def test_a_machine_that_is_lost_when_it_is_done_is_not_missed(running: Clock) -> None:
+    running.launchers[1].succeeded = True
+    running.silent.append(running.launchers[1])
+    running.run(2 * SILENCE_S)
+    assert running.call.running and not running.call.end
+    running.launchers[0].succeeded = True
+    running.run(TICK_S)
+    assert running.call.succeeded
+
+
 def test_a_machine_that_fails_when_another_is_done(running: Clock) -> None:
     running.launchers[0].succeeded = True
     running.launchers[1].done = 0
