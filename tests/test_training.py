@@ -173,10 +173,10 @@ def test_the_other_tasks_reach_their_goal(bake, tmp_path, task, answers):
 
 @pytest.mark.parametrize("level", ["O0", "O2", "O3"])  # O4 and O5 are O1 and O2 on most CPUs
 @pytest.mark.slow
-def test_every_level_reaches_the_accuracy(project, tmp_path, level):
-    done = run(project, "--opt-level", level, "--output", tmp_path)
+def test_every_level_learns_in_short(project, tmp_path, level):
+    done = run_two(project, "--opt-level", level, "--epochs", 3, "--output", tmp_path)
     assert done.returncode == 0, done.stderr
-    assert best_accuracy(tmp_path) >= 0.97
+    assert best_accuracy(tmp_path) >= 0.85
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])

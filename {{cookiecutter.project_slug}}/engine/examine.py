@@ -197,6 +197,7 @@ def _meet(rank: int, world_size: int, device: str) -> dist.Store:
     store.set_timeout(2 * patience)
     problem = store.get("problem").decode()
     if problem:
+        time.sleep(rank == 0)  # the others read it from this one's store
         raise UserError(problem)
     return store
 
