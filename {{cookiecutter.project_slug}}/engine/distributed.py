@@ -125,10 +125,9 @@ def _compare(store: dist.Store, rank: int, world_size: int, facts: dict[str, str
     try:
         store.wait(["difference"] if rank else keys)
     except dist.DistStoreError:
-        absent = ", ".join(str(other) for other, key in enumerate(keys) if not store.check([key]))
         raise UserError(
-            f"rank {absent} of {world_size} did not come: start what is missing, or look at "
-            "what it says"
+            f"rank {_missing(store, keys)} of {world_size} did not come: start what is missing, or "
+            "look at what it says"
         ) from None
     if rank == 0:
         told = {other: json.loads(store.get(f"facts {other}")) for other in range(world_size)}
@@ -152,8 +151,12 @@ def absent_ranks(store: dist.Store, kind: str, world_size: int) -> str:
     try:
         store.wait(keys)
     except dist.DistStoreError:
-        return ", ".join(str(rank) for rank, key in enumerate(keys) if not store.check([key]))
+        return _missing(store, keys)
     return ""
+
+
+def _missing(store: dist.Store, keys: list[str]) -> str:
+    return ", ".join(str(rank) for rank, key in enumerate(keys) if not store.check([key]))
 
 
 def same_data(train_set: Sized, val_set: Sized) -> tuple[Sized, Sized]:
@@ -377,7 +380,6 @@ def stop(message: str) -> NoReturn:
 
 def leave(status: int) -> NoReturn:
     """Ends this process at once, without Python's clean-up."""
-    if sys.stdout:
-        sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # one may be closed
+        stream.flush()
     os._exit(status)

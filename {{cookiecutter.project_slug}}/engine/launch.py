@@ -6,7 +6,6 @@ With --rdzv-backend=machines, several machines meet as engine/machines.py says.
 """
 
 import logging
-import os
 import signal
 import sys
 
@@ -17,6 +16,7 @@ from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
 
+from engine import distributed
 from engine.errors import BAD_USAGE
 from engine.machines import Ended, Machines
 from engine.watch import SIGNALS
@@ -47,21 +47,13 @@ def main() -> None:
         machines.leave(0 if machines.me.succeeded else status)
     if sentence:
         print(f"error: {sentence}", file=sys.stderr)
-    for stream in filter(None, (sys.stdout, sys.stderr)):
-        stream.flush()
-    os._exit(status)  # Python's clean-up aborts if a link is still in torch's code
+    distributed.leave(status)  # Python's clean-up aborts if a link is still in torch's code
 
 
 def _run() -> tuple[int, str]:
     """The status to exit with, and what there is to say of it."""
     try:
-        try:
-            run.main(sys.argv[1:])
-        except api.SignalException as error:
-            if not _is_complete:
-                return 128 + error.sigval, _unsaved
-            for machines in _met:
-                machines.wait_for_the_others()
+        run.main(sys.argv[1:])
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode < 0:
@@ -69,7 +61,7 @@ def _run() -> tuple[int, str]:
             return 128 - failure.exitcode, f"rank {rank} was ended by {name}"
         return failure.exitcode, ""
     except api.SignalException as error:
-        return 128 + error.sigval, _unsaved
+        return (0, "") if _is_complete else (128 + error.sigval, _unsaved)
     except Ended as error:
         return error.status, str(error)
     return 0, ""
@@ -92,7 +84,7 @@ def _pass_on(number: int, _: object) -> None:
 
 _met: list[Machines] = []
 _unsaved = ""
-_is_complete = False  # for all the signal, which came too late
+_is_complete = False  # the run, for all the signal, which came too late
 
 
 def _meet(params: RendezvousParameters) -> Machines:
@@ -129,7 +121,10 @@ def _wait_for_the_last_save(agent: LocalElasticAgent, *args: object, **kwargs: o
     if isinstance(error, api.SignalException) and context:
         context.close(error.sigval, STOP_S)
         ended = [handler.proc.returncode for handler in context.subprocess_handlers.values()]
-        _is_complete = not any(ended)
+        if not any(ended):
+            for machines in _met:
+                machines.wait_for_the_others()
+            _is_complete = True
         if -signal.SIGKILL in ended:
             _unsaved = (
                 f"a process was killed, {STOP_S} s after {error.sigval.name} or by another: its "

@@ -114,13 +114,12 @@ class Meeting:
         self.launchers, self.now = launchers, now
         self._let_in()
         self._end_with_those_that_left()
-        if self.call.running:
-            members = (self.launchers[number] for number in self.call.members)
-            self.call.succeeded = all(launcher.succeeded for launcher in members)
-        if self.call.running and not self.call.succeeded:
-            self._end_round_without_the_lost()
-        elif not self.call.running:
+        members = (self.launchers[number] for number in self.call.members)
+        self.call.succeeded = self.call.running and all(one.succeeded for one in members)
+        if not self.call.running:
             self._begin_round_with_all()
+        elif not self.call.succeeded:
+            self._end_round_without_the_lost()
         return self.call
 
     def is_alone(self) -> bool:
