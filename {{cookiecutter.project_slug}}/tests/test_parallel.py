@@ -7,6 +7,7 @@ import contextlib
 import copy
 import io
 import os
+import pickle
 from types import SimpleNamespace
 from unittest import mock
 
@@ -192,10 +193,17 @@ def on_each_rank_validate_before_backward():
     return grads_of(model)
 
 
-def on_each_rank_copy():
-    model = copy.deepcopy(wrap(nn.Linear(2, 1), at_once=True))
+def on_each_rank_copy(copied=copy.deepcopy):
+    original = wrap(nn.Linear(2, 1), at_once=True)
+    original(torch.ones(1, 2)).sum().backward()
+    model = copied(original)
+    model.zero_grad()
     model(torch.full((1, 2), 1.0 + dist.get_rank())).sum().backward()
     return grads_of(model)
+
+
+def on_each_rank_pickle():
+    return on_each_rank_copy(lambda model: pickle.loads(pickle.dumps(model)))
 
 
 @pytest.mark.parametrize(
@@ -206,6 +214,7 @@ def on_each_rank_copy():
         on_each_rank_return_no_tensor,
         on_each_rank_validate_before_backward,
         on_each_rank_copy,
+        on_each_rank_pickle,
     ],
 )
 def test_averaging_at_once_depends_on_gradients_alone(two_processes, on_each_rank):

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.futures import Future
 
 from ..amp import _amp_state
@@ -70,7 +69,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             gradient_as_bucket_view=True,
         )
         self._trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        self._hook = partial(allreduce_hook, None)
+        self._hook: Callable | None = None
         self._buckets: list[_Bucket] = []
         self._is_due = False
         # torch divides before it sums; fp16 gradients overflow where Apex's do only the other way.
@@ -106,9 +105,10 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
         For a compiled model whose kernels are CUDA graphs. torch would cut it into a graph for each
         bucket, and count and copy gradients one by one, which takes a CPU longer than the graphs
-        take; but nothing overlaps the communication. Communication hooks see one bucket for each
-        type. A parameter without a gradient, or with one that is sparse, is a RuntimeError in the
-        backward pass; ``join()`` does not know of this.
+        take; but nothing overlaps the communication, and memory for it, as much as gradients take,
+        is kept. Communication hooks see one bucket for each type. A parameter without a gradient,
+        or with one that is sparse, is a RuntimeError in the backward pass; ``join()`` does not know
+        of this.
         """
         for dtype in dict.fromkeys(p.dtype for p in self._trained.values()):
             same = [p for p in self._trained.values() if p.dtype == dtype]
@@ -181,32 +181,47 @@ class _Bucket:
             self._places.append((dense.shape, dense.stride(), self._size))
             self._size += dense.numel()
         self._buffer: Tensor | None = None
+        self._views: list[Tensor] = []
 
-    def average(self, hook: Callable) -> None:
-        """Gives each parameter the average of its gradients."""
-        if any(parameter.grad.is_sparse for parameter in self._parameters):
+    def __getstate__(self) -> dict:
+        """Without the memory: its views would be views of nothing."""
+        return self.__dict__ | {"_buffer": None, "_views": []}
+
+    def average(self, hook: Callable | None) -> None:
+        """Gives each parameter the average of its gradients, or what `hook` makes of them."""
+        grads = [parameter.grad for parameter in self._parameters]
+        if any(grad.is_sparse for grad in grads):
             raise RuntimeError("average_at_once() takes no sparse gradients.")
-        self._buffer = self._parameters[0].new_empty(self._size)
-        grads = self.gradients()
-        torch._foreach_copy_(grads, [parameter.grad for parameter in self._parameters])
-        averaged = hook(self).wait()
+        if self._buffer is None:
+            self._buffer = self._parameters[0].new_empty(self._size)
+            self._views = [self._buffer.as_strided(*place) for place in self._places]
+        torch._foreach_copy_(self._views, grads)
+        averaged = hook(self).wait() if hook else _allreduce_mean(self._buffer)
         if averaged is not self._buffer:
             self._buffer.copy_(averaged)
-        for parameter, grad in zip(self._parameters, grads, strict=True):
-            parameter.grad = grad
-        self._buffer = None  # it lives as long as the gradients
+        for parameter, view in zip(self._parameters, self._views, strict=True):
+            parameter.grad = view
 
     def buffer(self) -> Tensor:
         return self._buffer
 
     def gradients(self) -> list[Tensor]:
-        return [self._buffer.as_strided(*place) for place in self._places]
+        return list(self._views)
 
     def parameters(self) -> list[nn.Parameter]:
         return self._parameters
 
     def index(self) -> int:
         return self._index
+
+
+def _allreduce_mean(values: Tensor) -> Tensor:
+    """`values`, averaged over all processes in place."""
+    if dist.get_backend() == "nccl":  # gloo has no averages
+        dist.all_reduce(values, dist.ReduceOp.AVG)
+    else:
+        dist.all_reduce(values.div_(dist.get_world_size()))
+    return values
 
 
 def _allreduce(state: tuple[float, float, bool], bucket: dist.GradBucket) -> Future[Tensor]:
