@@ -1,10 +1,10 @@
-"""How the speed of a training step grows with the GPUs and with the batch.
+"""How the speed of a training step grows with the GPUs, with the batch and with the images.
 
     python benchmarks/scaling.py --contestants project-O1,torch-fp16 --gpus 1,4 --batch-sizes 32,256
 
-Each of step.py's contestants takes part once for each number of GPUs and each batch, all of them in
-one run and in turns. Prints a table, in which the efficiency is images/s by those of as many single
-GPUs, and writes every turn to scaling.csv.
+Each of step.py's contestants takes part once for each number of GPUs, each batch and each size of
+images, all of them in one run and in turns. Prints a table, in which the efficiency is images/s by
+those of as many single GPUs, and writes every turn to scaling.csv.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from step import (
     obstacle,
     read_name,
     say,
-    whole_number,
+    usual_size,
 )
 
 
@@ -36,6 +36,7 @@ class Point(NamedTuple):
     name: str
     gpus: int
     batch_size: int  # of each GPU
+    image_size: int
 
 
 def numbers(text: str) -> list[int]:
@@ -49,15 +50,16 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add, positive = parser.add_argument, whole_number
+    add = parser.add_argument
     add("--contestants", default="project-O1,torch-fp16", help="as of step.py")
     add("--gpus", type=numbers, default=[1, 2, 4], help="with commas between them")
     add("--batch-sizes", type=numbers, default=[32, 256], help="of each GPU; likewise")
     add("--arch", default="resnet50", help="one of torchvision's models")
-    add("--image-size", type=positive, help="default: the project's, 224, or 512 of segmentation")
+    add("--image-sizes", type=numbers, help="likewise (default: 224, or 512 of segmentation)")
     add_turns(parser, rounds=6)
     add("--output", type=Path, default=HERE / "scaling.csv")
     args = parser.parse_args()
+    args.image_sizes = args.image_sizes or [usual_size(args.arch)]
     args.device = "cuda" if torch.cuda.is_available() else "cpu"
     if args.device == "cuda" and max(args.gpus) > torch.cuda.device_count():
         parser.error(f"--gpus {max(args.gpus)}: this machine has {torch.cuda.device_count()}")
@@ -71,14 +73,16 @@ def parse_args() -> argparse.Namespace:
 def main() -> int:
     args = parse_args()
     entrants: dict[str, tuple[Point, Contestant, argparse.Namespace]] = {}
-    for one, gpus, batch_size in product(args.contestants, args.gpus, args.batch_sizes):
+    places = product(args.contestants, args.gpus, args.batch_sizes, args.image_sizes)
+    for one, gpus, batch_size, image_size in places:
         reason = obstacle(one, gpus, args.device)
         if reason:
             say(f"{one.name} is left out on {gpus}: {reason}")
             continue
-        own = argparse.Namespace(**vars(args) | {"gpus": gpus, "batch_size": batch_size})
-        entrant = one._replace(name=f"{one.name}-on-{gpus}-by-{batch_size}")
-        entrants[entrant.name] = Point(one.name, gpus, batch_size), entrant, own
+        point = Point(one.name, gpus, batch_size, image_size)
+        own = argparse.Namespace(**vars(args) | point._asdict())
+        entrant = one._replace(name=f"{one.name}-on-{gpus}-by-{batch_size}-of-{image_size}")
+        entrants[entrant.name] = point, entrant, own
 
     times: dict[Point, list[float]] = {point: [] for point, *_ in entrants.values()}
     memory: dict[Point, int] = {}
@@ -105,14 +109,16 @@ def table(times: dict[Point, list[float]], memory: dict[Point, int]) -> str:
         for point, seconds in times.items()
         if seconds
     }
-    heads = ["contestant", "batch a GPU", "GPUs", "ms/step", "images/s", "efficiency", "peak GiB"]
+    heads = ["contestant", "batch a GPU", "image", "GPUs"]
+    heads += ["ms/step", "images/s", "efficiency", "peak GiB"]
     rows = [heads, ["---"] * len(heads)]
-    for point in sorted(speeds, key=lambda point: (point.name, point.batch_size, point.gpus)):
+    for point in sorted(speeds, key=lambda point: (point.name, *point[2:], point.gpus)):
         alone = speeds.get(point._replace(gpus=1))
         rows.append(
             [
                 point.name,
                 str(point.batch_size),
+                f"{point.image_size}²",
                 str(point.gpus),
                 f"{median(times[point]) * 1e3:.2f}",
                 f"{speeds[point]:.0f}",

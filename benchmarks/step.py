@@ -56,7 +56,7 @@ from cookiecutter.main import cookiecutter
 HERE = Path(__file__).resolve().parent
 PEERS = HERE / "peers"
 sys.path[:0] = [str(HERE.parent / "tests"), str(PEERS)]
-from common import LR, is_segmentation  # noqa: E402
+from common import LR, is_segmentation, usual_size  # noqa: E402
 from fresh import copy_template  # noqa: E402
 
 PROJECT_EPOCH = 100  # DUMMY_STEPS of main.py, after which it validates and saves
@@ -176,7 +176,7 @@ def command(contestant: Contestant, args: argparse.Namespace, folder: Path) -> l
         flags += ["--dummy", "--epochs", "1000", "--output", tempfile.mkdtemp(dir=folder)]
     else:
         script = kind.script
-        flags += ["--image-size", str(args.image_size)] if args.image_size else []
+        flags += ["--image-size", str(args.image_size)]
         flags += ["--precision", precision]
         flags += ["--optimizer", optimizer]
         flags += ["--sync-bn"] if "syncbn" in options else []
@@ -423,6 +423,7 @@ def parse_args() -> argparse.Namespace:
     add("--at-once", type=positive, help="how many take turns with each other (default: all)")
     add("--output", type=Path, default=HERE / "step.csv")
     args = parser.parse_args()
+    args.image_size = args.image_size or usual_size(args.arch)
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     names = dict.fromkeys(args.contestants.split(","))
     try:

@@ -1,6 +1,7 @@
 """benchmarks/step.py and loader.py on the CPU, so few and small that only their workings show."""
 
 import csv
+import itertools
 import re
 import subprocess
 import sys
@@ -156,7 +157,7 @@ def test_scaling_runs_each_contestant_in_each_place(tmp_path):
     script, output = tmp_path / "trains.py", tmp_path / "scaling.csv"
     script.write_text(TRAINS.format(steps=1000))
     flags = ("--contestants", script, "--gpus", "1,2", "--batch-sizes", "4,8", "--rounds", 2)
-    short = ("--warmup", 1, "--block", 2, "--output", output)
+    short = ("--image-sizes", "32,64", "--warmup", 1, "--block", 2, "--output", output)
     done = subprocess.run(
         [sys.executable, BENCHMARKS / "scaling.py", *map(str, (*flags, *short))],
         env=SCREENED | {"CUDA_VISIBLE_DEVICES": ""},
@@ -167,14 +168,14 @@ def test_scaling_runs_each_contestant_in_each_place(tmp_path):
     assert done.returncode == 0, done.stderr
     lines = [line.split("|")[1:-1] for line in done.stdout.splitlines() if line.startswith("| t")]
     rows = [[cell.strip() for cell in line] for line in lines]
-    assert [row[:3] for row in rows] == [
-        ["trains", batch, gpus] for batch in ("4", "8") for gpus in ("1", "2")
+    assert [tuple(row[:4]) for row in rows] == [
+        ("trains", *place) for place in itertools.product("48", ("32²", "64²"), "12")
     ]
-    for alone, together in (rows[:2], rows[2:]):
-        assert alone[5] == "1.000"
-        assert float(together[5]) == pytest.approx(int(together[4]) / 2 / int(alone[4]), rel=0.01)
+    for alone, together in zip(rows[::2], rows[1::2], strict=True):
+        assert alone[6] == "1.000"
+        assert float(together[6]) == pytest.approx(int(together[5]) / 2 / int(alone[5]), rel=0.01)
     with output.open() as file:
-        assert len(list(csv.DictReader(file))) == 8
+        assert len(list(csv.DictReader(file))) == 16
 
 
 @pytest.mark.slow

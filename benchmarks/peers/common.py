@@ -24,6 +24,11 @@ def is_segmentation(arch: str) -> bool:
     return arch in list_models(segmentation)
 
 
+def usual_size(arch: str) -> int:
+    """The side of the project's images."""
+    return 512 if is_segmentation(arch) else 224
+
+
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--arch", default="resnet50")
@@ -36,7 +41,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--cuda-graphs", action="store_true")
     args = parser.parse_args()
-    args.image_size = args.image_size or (512 if is_segmentation(args.arch) else 224)
+    args.image_size = args.image_size or usual_size(args.arch)
     return args
 
 
