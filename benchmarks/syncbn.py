@@ -49,7 +49,10 @@ def measure(rank: int, args: argparse.Namespace, store: str) -> None:
         torch.manual_seed(0)
         model = NORMS[variant.removeprefix("compiled-")](torchvision.models.resnet50())
         models[variant] = model.cuda().to(memory_format=torch.channels_last)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.01, momentum=0.9) for m in models.values()]
+    optimizers = [
+        torch.optim.SGD(m.parameters(), lr=0.01, momentum=0.9, fused=True)  # as main.py
+        for m in models.values()
+    ]
     amp.initialize(list(models.values()), optimizers, opt_level="O1", verbosity=0)
     optimizers = dict(zip(models, optimizers, strict=True))
     wrapped = {}
