@@ -9,6 +9,7 @@ from statistics import median
 
 import pytest
 from fresh import ROOT
+from PIL import Image
 from running import SCREENED
 
 pytestmark = pytest.mark.xdist_group("short")
@@ -217,3 +218,20 @@ def test_both_starts_are_timed():
     found = re.findall(r"^(\S+).* ([\d.]+) s \(", done.stdout, re.MULTILINE)
     assert [name for name, _ in found] == ["./run.sh", "torchrun,"]
     assert all(1 < float(seconds) < 150 for _, seconds in found)
+
+
+def test_the_picture_is_of_the_figures_in_the_tables(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import pictures
+
+    results = (BENCHMARKS / "RESULTS.md").read_text(encoding="utf-8")
+    for file, name, _ in pictures.STEP + pictures.SMALL_STEP + pictures.SYNCED:
+        assert re.search(rf"\b{median(pictures.turns(file, name)):.2f}\b", results), name
+    for file, name, _ in pictures.LOADERS:
+        speed = median(pictures.BATCH / ms * 1e3 for ms in pictures.turns(file, name))
+        assert f"| {speed:,.0f} |" in results, name
+    monkeypatch.setattr(sys, "argv", ["pictures.py", "--output", str(tmp_path / "speed.png")])
+    pictures.main()
+    with Image.open(tmp_path / "speed.png") as drawn, Image.open(BENCHMARKS / "speed.png") as kept:
+        assert drawn.size == kept.size
+        assert len(drawn.convert("RGB").getcolors(1 << 20)) > 100

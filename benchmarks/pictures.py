@@ -1,0 +1,147 @@
+"""The speeds of RESULTS.md as a picture, from the turns that the other programs have written.
+
+    python benchmarks/pictures.py [--output benchmarks/speed.png]
+
+Each bar is a median, its line the fastest and the slowest turn.
+"""
+
+import argparse
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from scaling_model import LOOKS, logarithmic
+
+HERE = Path(__file__).resolve().parent
+(OURS, _), (THEIRS, _), *_ = LOOKS
+BATCH = 256  # of loader.csv
+
+STEP = (
+    ("step.csv", "apex_snippet", "Apex, the snippet"),
+    ("step.csv", "apex_channels_last-O1", "Apex by hand"),
+    ("step.csv", "accelerate", "Accelerate"),
+    ("step.csv", "fabric", "Fabric"),
+    ("step.csv", "torch-fp16", "torch by hand"),
+    ("step.csv", "project-O1", "main.py"),
+    ("step_compiled.csv", "torch-compile-fp16", "torch, compiled"),
+    ("step_compiled.csv", "project-compile-O1", "main.py --compile"),
+)
+SMALL_STEP = (
+    ("step_small.csv", "torch-fp16", "torch by hand"),
+    ("step_small.csv", "torch-graphs-fp16", "torch, CUDA graphs"),
+    ("step_small.csv", "project-graphs-O1", "main.py --cuda-graphs"),
+)
+SYNCED = (
+    ("syncbn.csv", "torch", "torch's"),
+    ("syncbn.csv", "native", "apex_native's"),
+    ("syncbn.csv", "none", "none"),
+)
+LOADERS = (
+    ("loader.csv", "usual (PIL)", "PIL"),
+    ("loader.csv", "--decode cpu", "--decode cpu"),
+    ("loader.csv", "--decode gpu", "--decode gpu"),
+    ("loader.csv", "synthetic", "no files"),
+)
+
+
+def turns(file: str, name: str, **others: object) -> list[float]:
+    """The milliseconds of each turn of the contestant called `name`."""
+    wanted = {column: str(value) for column, value in others.items()}
+    with (HERE / file).open(newline="") as lines:
+        rows = [row for row in csv.DictReader(lines) if name == next(iter(row.values()))]
+    rows = [row for row in rows if wanted.items() <= row.items()]
+    return [
+        float(row["ms_per_step"]) if "ms_per_step" in row else float(row["seconds"]) * 1e3
+        for row in rows
+    ]
+
+
+def bars(axes: Axes, entries: Sequence[tuple[str, str, str]], images: int = 0) -> None:
+    """Of milliseconds, or of images/s in steps of so many."""
+    for place, (file, name, label) in enumerate(reversed(entries)):
+        values = [images / ms * 1e3 if images else ms for ms in turns(file, name)]
+        middle = median(values)
+        is_ours = label.startswith(("main.py", "--", "apex_native", "no"))
+        axes.barh(place, middle, color=OURS if is_ours else THEIRS)
+        axes.plot([min(values), max(values)], [place, place], color="black", linewidth=1)
+        axes.annotate(
+            f"{middle:,.0f}" if images else f"{middle:.1f}",
+            (max(values), place),
+            (3, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=8,
+        )
+    axes.set_yticks(range(len(entries)), [label for *_, label in reversed(entries)])
+    axes.margins(x=0.18)
+    axes.set_xlabel("images/s" if images else "ms a step")
+
+
+def draw_gpus(axes: Axes) -> None:
+    runs = (
+        ("scaling.csv", "project-O1", (1, 2, 4), "batch 256"),
+        ("scaling_8.csv", "project-O1", (1, 2, 4, 8), "the same, waiting at logs"),
+        ("scaling_small.csv", "project-graphs-O1", (1, 2), "batch 32, --cuda-graphs"),
+    )
+    for (file, name, counts, label), (colour, mark) in zip(runs, LOOKS, strict=False):
+        times = [median(turns(file, name, gpus=count)) for count in counts]
+        speeds = [times[0] / time for time in times]
+        axes.plot(counts, speeds, color=colour, marker=mark, markersize=4, label=label)
+    logarithmic(axes)
+    axes.set_ylim(0.8, 1.005)
+    axes.set_ylabel("efficiency")
+    axes.legend(fontsize=8, loc="lower right")
+
+
+def draw_growth(axes: Axes) -> None:
+    batches, sides = (32, 64, 128, 256, 512), (112, 160, 224, 320, 448)
+    along = (
+        ("batch, at 224²", [(batch, 224) for batch in batches]),
+        ("image, at batch 64", [(64, side) for side in sides]),
+    )
+    for (label, places), (colour, mark) in zip(along, LOOKS, strict=False):
+        pixels = [batch * side**2 / 1e6 for batch, side in places]
+        times = [
+            median(turns("growth.csv", "project-O1", batch_size=batch, image_size=side))
+            for batch, side in places
+        ]
+        axes.plot(pixels, times, color=colour, marker=mark, markersize=4, label=label)
+    axes.set_ylim(0)
+    axes.set_xlabel("10⁶ pixels a step")
+    axes.set_ylabel("ms a step")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, default=HERE / "speed.png")
+    args = parser.parse_args()
+    figure = Figure(figsize=(10, 8), layout="constrained")
+    panels = figure.subplots(3, 2)
+    for axes, entries, images, title in zip(
+        panels.flat,
+        (STEP, SMALL_STEP, SYNCED, LOADERS),
+        (0, 0, 0, BATCH),
+        (
+            "ResNet-50, O1 or fp16, batch 256, one H200",
+            "batch 32, one H200",
+            "SyncBN, eager, batch 256, four H200s",
+            "from JPEG files, eight cores, one H200",
+        ),
+        strict=False,
+    ):
+        bars(axes, entries, images)
+        axes.set_title(title, fontsize=10)
+    draw_gpus(panels[2, 0])
+    panels[2, 0].set_title("main.py on GPUs of one host", fontsize=10)
+    draw_growth(panels[2, 1])
+    panels[2, 1].set_title("main.py, eager, on a slow CPU, one H200", fontsize=10)
+    figure.savefig(args.output, dpi=90)
+
+
+if __name__ == "__main__":
+    main()
