@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from functools import reduce
 
 import torch
 from torch import Tensor, nn
@@ -91,7 +92,7 @@ def scale_loss(
     found = [after_backward(optimizer, scaler) for optimizer in optimizers]
     if delay_overflow_check:
         return
-    found_inf = torch.stack(found).amax(dim=0) if scaler.dynamic else None
+    found_inf = reduce(torch.maximum, found) if scaler.dynamic else None
     scaler.update_(found_inf)
     if scaler.is_exhausted:
         raise FloatingPointError(

@@ -1,5 +1,7 @@
 """Loss scales: static, or dynamic and kept on the device so that no step waits for the GPU."""
 
+from functools import reduce
+
 import torch
 from torch import Tensor
 
@@ -68,19 +70,19 @@ class LossScaler:
             if self._static != 1.0 and grads:
                 torch._foreach_mul_(grads, 1.0 / self._static)
             return None
-        found_inf = torch.zeros((), dtype=torch.float32, device=self._scale.device)
         inverse = self._scale.double().reciprocal().float()
+        found = []
         for same in _by_device_and_dtype(grads):
-            found = found_inf.to(same[0].device)
             scale = inverse.to(same[0].device)
             if same[0].dtype == torch.bfloat16:  # which torch's fused kernel does not take
                 norms = torch.stack(torch._foreach_norm(same, float("inf")))
-                found = torch.maximum(found, (~norms.isfinite()).any().float())
+                found_inf = (~norms.isfinite()).any().float()
                 torch._foreach_mul_(same, scale)
             else:
-                torch._amp_foreach_non_finite_check_and_unscale_(same, found, scale)
-            found_inf = torch.maximum(found_inf, found.to(found_inf.device))
-        return found_inf
+                found_inf = torch.zeros_like(scale)
+                torch._amp_foreach_non_finite_check_and_unscale_(same, found_inf, scale)
+            found.append(found_inf.to(self._scale.device))
+        return reduce(torch.maximum, found) if found else torch.zeros_like(self._scale)
 
     def update_(self, found_inf: Tensor | None) -> None:
         """Moves the scale after a backward pass; `found_inf` is what `unscale_` returned."""
