@@ -206,9 +206,19 @@ def on_each_rank_pickle():
     return on_each_rank_copy(lambda model: pickle.loads(pickle.dumps(model)))
 
 
+def on_each_rank_move_the_gradients():
+    model = wrap(nn.Linear(2, 1), at_once=True)
+    for _ in range(2):
+        model.zero_grad()
+        model(torch.full((1, 2), 1.0 + dist.get_rank())).sum().backward()
+        model.double().float()
+    return grads_of(model)
+
+
 @pytest.mark.parametrize(
     "on_each_rank",
     [
+        on_each_rank_move_the_gradients,
         on_each_rank_fail_in_backward,
         on_each_rank_differentiate_first,
         on_each_rank_return_no_tensor,

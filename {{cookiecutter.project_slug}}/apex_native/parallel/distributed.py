@@ -4,6 +4,7 @@ import contextlib
 import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -106,9 +107,9 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         For a compiled model whose kernels are CUDA graphs. torch would cut it into a graph for each
         bucket, and count and copy gradients one by one, which takes a CPU longer than the graphs
         take; but nothing overlaps the communication, and memory for it, as much as gradients take,
-        is kept. Communication hooks see one bucket for each type. A parameter without a gradient,
-        or with one that is sparse, is a RuntimeError in the backward pass; ``join()`` does not know
-        of this.
+        is kept: gradients are views of it, to be cloned by who keeps them beyond the next pass.
+        Communication hooks see one bucket for each type. A parameter without a gradient, or with
+        one that is sparse, is a RuntimeError in the backward pass; ``join()`` does not know of it.
         """
         for dtype in dict.fromkeys(p.dtype for p in self._trained.values()):
             same = [p for p in self._trained.values() if p.dtype == dtype]
@@ -170,18 +171,15 @@ def _no_gradient(names: Iterable[str]) -> str:
 class _Bucket:
     """All gradients of a type as one tensor, in which they lie as their parameters do.
 
-    The methods without an underscore are those that torch's communication hooks ask a bucket for.
+    The methods without an underscore are those that torch's hooks ask a bucket for which compress
+    gradients or average them; PowerSGD's asks for more.
     """
 
     def __init__(self, parameters: list[nn.Parameter], index: int) -> None:
         self._parameters, self._index = parameters, index
-        self._places, self._size = [], 0
-        for parameter in parameters:
-            dense = torch.empty_like(parameter, device="meta")
-            self._places.append((dense.shape, dense.stride(), self._size))
-            self._size += dense.numel()
         self._buffer: Tensor | None = None
         self._views: list[Tensor] = []
+        self._starts: list[int] = []
 
     def __getstate__(self) -> dict:
         """Without the memory: its views would be views of nothing."""
@@ -192,15 +190,34 @@ class _Bucket:
         grads = [parameter.grad for parameter in self._parameters]
         if any(grad.is_sparse for grad in grads):
             raise RuntimeError("average_at_once() takes no sparse gradients.")
-        if self._buffer is None:
-            self._buffer = self._parameters[0].new_empty(self._size)
-            self._views = [self._buffer.as_strided(*place) for place in self._places]
+        if not self._is_laid_out():
+            self._lay_out()
         torch._foreach_copy_(self._views, grads)
         averaged = hook(self).wait() if hook else _allreduce_mean(self._buffer)
         if averaged is not self._buffer:
             self._buffer.copy_(averaged)
         for parameter, view in zip(self._parameters, self._views, strict=True):
             parameter.grad = view
+
+    def _is_laid_out(self) -> bool:
+        """Whether the views, which are gradients, are still in the buffer.
+
+        What sets ``parameter.grad.data``, as ``module.double()`` does, moves them out of it.
+        """
+        if self._buffer is None or self._buffer.dtype != self._parameters[0].dtype:
+            return False
+        start, size = self._buffer.data_ptr(), self._buffer.element_size()
+        at = [start + offset * size for offset in self._starts]
+        return at == [view.data_ptr() for view in self._views]
+
+    def _lay_out(self) -> None:
+        dense = [torch.empty_like(parameter, device="meta") for parameter in self._parameters]
+        *self._starts, size = accumulate((each.numel() for each in dense), initial=0)
+        self._buffer = self._parameters[0].new_empty(size)
+        self._views = [
+            self._buffer.as_strided(each.shape, each.stride(), start)
+            for each, start in zip(dense, self._starts, strict=True)
+        ]
 
     def buffer(self) -> Tensor:
         return self._buffer
