@@ -127,7 +127,7 @@ def main() -> None:
         (STEP, SMALL_STEP, SYNCED, LOADERS),
         (0, 0, 0, BATCH),
         (
-            "ResNet-50, O1 or fp16, batch 256, one H200",
+            "ResNet-50, O1 or fp16, batch 256, two runs",
             "batch 32, one H200",
             "SyncBN, eager, batch 256, four H200s",
             "from JPEG files, eight cores, one H200",

@@ -84,6 +84,8 @@ def main() -> int:
         entrant = one._replace(name=f"{one.name}-on-{gpus}-by-{batch_size}-of-{image_size}")
         entrants[entrant.name] = point, entrant, own
 
+    if not entrants:  # and the file stays as it is
+        return 1
     times: dict[Point, list[float]] = {point: [] for point, *_ in entrants.values()}
     memory: dict[Point, int] = {}
     with tempfile.TemporaryDirectory() as folder, args.output.open("w", newline="") as file:
