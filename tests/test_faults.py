@@ -236,10 +236,12 @@ def test_what_fails_after_a_signal_is_said(project, breaking, tmp_path):
     assert "RuntimeError: the cause" in failed.said
 
 
-def test_processes_without_their_launcher_leave(project, tmp_path):
+@pytest.mark.parametrize("moment", ["importing torch", "training"])
+def test_processes_without_their_launcher_leave(project, tmp_path, moment):
     with started(project, tmp_path / "run", "--epochs", 50) as orphaned:
-        orphaned.wait_for(STARTED)
-        assert len(orphaned.ranks()) == 2
+        if moment == "training":
+            orphaned.wait_for(STARTED)
+        orphaned.wait_until(lambda: len(orphaned.ranks()) == 2)
         os.kill(orphaned.process.pid, signal.SIGKILL)
         orphaned.wait_until(lambda: not orphaned.ranks(), IN_TIME)
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from engine.errors import BAD_USAGE, UserError
-from engine.watch import leave_with_the_launcher
+from engine.watch import LAUNCHER, leave_with_the_launcher
 
 CLOCKS_APART_S = 60.0  # which nobody's logs should be
 PATIENCE_S = 5.0  # in which a launcher has ended every process of a job that failed
@@ -343,7 +343,8 @@ def run(main: Callable[[], None]) -> None:
     if sys.stdout:
         sys.stdout.reconfigure(errors="replace")  # an old terminal may lack some letters
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        parent = (os.getppid(),)
+        # The launcher may be gone since before this line. Its number is for this process alone.
+        parent = (int(os.environ.pop(LAUNCHER, os.getppid())),)
         threading.Thread(target=leave_with_the_launcher, args=parent, daemon=True).start()
     try:
         main()

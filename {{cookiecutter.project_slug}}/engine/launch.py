@@ -6,6 +6,7 @@ With --rdzv-backend=machines, several machines meet as engine/machines.py says.
 """
 
 import logging
+import os
 import signal
 import sys
 
@@ -19,13 +20,14 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvou
 from engine import distributed
 from engine.errors import BAD_USAGE
 from engine.machines import Ended, Machines
-from engine.watch import SIGNALS
+from engine.watch import LAUNCHER, SIGNALS
 
 STOP_S = 600  # for processes that were asked to stop; whoever asked may be less patient
 
 
 def main() -> None:
     """Runs torchrun; exits with 0, the first failing process's status, or 128 + its signal."""
+    os.environ[LAUNCHER] = str(os.getpid())
     # What the agent has to say about a failed process, that process has said already.
     logging.disable(logging.ERROR)
     for number in SIGNALS:  # the agent passes on two of them, once there are processes

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 
 import torch.distributed as dist
 
+LAUNCHER = "LAUNCHER_PID"  # the variable with the number of the process that is our launcher
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 SAME_S = 1.0  # a cluster signals launcher and processes, and the launcher passes its own on
 
