@@ -31,8 +31,17 @@ from pathlib import Path
 from statistics import mean, median
 
 import torch
+from flags import file_name, whole_number
 from PIL import Image
-from step import Contestant, Kind, Turn, compete, conditions, main_py, say, whole_number
+from step import (
+    Contestant,
+    Kind,
+    Turn,
+    compete,
+    conditions,
+    main_py,
+    say,
+)
 from torch.utils.data import DataLoader, Subset
 from torchvision import transforms
 from torchvision.datasets import ImageFolder
@@ -257,7 +266,7 @@ def parse_args() -> Namespace:
     add("--compile", action="store_true")
     add("--warmup", type=whole_number, default=20, help="steps before the first turn")
     add("--block", type=whole_number, default=30, help="timed steps of a turn")
-    add("--output", type=Path, default=HERE / "loader.csv")
+    add("--output", type=file_name, default=HERE / "loader.csv")
     args = parser.parse_args()
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.cores])
     args.workers = args.workers or args.cores

@@ -99,13 +99,13 @@ def draw_gpus(axes: Axes) -> None:
 def draw_growth(axes: Axes) -> None:
     batches, sides = (32, 64, 128, 256, 512), (112, 160, 224, 320, 448)
     along = (
-        ("batch, at 224²", [(batch, 224) for batch in batches]),
-        ("image, at batch 64", [(64, side) for side in sides]),
+        ("growth_batch.csv", "batch, at 224²", [(batch, 224) for batch in batches]),
+        ("growth_image.csv", "image, at batch 64", [(64, side) for side in sides]),
     )
-    for (label, places), (colour, mark) in zip(along, LOOKS, strict=False):
+    for (file, label, places), (colour, mark) in zip(along, LOOKS, strict=False):
         pixels = [batch * side**2 / 1e6 for batch, side in places]
         times = [
-            median(turns("growth.csv", "project-O1", batch_size=batch, image_size=side))
+            median(turns(file, "project-O1", batch_size=batch, image_size=side))
             for batch, side in places
         ]
         axes.plot(pixels, times, color=colour, marker=mark, markersize=4, label=label)

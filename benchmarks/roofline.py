@@ -22,7 +22,8 @@ from statistics import median
 from typing import NamedTuple
 
 import torch
-from step import conditions, whole_number
+from flags import file_name, whole_number
+from step import conditions
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -181,7 +182,7 @@ def parse_args() -> argparse.Namespace:
     add("--device", choices=("cuda", "cpu"), default=None, help="default: cuda if there is one")
     add("--block", type=whole_number, default=10, help="timed runs of a turn")
     add("--rounds", type=whole_number, default=7, help="turns of each")
-    add("--output", type=Path, default=HERE / "roofline.csv")
+    add("--output", type=file_name, default=HERE / "roofline.csv")
     args = parser.parse_args()
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     return args

@@ -17,6 +17,7 @@ from statistics import median
 from typing import NamedTuple
 
 import torch
+from flags import file_name
 from step import (
     HERE,
     Contestant,
@@ -57,7 +58,7 @@ def parse_args() -> argparse.Namespace:
     add("--arch", default="resnet50", help="one of torchvision's models")
     add("--image-sizes", type=numbers, help="likewise (default: 224, or 512 of segmentation)")
     add_turns(parser, rounds=6)
-    add("--output", type=Path, default=HERE / "scaling.csv")
+    add("--output", type=file_name, default=HERE / "scaling.csv")
     args = parser.parse_args()
     args.image_sizes = args.image_sizes or [usual_size(args.arch)]
     args.device = "cuda" if torch.cuda.is_available() else "cpu"

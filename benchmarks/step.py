@@ -52,6 +52,7 @@ from typing import NamedTuple
 
 import torch
 from cookiecutter.main import cookiecutter
+from flags import file_name, whole_number
 
 HERE = Path(__file__).resolve().parent
 PEERS = HERE / "peers"
@@ -421,7 +422,7 @@ def parse_args() -> argparse.Namespace:
     add("--optimizer", choices=("sgd", "adamw"), default="sgd", help="adamw: adam for every name")
     add_turns(parser, rounds=7)
     add("--at-once", type=positive, help="how many take turns with each other (default: all)")
-    add("--output", type=Path, default=HERE / "step.csv")
+    add("--output", type=file_name, default=HERE / "step.csv")
     args = parser.parse_args()
     args.image_size = args.image_size or usual_size(args.arch)
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -448,12 +449,6 @@ def add_turns(parser: argparse.ArgumentParser, rounds: int) -> None:
     add("--block", type=positive, default=10, help=help_of_block)
     add("--rounds", type=positive, default=rounds, help="turns of each")
     add("--starts", type=positive, default=1, help="so many times --rounds, all started anew")
-
-
-def whole_number(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
 
 
 def main() -> int:

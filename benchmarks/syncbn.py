@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torchvision
+from flags import file_name, whole_number
 from torch import nn
 
 HERE = Path(__file__).resolve().parent
@@ -122,11 +123,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--gpus", type=int, default=torch.cuda.device_count())
-    add("--batch-size", type=int, default=256, help="of each GPU")
+    add("--batch-size", type=whole_number, default=256, help="of each GPU")
     add("--variants", nargs="+", choices=VARIANTS, default=VARIANTS[:-1], help="see above")
     add("--rounds", type=int, default=6, help="turns of each; 0 only warms the compiler's cache")
-    add("--block", type=int, default=10, help="steps of a turn")
-    add("--output", type=Path, default=HERE / "syncbn.csv")
+    add("--block", type=whole_number, default=10, help="steps of a turn")
+    add("--output", type=file_name, default=HERE / "syncbn.csv")
     args = parser.parse_args()
     if not 2 <= args.gpus <= torch.cuda.device_count():
         parser.error(f"it takes two GPUs or more; this machine has {torch.cuda.device_count()}")

@@ -108,8 +108,10 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         bucket, and count and copy gradients one by one, which takes a CPU longer than the graphs
         take; but nothing overlaps the communication, and memory for it, as much as gradients take,
         is kept: gradients are views of it, to be cloned by who keeps them beyond the next pass.
-        Communication hooks see one bucket for each type. A parameter without a gradient, or with
-        one that is sparse, is a RuntimeError in the backward pass; ``join()`` does not know of it.
+        Communication hooks see one bucket for each type; PowerSGD's asks more of it, and fails.
+        Where two forward passes come before their backward passes, only the first of the latter
+        averages, as in torch's class. A parameter without a gradient, or with one that is sparse,
+        is a RuntimeError in the backward pass; ``join()`` does not know of it.
         """
         for dtype in dict.fromkeys(p.dtype for p in self._trained.values()):
             same = [p for p in self._trained.values() if p.dtype == dtype]
