@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 
 import torch.distributed as dist
 
-LAUNCHER = "LAUNCHER_PID"  # the variable with the number of the process that is our launcher
+LAUNCHER = "ENGINE_LAUNCH_PID"  # the variable in which engine.launch hands on its number
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 SAME_S = 1.0  # a cluster signals launcher and processes, and the launcher passes its own on
 
