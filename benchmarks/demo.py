@@ -9,6 +9,7 @@ import is read before the first. Prints medians, and the range.
 """
 
 import argparse
+import os
 import re
 import subprocess
 import sys
@@ -71,6 +72,8 @@ def main() -> None:
     parser.add_argument("--epochs", type=whole_number, default=4)
     parser.add_argument("--rounds", type=whole_number, default=5)
     args = parser.parse_args()
+    if args.epochs > 9:
+        parser.error("--epochs: one more step than these is timed, and the runs have ten")
     last = 1 + args.epochs * (1437 // (32 * args.processes))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -91,6 +94,8 @@ def main() -> None:
             "torch by hand, with GradScaler": [*torchrun, "--scale-loss"],
         }
         variables = environment(0, 1, free_port(), "cpu")
+        threads = max(1, len(os.sched_getaffinity(0)) // args.processes)  # as run.sh has it
+        variables |= {"OMP_NUM_THREADS": str(threads)}
         variables |= {"PYTHON": sys.executable, "NPROC": str(args.processes)}
         took: dict[str, list[tuple[float, float]]] = {name: [] for name in commands}
         for turn in range(args.rounds + 1):
@@ -98,7 +103,7 @@ def main() -> None:
                 output = ["--output", tempfile.mkdtemp(dir=folder)]
                 took[name].append(timed([*commands[name], *output], variables, last))
     print(conditions(argparse.Namespace(device="cpu", gpus=args.processes)))
-    said = f"{last - 1} steps and {args.epochs} validations"
+    said = f"{last - 1} steps and {args.epochs} validation{'s' * (args.epochs > 1)}"
     print(f"| s (range) | to the first step | {said} |")
     print("|---|---|---|")
     for name, (_, *times) in took.items():

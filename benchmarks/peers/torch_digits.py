@@ -21,7 +21,7 @@ BATCH_SIZE = 32
 
 @torch.no_grad()
 def accuracy(model: nn.Module, loader: DataLoader, totals: Tensor) -> float:
-    """The share of the whole validation set that is right."""
+    """The share of the validation set that is right, which the sampler may pad."""
     model.eval()
     totals.zero_()
     for images, labels in loader:
@@ -46,7 +46,7 @@ def main() -> None:
     rank = dist.get_rank()
     torch.manual_seed(0)
     train_set, val_set = build_datasets(None)
-    sampler = DistributedSampler(train_set)
+    sampler = DistributedSampler(train_set, drop_last=True)
     train_loader = DataLoader(train_set, BATCH_SIZE, sampler=sampler, drop_last=True)
     val_loader = DataLoader(val_set, BATCH_SIZE, sampler=DistributedSampler(val_set, shuffle=False))
 

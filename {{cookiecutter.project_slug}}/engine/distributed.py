@@ -343,8 +343,10 @@ def run(main: Callable[[], None]) -> None:
     if sys.stdout:
         sys.stdout.reconfigure(errors="replace")  # an old terminal may lack some letters
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        # The launcher may be gone since before this line. Its number is for this process alone.
-        parent = (int(os.environ.pop(LAUNCHER, os.getppid())),)
+        # The launcher may be gone by now. Its number is of use to its own children, which each lead
+        # a session: another's parent, such as a script that started this one, need not be gone.
+        launcher = int(os.environ.pop(LAUNCHER, os.getppid()))
+        parent = (launcher if os.getsid(0) == os.getpid() else os.getppid(),)
         threading.Thread(target=leave_with_the_launcher, args=parent, daemon=True).start()
     try:
         main()
