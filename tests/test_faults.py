@@ -243,12 +243,13 @@ def test_processes_without_their_launcher_leave(project, tmp_path, moment):
             orphaned.wait_for(STARTED)
         orphaned.wait_until(lambda: len(orphaned.ranks()) == 2)
         os.kill(orphaned.process.pid, signal.SIGKILL)
+        orphaned.process.wait()  # until it is no zombie
         orphaned.wait_until(lambda: not orphaned.ranks(), 3 * IN_TIME)  # once torch is imported
 
 
 def test_processes_may_be_started_by_a_script(project, tmp_path):
     script = tmp_path / "python.sh"
-    script.write_text(f'#!/bin/sh\n{sys.executable} "$@"\nexit $?\n')
+    script.write_text(f'#!/bin/sh\nsetsid -w {sys.executable} "$@"\nexit $?\n')
     script.chmod(0o755)
     flags = (*SMALL, "--output", tmp_path / "run", "--steps", 2)
     done = run(project, *flags, NPROC="1", CUDA_VISIBLE_DEVICES="", PYTHON_EXEC=str(script))

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from engine.errors import BAD_USAGE, UserError
-from engine.watch import LAUNCHER, leave_with_the_launcher
+from engine.watch import LAUNCHER, is_gone, leave_with_the_launcher
 
 CLOCKS_APART_S = 60.0  # which nobody's logs should be
 PATIENCE_S = 5.0  # in which a launcher has ended every process of a job that failed
@@ -343,11 +343,12 @@ def run(main: Callable[[], None]) -> None:
     if sys.stdout:
         sys.stdout.reconfigure(errors="replace")  # an old terminal may lack some letters
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        # The launcher may be gone by now. Its number is of use to its own children, which each lead
-        # a session: another's parent, such as a script that started this one, need not be gone.
-        launcher = int(os.environ.pop(LAUNCHER, os.getppid()))
-        parent = (launcher if os.getsid(0) == os.getpid() else os.getppid(),)
+        parent = (os.getppid(),)
         threading.Thread(target=leave_with_the_launcher, args=parent, daemon=True).start()
+        # It may have been killed while torch was imported, so that this is not its process.
+        if is_gone(int(os.environ.pop(LAUNCHER, os.getpid()))):
+            print("error: the launcher is gone", file=sys.stderr)
+            leave(1)
     try:
         main()
     except UserError as error:

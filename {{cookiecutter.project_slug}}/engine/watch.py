@@ -23,6 +23,17 @@ def leave_with_the_launcher(parent: int) -> None:
     os._exit(1)
 
 
+def is_gone(process: int) -> bool:
+    """Whether there is no process of that number."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:  # it is another user's
+        pass
+    return False
+
+
 class Watch(threading.Thread):
     """A thread beside the training. The first signal asks it to stop, a second ends it at once.
 
