@@ -61,6 +61,9 @@ class Watch(threading.Thread):
             signal.signal(number, lambda *_: None)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGUSR1,))  # see launch.py
         super().start()
+        # This thread has them. What the caller's forks, such as a loader's worker, begins without:
+        # it would be ended by one that comes before it can ignore them.
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
     def run(self) -> None:
         """Looks at each signal when it comes, and at the rest once a second."""
