@@ -5,10 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from processes import Processes
-from torch import nn
-
-from apex_native import amp
+from processes import Processes, begin_afresh
 
 # Several processes share the cores: threads that wait for one another's core slow all of them down.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -25,10 +22,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    """The same random numbers for each test, and no casts left on by the one before."""
-    torch.manual_seed(0)
-    yield
-    amp.initialize(nn.Identity(), enabled=False)
+    yield begin_afresh()
+    begin_afresh()
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -20,6 +20,14 @@ CALL_S = 60.0  # for one function
 PATIENCE_S = 5.0  # for the others, after the first has failed
 
 
+def begin_afresh() -> None:
+    """The same random numbers for each test, and no casts left on by the one before."""
+    from apex_native import amp  # not before the variables of a process are set
+
+    torch.manual_seed(0)
+    amp.initialize(torch.nn.Identity(), enabled=False)
+
+
 def fork_server() -> ForkServerContext:
     """What processes come from that find torch imported: that takes seconds, here once for all."""
     context = mp.get_context("forkserver")
@@ -124,6 +132,7 @@ def _work(
             call = end.recv_bytes()
             try:
                 function, args, kwargs = pickle.loads(call)
+                begin_afresh()
                 answer = pickle.dumps((True, function(*args, **kwargs)))
             except Exception:
                 answer = pickle.dumps((False, traceback.format_exc()))

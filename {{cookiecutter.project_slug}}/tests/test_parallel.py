@@ -925,7 +925,8 @@ def use_kernels_on_the_cpu(folder, turn=0):
     )
     mailbox = _mailbox.Mailbox(dist.group.WORLD, 2048, torch.device("cpu"))
     _, world, tiles, *_ = mailbox.address.tolist()
-    mailbox.memory.view(torch.int32)[-(world + 1) * tiles :] = turn  # flags, and turns taken
+    # The flags, and the turns taken. Behind them it is counted who came.
+    mailbox.memory.view(torch.int32)[-(world + 2) * tiles : -tiles] = turn
     dist.barrier()  # or another process raises a flag before that
     mailbox.nothing_written_outside = lambda: all(
         not memory[: len(memory) // 2].any() for memory in mapped
@@ -1008,6 +1009,7 @@ def on_each_rank_normalise_untracked():
     norm = SyncBatchNorm(3)
     norm.bias, norm.track_running_stats = None, False
     norm.forward_synced(torch.randn(4, 3)).sum().backward()
+    dist.all_reduce(norm.weight.grad)
     return norm.running_mean, norm.running_var, norm.weight.grad.abs().max()
 
 

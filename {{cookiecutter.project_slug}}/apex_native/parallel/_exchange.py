@@ -4,9 +4,13 @@ GPUs that reach each other's memory have a mailbox for that, with kernels of its
 NCCL or gloo carries the sums, in operators, because torch.compile must not look into it.
 """
 
+import importlib
 import os
+import shutil
 import socket
 from collections.abc import Callable
+from functools import cache
+from types import ModuleType
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,21 +20,28 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.torch_version import TorchVersion
 
 from .._say import say
+from . import _formula
 
 # By the group itself, not by its name, which the next group may get.
 _mailboxes: WeakKeyDictionary[dist.ProcessGroup, dict[tuple, object | None]] = WeakKeyDictionary()
 
 
 def moments(
-    sums: Tensor, shift: Tensor, count: int, eps: float, group: str, mailbox: Tensor | None
+    x: Tensor,
+    arithmetic: ModuleType,
+    eps: float,
+    running: tuple[Tensor, Tensor] | None,
+    momentum: float | Tensor,
+    group: str,
+    mailbox: Tensor | None,
 ) -> Tensor:
-    """The statistics of each channel over the group of that name.
+    """The statistics of each channel of x (N, C, …) over the group of that name.
 
     Args:
-        sums: (parts, 2, C): Σ(x − shift) and Σ(x − shift)² of this process, in parts.
-        shift: (C,)
-        count: how many values of each channel this process has.
+        arithmetic: `_formula` or `_rows`, for which x must lie in rows.
         eps: added to the variance.
+        running: the running mean and variance (C,) each, which are updated.
+        momentum: how far these go to the new ones, from 0 to 1.
         mailbox: the group's, as `mailbox_of` has it.
 
     Returns (4, C): mean, 1 / √(variance + eps), number of values, and unbiased variance.
@@ -38,24 +49,57 @@ def moments(
     if mailbox is not None:
         from . import _mailbox
 
-        return _mailbox.moments(sums, shift, count, eps, mailbox)
-    carried = _moments_op if torch.compiler.is_compiling() else _moments
-    return carried(sums, shift, count, eps, group)
+        if arithmetic is not _formula:
+            return _mailbox.moments(x, eps, running, momentum, mailbox)
+    with torch.no_grad():
+        sums, shift = arithmetic.sum_powers(x)
+        count = x.numel() // x.shape[1]
+        if mailbox is not None:
+            statistics = _mailbox.moments_of_sums(sums, shift, count, eps, mailbox)
+        else:
+            carried = _moments_op if torch.compiler.is_compiling() else _moments
+            statistics = carried(sums, shift, count, eps, group)
+        if running is not None:
+            for kept, new in zip(running, statistics[::3], strict=True):
+                kept.lerp_(new.to(kept.dtype), momentum)
+    return statistics
 
 
 def means(
-    sums: Tensor, statistics: Tensor, group: str, mailbox: Tensor | None
+    grad: Tensor,
+    x: Tensor,
+    arithmetic: ModuleType,
+    statistics: Tensor,
+    group: str,
+    mailbox: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """The sums of each channel (parts, 2, C) in this process, added up, and their means over all.
+    """Σ grad and Σ grad · x̂ of each channel in this process, and their means over all.
 
     Returns (2, C) and (2, C); the means are by the number of values in `statistics`.
     """
     if mailbox is not None:
         from . import _mailbox
 
-        return _mailbox.means(sums, statistics, mailbox)
+        if arithmetic is not _formula:
+            return _mailbox.means(grad, x, statistics, mailbox)
+    sums = arithmetic.sum_gradients(grad, x, statistics)
+    if mailbox is not None:
+        return _mailbox.means_of_sums(sums, statistics, mailbox)
     carried = _means_op if torch.compiler.is_compiling() else _means
     return carried(sums, statistics, group)
+
+
+@cache
+def kernels() -> ModuleType | None:
+    """`_rows`, if its kernels can be built here."""
+    if not any(map(shutil.which, (os.environ.get("CC", "gcc"), "gcc", "clang"))):
+        say("SyncBatchNorm: torch's operations, which are slower, as Triton finds no C compiler")
+        return None
+    try:
+        return importlib.import_module("._rows", __package__)
+    except ImportError as error:
+        say(f"SyncBatchNorm: torch's operations, which are slower, as Triton is missing ({error})")
+        return None
 
 
 @torch.compiler.assume_constant_result
@@ -125,6 +169,8 @@ def _problem(everyone: list[tuple], here: tuple, device: torch.device) -> str | 
     visible = {str(gpu.uuid): index for index, gpu in enumerate(properties)}
     if TorchVersion(torch.__version__) < (2, 9):
         return f"torch {torch.__version__} is older than 2.9"
+    if kernels() is None:
+        return "Triton can't build kernels here"
     if torch.version.hip:
         return "the GPUs are AMD's, on which shared memory was never tried"
     if os.environ.get("NCCL_P2P_DISABLE", "0") != "0":

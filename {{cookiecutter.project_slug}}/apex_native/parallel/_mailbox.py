@@ -1,8 +1,8 @@
-"""Sums of each channel, exchanged between GPUs that reach each other's memory, in one kernel.
+"""Sums of each channel, exchanged between GPUs that reach each other's memory, within a kernel.
 
 Each process writes what it has to say into the memory of every other one, raises a flag there, and
 waits for the flags of the others: some microseconds, where NCCL takes 36 on two H200s, and nothing
-for the CPU to do but to start it.
+for the CPU to do. The kernels that make the sums end in it; compiled sums have one for it alone.
 """
 
 import torch
@@ -12,11 +12,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.distributed import _symmetric_memory as symmetric_memory
 
-from ._rows import ceil_div
+from ._rows import CHANNELS, ROWS, _sum_gradients, _sum_powers, ceil_div, in_rows, split
 
-CHANNELS = 16  # of a program, which has letters of its own
-VALUES = tl.constexpr(4)  # a letter's, for each channel
-PARTS = 256  # that are added at once
+VALUES = tl.constexpr(4)  # of each channel, in a letter; each tile of CHANNELS has its own letters
 
 
 @triton.jit
@@ -34,18 +32,17 @@ def _add_up(sums, parts, channel, channels, CHANNELS: tl.constexpr, PARTS: tl.co
 
 
 @triton.jit
-def _swap(first, second, third, subject, mailbox, CHANNELS: tl.constexpr):
+def _swap(first, second, third, subject, tile, mailbox, CHANNELS: tl.constexpr):
     """Sends three values of each channel to every process; where those of process 0 have come to.
 
     Returns that, how far it is to those of the next process, and the number of processes. The
     memory of each process has a letter of every sender and tile, twice, and then their flags, which
-    hold the number of the turn, and the turns it has taken itself. Two letters are enough: a sender
-    begins turn t when it has seen the flags of t − 1, which their owners raise after they have read
-    the letters of t − 2.
+    hold the number of the turn, the turns it has taken itself, and how many of its programs came
+    to `_is_last`. Two letters are enough: a sender begins turn t when it has seen the flags of
+    t − 1, which their owners raise after they have read the letters of t − 2.
     """
     rank, world = tl.load(mailbox).to(tl.int32), tl.load(mailbox + 1).to(tl.int32)
     tiles, memories = tl.load(mailbox + 2).to(tl.int32), mailbox + 3
-    tile = tl.program_id(0)
     lane = tl.arange(0, CHANNELS)
     size = VALUES * CHANNELS
     flags = 2 * world * tiles * size + tile
@@ -82,27 +79,47 @@ def _read(letter, which: tl.constexpr, subject, CHANNELS: tl.constexpr):
 
 
 @triton.jit
-def _moments(
+def _is_last(column, programs, mailbox, CHANNELS: tl.constexpr):
+    """Whether all other programs of this column have stored their sums, which can be read then."""
+    rank, world = tl.load(mailbox).to(tl.int32), tl.load(mailbox + 1).to(tl.int32)
+    tiles = tl.load(mailbox + 2).to(tl.int32)
+    own = tl.load(mailbox + 3 + rank).to(tl.pointer_type(tl.int32))
+    came = own + 2 * world * tiles * VALUES * CHANNELS + (world + 1) * tiles + column
+    tl.debug_barrier()  # one thread counts, for all
+    last = tl.atomic_add(came, 1, sem="acq_rel", scope="gpu") == programs - 1
+    if last:
+        tl.store(came, 0)
+    return last
+
+
+@triton.jit
+def _share_moments(
     sums,
     shift,
     statistics,
     mailbox,
     count,
     eps,
+    running_mean,
+    running_var,
+    momentum,
     parts,
     channels,
+    tile,
+    TRACKED: tl.constexpr,
+    CUMULATIVE: tl.constexpr,
     CHANNELS: tl.constexpr,
     PARTS: tl.constexpr,
 ):
     """From Σ(x − shift) and Σ(x − shift)² of `count` values here to the statistics of all."""
-    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    channel = tile * CHANNELS + tl.arange(0, CHANNELS)
     there = channel < channels
     first, second = _add_up(sums, parts, channel, channels, CHANNELS, PARTS)
     number = tl.zeros((CHANNELS,), tl.float32) + count
     away = first / tl.maximum(number, 1)
     mean = tl.load(shift + channel, there, 0) + away
     squares = tl.maximum(second - first * away, 0)
-    letter, step, world = _swap(mean, squares, number, channels, mailbox, CHANNELS)
+    letter, step, world = _swap(mean, squares, number, channels, tile, mailbox, CHANNELS)
     total = tl.zeros((CHANNELS,), tl.float32)
     mean = tl.zeros((CHANNELS,), tl.float32)
     squares = tl.zeros((CHANNELS,), tl.float32)
@@ -115,15 +132,22 @@ def _moments(
         total += number
         letter += step
     total = tl.maximum(total, 1)  # as in _exchange
+    var = squares / tl.maximum(total - 1, 1)
     tl.store(statistics + channel, mean, there)
     deviation = tl.sqrt_rn((squares / total + eps).to(tl.float32))  # torch.compile has eps in fp64
     tl.store(statistics + channels + channel, 1 / deviation, there)
     tl.store(statistics + 2 * channels + channel, total, there)
-    tl.store(statistics + 3 * channels + channel, squares / tl.maximum(total - 1, 1), there)
+    tl.store(statistics + 3 * channels + channel, var, there)
+    if TRACKED:
+        rate = tl.load(momentum).to(tl.float32) if CUMULATIVE else momentum
+        before = tl.load(running_mean + channel, there, 0).to(tl.float32)
+        tl.store(running_mean + channel, before + (mean - before) * rate, there)
+        before = tl.load(running_var + channel, there, 0).to(tl.float32)
+        tl.store(running_var + channel, before + (var - before) * rate, there)
 
 
 @triton.jit
-def _means(
+def _share_means(
     sums,
     statistics,
     local,
@@ -131,17 +155,18 @@ def _means(
     mailbox,
     parts,
     channels,
+    tile,
     CHANNELS: tl.constexpr,
     PARTS: tl.constexpr,
 ):
     """The two sums of each channel here, and those of all processes by the number of values."""
-    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    channel = tile * CHANNELS + tl.arange(0, CHANNELS)
     there = channel < channels
     first, second = _add_up(sums, parts, channel, channels, CHANNELS, PARTS)
     tl.store(local + channel, first, there)
     tl.store(local + channels + channel, second, there)
     subject = -channels
-    letter, step, world = _swap(first, second, 0.0, subject, mailbox, CHANNELS)
+    letter, step, world = _swap(first, second, 0.0, subject, tile, mailbox, CHANNELS)
     first = tl.zeros((CHANNELS,), tl.float32)
     second = tl.zeros((CHANNELS,), tl.float32)
     for _ in range(world):
@@ -153,6 +178,76 @@ def _means(
     tl.store(means + channels + channel, second / total, there)
 
 
+@triton.jit
+def _moments_of_sums(
+    sums, shift, statistics, mailbox, count, eps, channels, CHANNELS: tl.constexpr
+):
+    """`_share_moments`, of sums that are there, by a program for each tile."""
+    tile = tl.program_id(0)
+    _share_moments(
+        sums, shift, statistics, mailbox, count, eps, None, None, None,
+        1, channels, tile, False, False, CHANNELS, 1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _means_of_sums(sums, statistics, local, means, mailbox, channels, CHANNELS: tl.constexpr):
+    """`_share_means`, of sums that are there, by a program for each tile."""
+    tile = tl.program_id(0)
+    _share_means(sums, statistics, local, means, mailbox, 1, channels, tile, CHANNELS, 1)
+
+
+@triton.jit
+def _moments(
+    x,
+    sums,
+    statistics,
+    mailbox,
+    eps,
+    running_mean,
+    running_var,
+    momentum,
+    rows,
+    channels,
+    share,
+    TRACKED: tl.constexpr,
+    CUMULATIVE: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    """The sums of x, of which each program makes a part, and the last one of a tile the rest."""
+    parts, tile = tl.num_programs(0), tl.program_id(1)
+    shift = sums + 2 * parts * channels
+    _sum_powers(x, shift, sums, rows, channels, share, ROWS, CHANNELS)
+    if _is_last(tile, parts, mailbox, CHANNELS):
+        _share_moments(
+            sums, shift, statistics, mailbox, rows, eps, running_mean, running_var, momentum,
+            parts, channels, tile, TRACKED, CUMULATIVE, CHANNELS, ROWS,
+        )  # fmt: skip
+
+
+@triton.jit
+def _means(
+    grad,
+    x,
+    sums,
+    statistics,
+    local,
+    means,
+    mailbox,
+    rows,
+    channels,
+    share,
+    ROWS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    """The sums of gradients, of which each program makes a part, and the last one the rest."""
+    parts, tile = tl.num_programs(0), tl.program_id(1)
+    _sum_gradients(grad, x, statistics, sums, rows, channels, share, ROWS, CHANNELS)
+    if _is_last(tile, parts, mailbox, CHANNELS):
+        _share_means(sums, statistics, local, means, mailbox, parts, channels, tile, CHANNELS, ROWS)
+
+
 class Mailbox:
     """The memory in which the processes of `group` leave each other sums of up to `channels`.
 
@@ -162,7 +257,7 @@ class Mailbox:
 
     def __init__(self, group: dist.ProcessGroup, channels: int, device: torch.device) -> None:
         tiles = ceil_div(channels, CHANNELS)
-        size = tiles * (group.size() * (2 * VALUES.value * CHANNELS + 1) + 1)
+        size = tiles * (group.size() * (2 * VALUES.value * CHANNELS + 1) + 2)
         self.memory = symmetric_memory.empty(size, dtype=torch.float32, device=device)
         self.memory.zero_().sum().item()  # before anyone else writes here
         self.handle = symmetric_memory.rendezvous(self.memory, group.group_name)
@@ -173,22 +268,48 @@ class Mailbox:
         self.address = torch.tensor(address, dtype=torch.int64, device=device)
 
 
-def moments(sums: Tensor, shift: Tensor, count: int, eps: float, mailbox: Tensor) -> Tensor:
-    """As `_exchange.moments`, at that address."""
-    statistics = sums.new_empty(4, sums.shape[-1])
-    _start(_moments, sums, shift, statistics, mailbox, count, eps)
+def moments(
+    x: Tensor,
+    eps: float,
+    running: tuple[Tensor, Tensor] | None,
+    momentum: float | Tensor,
+    mailbox: Tensor,
+) -> Tensor:
+    """As `_exchange.moments`, of x in rows, at that address."""
+    rows, channels, share, grid = split(x)
+    sums = torch.empty(2 * grid[0] + 1, channels, dtype=torch.float32, device=x.device)
+    statistics = torch.empty(4, channels, dtype=torch.float32, device=x.device)
+    _moments[grid](
+        x, sums, statistics, mailbox, eps, *(running or (None, None)), momentum,
+        rows, channels, share, running is not None, isinstance(momentum, Tensor), ROWS, CHANNELS,
+    )  # fmt: skip
     return statistics
 
 
-def means(sums: Tensor, statistics: Tensor, mailbox: Tensor) -> tuple[Tensor, Tensor]:
-    """As `_exchange.means`, at that address."""
-    local, means = sums.new_empty(sums.shape[1:]), sums.new_empty(sums.shape[1:])
-    _start(_means, sums, statistics, local, means, mailbox)
+def means(grad: Tensor, x: Tensor, statistics: Tensor, mailbox: Tensor) -> tuple[Tensor, Tensor]:
+    """As `_exchange.means`, of x in rows, at that address."""
+    rows, channels, share, grid = split(x)
+    sums = torch.empty(2 * grid[0], channels, dtype=torch.float32, device=x.device)
+    local, means = torch.empty(2, 2, channels, dtype=torch.float32, device=x.device)
+    inputs = in_rows(grad), x
+    outputs = statistics, local, means
+    _means[grid](*inputs, sums, *outputs, mailbox, rows, channels, share, ROWS, CHANNELS)
     return local, means
 
 
-def _start(kernel: object, sums: Tensor, *arguments: object) -> None:
-    parts, _, channels = sums.shape
+def moments_of_sums(sums: Tensor, shift: Tensor, count: int, eps: float, mailbox: Tensor) -> Tensor:
+    """The statistics, from (1, 2, C): what a compiler has made."""
+    channels = len(shift)
+    statistics = sums.new_empty(4, channels)
     grid = (ceil_div(channels, CHANNELS),)
-    added = PARTS if parts > 1 else 1
-    kernel[grid](sums, *arguments, parts, channels, CHANNELS=CHANNELS, PARTS=added)
+    _moments_of_sums[grid](sums, shift, statistics, mailbox, count, eps, channels, CHANNELS)
+    return statistics
+
+
+def means_of_sums(sums: Tensor, statistics: Tensor, mailbox: Tensor) -> tuple[Tensor, Tensor]:
+    """The sums and their means over all, from (1, 2, C): what a compiler has made."""
+    channels = sums.shape[-1]
+    local, means = sums.new_empty(2, channels), sums.new_empty(2, channels)
+    grid = (ceil_div(channels, CHANNELS),)
+    _means_of_sums[grid](sums, statistics, local, means, mailbox, channels, CHANNELS)
+    return local, means

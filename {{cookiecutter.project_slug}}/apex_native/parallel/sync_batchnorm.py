@@ -1,11 +1,8 @@
 """Batch normalisation over the batches of all processes."""
 
-import importlib
-import os
-import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import cache, partial
+from functools import partial
 from types import ModuleType
 
 import torch
@@ -79,8 +76,7 @@ class SyncBatchNorm(_BatchNorm):
             input,
             self.weight,
             self.bias,
-            self.running_mean if tracked else None,
-            self.running_var if tracked else None,
+            (self.running_mean, self.running_var) if tracked else None,
             self.eps,
             0.0 if momentum is None else momentum,
             group,
@@ -101,8 +97,7 @@ def _normalise(
     input: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
+    running: tuple[Tensor, Tensor] | None,
     eps: float,
     momentum: float | Tensor,
     group: str,
@@ -117,17 +112,11 @@ def _normalise(
     if compiling and not input.numel():  # it would leave out exchanges whose results are not used
         raise ValueError("SyncBatchNorm cannot be compiled for an empty batch.")
     arithmetic = _arithmetic_for(input)
-    in_rows = arithmetic is _formula or input.movedim(1, -1).is_contiguous()
+    in_rows = arithmetic is _formula or arithmetic.lies_in_rows(input)
     x = input if in_rows else arithmetic.in_rows(input)
     # Triton starts its kernels on the current device; where a step is compiled, that is set.
     with nullcontext() if compiling else torch.cuda.device_of(x):
-        with torch.no_grad():
-            sums, shift = arithmetic.sum_powers(x)
-            count = x.numel() // x.shape[1]
-            statistics = _exchange.moments(sums, shift, count, eps, group, mailbox)
-            if running_mean is not None:
-                running_mean.lerp_(statistics[0].to(running_mean.dtype), momentum)
-                running_var.lerp_(statistics[3].to(running_var.dtype), momentum)
+        statistics = _exchange.moments(x, arithmetic, eps, running, momentum, group, mailbox)
         output = _Normalised.apply(x, weight, bias, statistics, group, mailbox)
     return output if in_rows or input.stride(1) == 1 else output.contiguous()
 
@@ -154,13 +143,13 @@ class _Normalised(torch.autograd.Function):
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         input, weight, statistics, mailbox = ctx.saved_tensors
         arithmetic = _arithmetic_for(input)
-        sums = arithmetic.sum_gradients(grad, input, statistics)
         grad_input = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
-            local, means = _exchange.means(sums, statistics, ctx.group, mailbox)
+            exchanged = arithmetic, statistics, ctx.group, mailbox
+            local, means = _exchange.means(grad, input, *exchanged)
             grad_input = arithmetic.differentiate(grad, input, statistics, means, weight)
         else:
-            local = sums.sum(0)
+            local = arithmetic.sum_gradients(grad, input, statistics).sum(0)
         if weight is not None:
             grad_weight = local[1].to(weight.dtype)
         if ctx.needs_input_grad[2]:
@@ -172,20 +161,7 @@ def _arithmetic_for(input: Tensor) -> ModuleType:
     """What is fastest for `input`: a compiler fuses the formula with what is around it."""
     if torch.compiler.is_compiling() or not input.is_cuda or input.dtype == torch.float64:
         return _formula
-    return _kernels() or _formula
-
-
-@cache
-def _kernels() -> ModuleType | None:
-    """The kernels, if they can be built here."""
-    if not any(map(shutil.which, (os.environ.get("CC", "gcc"), "gcc", "clang"))):
-        say("SyncBatchNorm: torch's operations, which are slower, as Triton finds no C compiler")
-        return None
-    try:
-        return importlib.import_module("._rows", __package__)
-    except ImportError as error:
-        say(f"SyncBatchNorm: torch's operations, which are slower, as Triton is missing ({error})")
-        return None
+    return _exchange.kernels() or _formula
 
 
 def convert_syncbn_model(
