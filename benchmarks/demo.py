@@ -21,6 +21,9 @@ from statistics import median
 from flags import whole_number
 from step import PEERS, conditions, environment, free_port, in_order, main_py
 
+# Of the default project.
+TRAINING_DIGITS, BATCH, EPOCHS = 1437, 32, 10
+
 TIMED = """
 import itertools
 import os
@@ -72,9 +75,9 @@ def main() -> None:
     parser.add_argument("--epochs", type=whole_number, default=4)
     parser.add_argument("--rounds", type=whole_number, default=5)
     args = parser.parse_args()
-    if args.epochs > 9:
-        parser.error("--epochs: one more step than these is timed, and the runs have ten")
-    last = 1 + args.epochs * (1437 // (32 * args.processes))
+    if args.epochs >= EPOCHS:
+        parser.error(f"--epochs: one more step than these is timed, and the runs have {EPOCHS}")
+    last = 1 + args.epochs * (TRAINING_DIGITS // (BATCH * args.processes))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
 

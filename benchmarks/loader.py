@@ -33,15 +33,7 @@ from statistics import mean, median
 import torch
 from flags import file_name, whole_number
 from PIL import Image
-from step import (
-    Contestant,
-    Kind,
-    Turn,
-    compete,
-    conditions,
-    main_py,
-    say,
-)
+from step import Contestant, Kind, Turn, compete, conditions, main_py, say
 from torch.utils.data import DataLoader, Subset
 from torchvision import transforms
 from torchvision.datasets import ImageFolder

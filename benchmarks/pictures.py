@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
+from flags import file_name
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from scaling_model import LOOKS, logarithmic
@@ -22,10 +23,10 @@ BATCH = 256  # of loader.csv
 STEP = (
     ("step.csv", "apex_snippet", "Apex, the snippet"),
     ("step.csv", "apex_channels_last-O1", "Apex by hand"),
-    ("step.csv", "accelerate", "Accelerate"),
-    ("step.csv", "fabric", "Fabric"),
-    ("step.csv", "torch-fp16", "torch by hand"),
-    ("step.csv", "project-O1", "main.py"),
+    ("step_compiled.csv", "accelerate", "Accelerate"),
+    ("step_compiled.csv", "fabric", "Fabric"),
+    ("step_compiled.csv", "torch-fp16", "torch by hand"),
+    ("step_compiled.csv", "project-O1", "main.py"),
     ("step_compiled.csv", "torch-compile-fp16", "torch, compiled"),
     ("step_compiled.csv", "project-compile-O1", "main.py --compile"),
 )
@@ -38,6 +39,8 @@ SYNCED = (
     ("syncbn.csv", "torch", "torch's"),
     ("syncbn.csv", "native", "apex_native's"),
     ("syncbn.csv", "none", "none"),
+    ("syncbn.csv", "compiled-native", "apex_native's, compiled"),
+    ("syncbn.csv", "compiled-none", "none, compiled"),
 )
 LOADERS = (
     ("loader.csv", "usual (PIL)", "PIL"),
@@ -118,7 +121,7 @@ def draw_growth(axes: Axes) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, default=HERE / "speed.png")
+    parser.add_argument("--output", type=file_name, default=HERE / "speed.png")
     args = parser.parse_args()
     figure = Figure(figsize=(10, 8), layout="constrained")
     panels = figure.subplots(3, 2)
@@ -129,7 +132,7 @@ def main() -> None:
         (
             "ResNet-50, O1 or fp16, batch 256, two runs",
             "batch 32, one H200",
-            "SyncBN, eager, batch 256, four H200s",
+            "SyncBN, batch 256, two H200s",
             "from JPEG files, eight cores, one H200",
         ),
         strict=False,
@@ -139,7 +142,7 @@ def main() -> None:
     draw_gpus(panels[2, 0])
     panels[2, 0].set_title("main.py on GPUs of one host", fontsize=10)
     draw_growth(panels[2, 1])
-    panels[2, 1].set_title("main.py, eager, on a slow CPU, one H200", fontsize=10)
+    panels[2, 1].set_title("main.py, eager, one H200, two runs", fontsize=10)
     figure.savefig(args.output, dpi=90)
 
 

@@ -186,7 +186,7 @@ class Measured(NamedTuple):
 
 EAGER, EAGER_32 = 256 / 6_224, 32 / 2_885  # torch by hand
 # main.py: a median of step_compiled.csv, and those of three other files of benchmarks/.
-COMPILED, GRAPHS_32 = 39.26 * MS, 6.63 * MS
+COMPILED, GRAPHS_32 = 35.71 * MS, 6.63 * MS
 O1, O1_OF_EIGHT = 41.96 * MS, 42.11 * MS
 EAGER_32_SLOW = 18.5 * MS  # where the CPU is slow
 MEASURED = (
