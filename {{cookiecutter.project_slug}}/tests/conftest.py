@@ -22,7 +22,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    yield begin_afresh()
+    begin_afresh()
+    yield
     begin_afresh()
 
 

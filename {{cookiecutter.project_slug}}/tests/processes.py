@@ -20,11 +20,11 @@ CALL_S = 60.0  # for one function
 PATIENCE_S = 5.0  # for the others, after the first has failed
 
 
-def begin_afresh() -> None:
+def begin_afresh(seed: int = 0) -> None:
     """The same random numbers for each test, and no casts left on by the one before."""
     from apex_native import amp  # not before the variables of a process are set
 
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     amp.initialize(torch.nn.Identity(), enabled=False)
 
 
@@ -132,7 +132,7 @@ def _work(
             call = end.recv_bytes()
             try:
                 function, args, kwargs = pickle.loads(call)
-                begin_afresh()
+                begin_afresh(rank)
                 answer = pickle.dumps((True, function(*args, **kwargs)))
             except Exception:
                 answer = pickle.dumps((False, traceback.format_exc()))

@@ -911,8 +911,8 @@ def use_kernels_on_the_cpu(folder, turn=0):
 
     def map_file(rank, size):
         name = os.path.join(folder, str(rank))
-        mapped.append(torch.from_file(name, shared=True, size=2 * size))
-        return mapped[-1][size:]  # behind what nobody should write to
+        mapped.append(torch.from_file(name, shared=True, size=3 * size))
+        return mapped[-1][size:-size]  # before and behind it nobody should write
 
     def meet(memory, group):
         dist.barrier()
@@ -929,7 +929,7 @@ def use_kernels_on_the_cpu(folder, turn=0):
     mailbox.memory.view(torch.int32)[-(world + 2) * tiles : -tiles] = turn
     dist.barrier()  # or another process raises a flag before that
     mailbox.nothing_written_outside = lambda: all(
-        not memory[: len(memory) // 2].any() for memory in mapped
+        not part.any() for memory in mapped for part in memory.chunk(3)[::2]
     )
     _exchange.mailbox_of = lambda *of: mailbox.address
     sync_batchnorm._arithmetic_for = lambda input: _rows
@@ -959,6 +959,26 @@ def test_the_kernels_normalise_as_over_one_large_batch(interpreted_processes, tm
             half = TOLERANCES[dtype]  # of what is in the type of the input, and of the rest
             torch.testing.assert_close(found[:2], expected[:2], rtol=half, atol=half)
             torch.testing.assert_close(found[2:], expected[2:], rtol=1e-4, atol=1e-4)
+
+
+def on_each_rank_track_by_kernels(folder, momentum):
+    use_kernels_on_the_cpu(folder)
+    norm = SyncBatchNorm(70, momentum=momentum)
+    x = torch.randn(8, 70) * 1e-4
+    norm.forward_synced(x)
+    return x, norm.running_mean, norm.running_var, norm.running_var._version
+
+
+@pytest.mark.parametrize("momentum", [1.0, None])
+def test_the_kernels_replace_running_statistics_without_an_error(
+    interpreted_processes, tmp_path, momentum
+):
+    """Where the rate is 1, nothing of a variance of 1 is left in one of 1e-8."""
+    ranks = interpreted_processes(on_each_rank_track_by_kernels, str(tmp_path), momentum)
+    expected = torch.var_mean(torch.cat([x for x, *_ in ranks]), 0)[::-1]
+    for _, mean, var, version in ranks:
+        torch.testing.assert_close((mean, var), expected, rtol=1e-4, atol=1e-11)
+        assert version > 0  # or autograd would not object to a change of what it has saved
 
 
 def on_each_rank_normalise_by_kernels(folder, channels):
@@ -1008,15 +1028,17 @@ def test_an_outlier_in_the_first_place_costs_few_digits(two_processes):
 def on_each_rank_normalise_untracked():
     norm = SyncBatchNorm(3)
     norm.bias, norm.track_running_stats = None, False
-    norm.forward_synced(torch.randn(4, 3)).sum().backward()
-    dist.all_reduce(norm.weight.grad)
-    return norm.running_mean, norm.running_var, norm.weight.grad.abs().max()
+    x = torch.randn(4, 3)
+    norm.forward_synced(x).sum().backward()
+    return x, norm.running_mean, norm.running_var, norm.weight.grad
 
 
 def test_a_norm_without_bias_whose_tracking_is_switched_off(two_processes):
-    for mean, var, gradient in two_processes(on_each_rank_normalise_untracked):
+    ranks = two_processes(on_each_rank_normalise_untracked)
+    whole = F.batch_norm(torch.cat([x for x, *_ in ranks]), None, None, training=True)
+    for part, (_, mean, var, gradient) in zip(whole.chunk(2), ranks, strict=True):
         assert torch.equal(mean, torch.zeros(3)) and torch.equal(var, torch.ones(3))
-        assert gradient < 1e-5
+        torch.testing.assert_close(gradient, part.sum(0))
 
 
 def test_groups_of_processes_normalise_apart(four_processes):
@@ -1036,6 +1058,15 @@ def test_two_gpus_normalise_as_over_one_large_batch(two_gpus, sizes, dtype, comp
             batch = whole.contiguous(memory_format=memory_format)
             arguments = (two_gpus, batch, sizes, options, tolerance)
             normalise_as_over_one_batch(*arguments, compiled=compiled)
+
+
+@pytest.mark.gpu(2)
+def test_sums_of_many_programs_are_added_up_before_they_are_exchanged(two_gpus):
+    """Several times, since nothing but their order in time would tell."""
+    whole = torch.randn(64, 256, 28, 28) * 3 + 10
+    whole = whole.contiguous(memory_format=torch.channels_last)
+    for _ in range(4):
+        normalise_as_over_one_batch(two_gpus, whole, (33, 31), {}, 2e-3)
 
 
 class TwiceNormalised(Convolved):

@@ -1,7 +1,8 @@
-"""Sums of each channel in each process of a group, made statistics of the whole group.
+"""The statistics of each channel over all processes of a group, from the sums of each process.
 
-GPUs that reach each other's memory have a mailbox for that, with kernels of its own. For others
-NCCL or gloo carries the sums, in operators, because torch.compile must not look into it.
+GPUs that reach each other's memory have a mailbox for that, whose kernels make the sums, too, where
+no compiler does. For others NCCL or gloo carries the sums, in operators, because torch.compile must
+not look into it.
 """
 
 import importlib
@@ -35,26 +36,27 @@ def moments(
     group: str,
     mailbox: Tensor | None,
 ) -> Tensor:
-    """The statistics of each channel of x (N, C, …) over the group of that name.
+    """The statistics of each channel of x (N, C, …) over the group of that name; updates `running`.
 
     Args:
         arithmetic: `_formula` or `_rows`, for which x must lie in rows.
         eps: added to the variance.
-        running: the running mean and variance (C,) each, which are updated.
+        running: the running mean and variance, (C,) each.
         momentum: how far these go to the new ones, from 0 to 1.
         mailbox: the group's, as `mailbox_of` has it.
 
     Returns (4, C): mean, 1 / √(variance + eps), number of values, and unbiased variance.
     """
-    if mailbox is not None:
+    if mailbox is not None and arithmetic is not _formula:
         from . import _mailbox
 
-        if arithmetic is not _formula:
-            return _mailbox.moments(x, eps, running, momentum, mailbox)
+        return _mailbox.moments(x, eps, running, momentum, mailbox)
     with torch.no_grad():
         sums, shift = arithmetic.sum_powers(x)
         count = x.numel() // x.shape[1]
         if mailbox is not None:
+            from . import _mailbox
+
             statistics = _mailbox.moments_of_sums(sums, shift, count, eps, mailbox)
         else:
             carried = _moments_op if torch.compiler.is_compiling() else _moments
@@ -77,13 +79,14 @@ def means(
 
     Returns (2, C) and (2, C); the means are by the number of values in `statistics`.
     """
+    if mailbox is not None and arithmetic is not _formula:
+        from . import _mailbox
+
+        return _mailbox.means(grad, x, statistics, mailbox)
+    sums = arithmetic.sum_gradients(grad, x, statistics)
     if mailbox is not None:
         from . import _mailbox
 
-        if arithmetic is not _formula:
-            return _mailbox.means(grad, x, statistics, mailbox)
-    sums = arithmetic.sum_gradients(grad, x, statistics)
-    if mailbox is not None:
         return _mailbox.means_of_sums(sums, statistics, mailbox)
     carried = _means_op if torch.compiler.is_compiling() else _means
     return carried(sums, statistics, group)

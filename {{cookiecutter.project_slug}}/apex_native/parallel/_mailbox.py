@@ -93,6 +93,15 @@ def _is_last(column, programs, mailbox, CHANNELS: tl.constexpr):
 
 
 @triton.jit
+def _lerp(kept, new, rate, there):
+    """As torch's, which is exact at rates of 0 and of 1."""
+    before = tl.load(kept, there, 0)
+    way = new - before
+    after = tl.where(rate < 0.5, before + way * rate, new - way * (1 - rate))
+    tl.store(kept, after, there)
+
+
+@triton.jit
 def _share_moments(
     sums,
     shift,
@@ -140,10 +149,8 @@ def _share_moments(
     tl.store(statistics + 3 * channels + channel, var, there)
     if TRACKED:
         rate = tl.load(momentum).to(tl.float32) if CUMULATIVE else momentum
-        before = tl.load(running_mean + channel, there, 0).to(tl.float32)
-        tl.store(running_mean + channel, before + (mean - before) * rate, there)
-        before = tl.load(running_var + channel, there, 0).to(tl.float32)
-        tl.store(running_var + channel, before + (var - before) * rate, there)
+        _lerp(running_mean + channel, mean, rate, there)
+        _lerp(running_var + channel, var, rate, there)
 
 
 @triton.jit
@@ -182,7 +189,7 @@ def _share_means(
 def _moments_of_sums(
     sums, shift, statistics, mailbox, count, eps, channels, CHANNELS: tl.constexpr
 ):
-    """`_share_moments`, of sums that are there, by a program for each tile."""
+    """`_share_moments`, of sums that a compiler has made, by a program for each tile."""
     tile = tl.program_id(0)
     _share_moments(
         sums, shift, statistics, mailbox, count, eps, None, None, None,
@@ -192,7 +199,7 @@ def _moments_of_sums(
 
 @triton.jit
 def _means_of_sums(sums, statistics, local, means, mailbox, channels, CHANNELS: tl.constexpr):
-    """`_share_means`, of sums that are there, by a program for each tile."""
+    """`_share_means`, of sums that a compiler has made, by a program for each tile."""
     tile = tl.program_id(0)
     _share_means(sums, statistics, local, means, mailbox, 1, channels, tile, CHANNELS, 1)
 
@@ -283,6 +290,8 @@ def moments(
         x, sums, statistics, mailbox, eps, *(running or (None, None)), momentum,
         rows, channels, share, running is not None, isinstance(momentum, Tensor), ROWS, CHANNELS,
     )  # fmt: skip
+    if running:
+        torch.autograd.graph.increment_version(running)  # as torch's operations do
     return statistics
 
 
@@ -298,7 +307,7 @@ def means(grad: Tensor, x: Tensor, statistics: Tensor, mailbox: Tensor) -> tuple
 
 
 def moments_of_sums(sums: Tensor, shift: Tensor, count: int, eps: float, mailbox: Tensor) -> Tensor:
-    """The statistics, from (1, 2, C): what a compiler has made."""
+    """The statistics, from sums (1, 2, C) that a compiler has made."""
     channels = len(shift)
     statistics = sums.new_empty(4, channels)
     grid = (ceil_div(channels, CHANNELS),)
@@ -307,7 +316,7 @@ def moments_of_sums(sums: Tensor, shift: Tensor, count: int, eps: float, mailbox
 
 
 def means_of_sums(sums: Tensor, statistics: Tensor, mailbox: Tensor) -> tuple[Tensor, Tensor]:
-    """The sums and their means over all, from (1, 2, C): what a compiler has made."""
+    """The sums and their means over all, from sums (1, 2, C) that a compiler has made."""
     channels = sums.shape[-1]
     local, means = sums.new_empty(2, channels), sums.new_empty(2, channels)
     grid = (ceil_div(channels, CHANNELS),)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 ROWS, CHANNELS = 64, 64  # of a tile; 64 half values are a line of the cache
 ROWS_PER_PROGRAM = 8 * ROWS
-PROGRAMS = 1024  # that reduce at once; an H200 runs as many
+PROGRAMS = 1024  # that share a reduction
 FORMATS = {2: torch.contiguous_format, 4: torch.channels_last, 5: torch.channels_last_3d}
 
 
