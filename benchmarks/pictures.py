@@ -32,15 +32,20 @@ STEP = (
 )
 SMALL_STEP = (
     ("step_small.csv", "torch-fp16", "torch by hand"),
+    ("step_small.csv", "project-compile-O1", "main.py --compile"),
     ("step_small.csv", "torch-graphs-fp16", "torch, CUDA graphs"),
     ("step_small.csv", "project-graphs-O1", "main.py --cuda-graphs"),
 )
 SYNCED = (
+    ("syncbn_slow.csv", "torch", "torch's, slow CPU"),
+    ("syncbn_slow.csv", "native", "apex_native's, slow CPU"),
     ("syncbn.csv", "torch", "torch's"),
     ("syncbn.csv", "native", "apex_native's"),
     ("syncbn.csv", "none", "none"),
     ("syncbn.csv", "compiled-native", "apex_native's, compiled"),
     ("syncbn.csv", "compiled-none", "none, compiled"),
+    ("syncbn_graphs.csv", "graphs-native", "apex_native's, CUDA graphs"),
+    ("syncbn_graphs.csv", "graphs-none", "none, CUDA graphs"),
 )
 LOADERS = (
     ("loader.csv", "usual (PIL)", "PIL"),
@@ -132,7 +137,7 @@ def main() -> None:
         (
             "ResNet-50, O1 or fp16, batch 256, two runs",
             "batch 32, one H200",
-            "SyncBN, batch 256, two H200s",
+            "SyncBN, batch 256, two H200s, three hosts",
             "from JPEG files, eight cores, one H200",
         ),
         strict=False,

@@ -25,7 +25,7 @@ from step import (
     compete,
     conditions,
     obstacle,
-    read_name,
+    read_contestants,
     say,
     usual_size,
 )
@@ -64,10 +64,7 @@ def parse_args() -> argparse.Namespace:
     args.device = "cuda" if torch.cuda.is_available() else "cpu"
     if args.device == "cuda" and max(args.gpus) > torch.cuda.device_count():
         parser.error(f"--gpus {max(args.gpus)}: this machine has {torch.cuda.device_count()}")
-    try:
-        args.contestants = [read_name(name, "sgd") for name in args.contestants.split(",")]
-    except ValueError as error:
-        parser.error(str(error))
+    args.contestants = read_contestants(parser, args, "sgd")
     return args
 
 

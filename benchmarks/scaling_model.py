@@ -186,7 +186,7 @@ class Measured(NamedTuple):
 
 EAGER, EAGER_32 = 256 / 6_224, 32 / 2_885  # torch by hand
 # main.py: a median of step_compiled.csv, and those of three other files of benchmarks/.
-COMPILED, GRAPHS_32 = 35.71 * MS, 6.63 * MS
+COMPILED, GRAPHS_32 = 35.71 * MS, 6.62 * MS
 O1, O1_OF_EIGHT = 41.96 * MS, 42.11 * MS
 EAGER_32_SLOW = 18.5 * MS  # where the CPU is slow
 MEASURED = (
@@ -202,7 +202,7 @@ MEASURED = (
     Measured("main.py, O1, a host with eight", 256, 2, 43.03 * MS, O1_OF_EIGHT),
     Measured("main.py, O1, a host with eight", 256, 4, 43.55 * MS, O1_OF_EIGHT),
     Measured("main.py, O1, a host with eight", 256, 8, 43.84 * MS, O1_OF_EIGHT),
-    Measured("main.py, CUDA graphs", 32, 2, 7.56 * MS, GRAPHS_32, "sending at once", graphs=True),
+    Measured("main.py, CUDA graphs", 32, 2, 7.34 * MS, GRAPHS_32, "sending at once", graphs=True),
     Measured("main.py, O1, a slower CPU", 32, 2, 25.6 * MS, EAGER_32_SLOW, on_cpu=True),
     Measured("main.py, O1, a slower CPU", 32, 4, 29.6 * MS, EAGER_32_SLOW, on_cpu=True),
 )

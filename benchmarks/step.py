@@ -426,17 +426,7 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     args.image_size = args.image_size or usual_size(args.arch)
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    names = dict.fromkeys(args.contestants.split(","))
-    try:
-        args.contestants = [read_name(name, args.optimizer) for name in names]
-    except ValueError as error:
-        parser.error(str(error))
-    steps = args.warmup + args.rounds * (args.settle + args.block)
-    if steps > PROJECT_EPOCH and any(one.kind.script is None for one in args.contestants):
-        parser.error(
-            f"main.py validates and saves after {PROJECT_EPOCH} steps, and this would be {steps}: "
-            "take a smaller --warmup, --settle, --block or --rounds"
-        )
+    args.contestants = read_contestants(parser, args, args.optimizer)
     return args
 
 
@@ -449,6 +439,24 @@ def add_turns(parser: argparse.ArgumentParser, rounds: int) -> None:
     add("--block", type=positive, default=10, help=help_of_block)
     add("--rounds", type=positive, default=rounds, help="turns of each")
     add("--starts", type=positive, default=1, help="so many times --rounds, all started anew")
+
+
+def read_contestants(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, optimizer: str
+) -> list[Contestant]:
+    """Those that --contestants names; one line and the end, where they can't take these turns."""
+    names = dict.fromkeys(args.contestants.split(","))
+    try:
+        contestants = [read_name(name, optimizer) for name in names]
+    except ValueError as error:
+        parser.error(str(error))
+    steps = args.warmup + args.rounds * (args.settle + args.block)
+    if steps > PROJECT_EPOCH and any(one.kind.script is None for one in contestants):
+        parser.error(
+            f"main.py validates and saves after {PROJECT_EPOCH} steps, and this would be {steps}: "
+            "take a smaller --warmup, --settle, --block or --rounds"
+        )
+    return contestants
 
 
 def main() -> int:

@@ -1,11 +1,11 @@
-"""What synced batch norms cost a training step, eager and compiled, beside the same step without.
+"""What synced batch norms cost a training step: eager, compiled, as CUDA graphs.
 
     python benchmarks/syncbn.py [--gpus 2] [--batch-size 256] [--variants none native …]
 
 ResNet-50 at O1, channels_last, in apex_native's DistributedDataParallel, on one synthetic batch for
 each GPU: with plain batch norms (none), with apex_native's synced ones (native) and with torch's
-(torch). All are in one process for each GPU and take turns, in another order each round. Prints a
-table and writes syncbn.csv.
+(torch). All are in one process for each GPU and take turns, in another order each round; compiled-
+and graphs- are main.py's --compile and --cuda-graphs. Prints a table and writes syncbn.csv.
 """
 
 import argparse
@@ -36,7 +36,9 @@ NORMS = {
     "native": convert_syncbn_model,
     "torch": nn.SyncBatchNorm.convert_sync_batchnorm,
 }
-VARIANTS = [prefix + norm for prefix in ("", "compiled-") for norm in NORMS]
+MODES = {"": None, "compiled-": "default", "graphs-": "reduce-overhead"}  # of torch.compile
+VARIANTS = {prefix + norm: (prefix, norm) for prefix in MODES for norm in NORMS}
+DEFAULT = [name for name, (prefix, norm) in VARIANTS.items() if not prefix or norm != "torch"]
 WARM_UP = 4  # steps
 
 
@@ -48,7 +50,8 @@ def measure(rank: int, args: argparse.Namespace, store: str) -> None:
     models = {}
     for variant in args.variants:
         torch.manual_seed(0)
-        model = NORMS[variant.removeprefix("compiled-")](torchvision.models.resnet50())
+        _, norm = VARIANTS[variant]
+        model = NORMS[norm](torchvision.models.resnet50())
         models[variant] = model.cuda().to(memory_format=torch.channels_last)
     optimizers = [
         torch.optim.SGD(m.parameters(), lr=0.01, momentum=0.9, fused=True)  # as main.py
@@ -58,9 +61,12 @@ def measure(rank: int, args: argparse.Namespace, store: str) -> None:
     optimizers = dict(zip(models, optimizers, strict=True))
     wrapped = {}
     for variant, model in models.items():
-        if variant.startswith("compiled-"):
-            model.compile()
+        mode = MODES[VARIANTS[variant][0]]
+        if mode:
+            model.compile(mode=mode)
         wrapped[variant] = DistributedDataParallel(model)
+        if mode == "reduce-overhead":
+            wrapped[variant].average_at_once()
     images = torch.randn(args.batch_size, 3, 224, 224, device="cuda")
     images = images.to(memory_format=torch.channels_last)
     targets = torch.randint(1000, (args.batch_size,), device="cuda")
@@ -107,8 +113,7 @@ def report(args: argparse.Namespace, times: dict[str, list[float]]) -> None:
         "| SyncBN | ms/step | spread | to none |\n|---|---|---|---|"
     )
     for variant, blocks in times.items():
-        prefix = "compiled-" if variant.startswith("compiled-") else ""
-        without = times.get(prefix + "none")
+        without = times.get(VARIANTS[variant][0] + "none")
         ratio = f"{median(blocks) / median(without):.3f}" if without else "–"
         spread = f"{min(blocks):.2f}–{max(blocks):.2f}"
         print(f"| {variant} | {median(blocks):.2f} | {spread} | {ratio} |", flush=True)
@@ -124,7 +129,7 @@ def main() -> None:
     add = parser.add_argument
     add("--gpus", type=int, default=torch.cuda.device_count())
     add("--batch-size", type=whole_number, default=256, help="of each GPU")
-    add("--variants", nargs="+", choices=VARIANTS, default=VARIANTS[:-1], help="see above")
+    add("--variants", nargs="+", choices=VARIANTS, default=DEFAULT, help="see above")
     add("--rounds", type=int, default=6, help="turns of each; 0 only warms the compiler's cache")
     add("--block", type=whole_number, default=10, help="steps of a turn")
     add("--output", type=file_name, default=HERE / "syncbn.csv")

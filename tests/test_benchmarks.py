@@ -141,6 +141,21 @@ def test_a_name_that_is_none_is_refused(step, name):
         step.read_name(name, "sgd")
 
 
+@pytest.mark.parametrize("program", ["step.py", "scaling.py"])
+def test_turns_beyond_main_pys_first_epoch_are_refused(tmp_path, program):
+    """Its validation and its save would be timed."""
+    flags = ("--contestants", "project-O1", "--rounds", "8", "--output", tmp_path / "turns.csv")
+    done = subprocess.run(
+        [sys.executable, BENCHMARKS / program, *flags],
+        env=SCREENED | {"CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2
+    assert "main.py validates and saves after 100 steps, and this would be 106" in done.stderr
+
+
 def test_the_numbers_of_the_project_are_still_these(step):
     project = ROOT / "{{cookiecutter.project_slug}}"
     for default in (
