@@ -39,13 +39,14 @@ SMALL_STEP = (
 SYNCED = (
     ("syncbn_slow.csv", "torch", "torch's, slow CPU"),
     ("syncbn_slow.csv", "native", "apex_native's, slow CPU"),
+    ("syncbn_slow.csv", "none", "none, slow CPU"),
     ("syncbn.csv", "torch", "torch's"),
     ("syncbn.csv", "native", "apex_native's"),
     ("syncbn.csv", "none", "none"),
     ("syncbn.csv", "compiled-native", "apex_native's, compiled"),
     ("syncbn.csv", "compiled-none", "none, compiled"),
-    ("syncbn_graphs.csv", "graphs-native", "apex_native's, CUDA graphs"),
-    ("syncbn_graphs.csv", "graphs-none", "none, CUDA graphs"),
+    ("syncbn_graphs.csv", "graphs-native", "apex_native's, graphs, 3rd host"),
+    ("syncbn_graphs.csv", "graphs-none", "none, graphs, 3rd host"),
 )
 LOADERS = (
     ("loader.csv", "usual (PIL)", "PIL"),

@@ -1,4 +1,4 @@
-"""How fast a training step is on more GPUs than were at hand: a model, fitted to 1 and 4 H200s.
+"""How fast a training step is on more GPUs than were at hand: a model, fitted to 1, 2 and 4 H200s.
 
     python benchmarks/scaling_model.py                  # the tables of docs/scaling.md
     python benchmarks/scaling_model.py --write          # puts them there and draws its pictures
@@ -202,6 +202,8 @@ MEASURED = (
     Measured("main.py, O1, a host with eight", 256, 2, 43.03 * MS, O1_OF_EIGHT),
     Measured("main.py, O1, a host with eight", 256, 4, 43.55 * MS, O1_OF_EIGHT),
     Measured("main.py, O1, a host with eight", 256, 8, 43.84 * MS, O1_OF_EIGHT),
+    Measured("the same model, compiled", 256, 2, 37.78 * MS, COMPILED),
+    Measured("the same model, CUDA graphs", 256, 2, 37.40 * MS, COMPILED, graphs=True),
     Measured("main.py, CUDA graphs", 32, 2, 7.34 * MS, GRAPHS_32, "sending at once", graphs=True),
     Measured("main.py, O1, a slower CPU", 32, 2, 25.6 * MS, EAGER_32_SLOW, on_cpu=True),
     Measured("main.py, O1, a slower CPU", 32, 4, 29.6 * MS, EAGER_32_SLOW, on_cpu=True),
