@@ -213,6 +213,7 @@ class Running:
 
     def __init__(self, contestant: Contestant, args: argparse.Namespace, folder: Path) -> None:
         self.name = contestant.name
+        self.replays = "graphs" in contestant.options  # what graphs keep, torch does not count
         self.logs = [folder / f"{self.name}-{rank}.log" for rank in range(args.gpus)]
         self.pipes: list[connection.Connection] = []
         self.processes: list[subprocess.Popen] = []
@@ -304,7 +305,10 @@ def free_port() -> int:
 
 
 class Turn(NamedTuple):
-    """A row of step.csv: the slowest process's seconds per step, the largest one's peak bytes."""
+    """A row of step.csv: the slowest process's seconds per step, the largest one's peak bytes.
+
+    0 bytes: not known.
+    """
 
     contestant: str
     round: int
@@ -336,9 +340,7 @@ def compete(
             for number in range(first, first + rounds):
                 for entrant, said in survivors(in_order(warm, number), Running.go_on):
                     seconds, memory = map(max, zip(*said, strict=True))
-                    if "graphs" in entrant.options:
-                        memory = 0  # torch does not count what replayed graphs keep
-                    yield Turn(entrant.name, number, seconds, memory)
+                    yield Turn(entrant.name, number, seconds, 0 if entrant.replays else memory)
                 say(f"round {number + 1} of {starts * rounds} is over")
 
 
