@@ -77,7 +77,8 @@ def means(
 ) -> tuple[Tensor, Tensor]:
     """Σ grad and Σ grad · x̂ of each channel in this process, and their means over all.
 
-    Returns (2, C) and (2, C); the means are by the number of values in `statistics`.
+    As for `moments`, grad and x lie in rows if `arithmetic` is `_rows`. Returns (2, C) and (2, C);
+    the means are by the number of values in `statistics`.
     """
     if mailbox is not None and arithmetic is not _formula:
         from . import _mailbox

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.distributed import _symmetric_memory as symmetric_memory
 
-from ._rows import CHANNELS, ROWS, _sum_gradients, _sum_powers, ceil_div, in_rows, split
+from ._rows import CHANNELS, ROWS, _sum_gradients, _sum_powers, ceil_div, split
 
 VALUES = tl.constexpr(4)  # of each channel, in a letter; each tile of CHANNELS has its own letters
 
@@ -296,13 +296,12 @@ def moments(
 
 
 def means(grad: Tensor, x: Tensor, statistics: Tensor, mailbox: Tensor) -> tuple[Tensor, Tensor]:
-    """As `_exchange.means`, of x in rows, at that address."""
+    """As `_exchange.means`, of grad and x in rows, at that address."""
     rows, channels, share, grid = split(x)
     sums = torch.empty(2 * grid[0], channels, dtype=torch.float32, device=x.device)
     local, means = torch.empty(2, 2, channels, dtype=torch.float32, device=x.device)
-    inputs = in_rows(grad), x
     outputs = statistics, local, means
-    _means[grid](*inputs, sums, *outputs, mailbox, rows, channels, share, ROWS, CHANNELS)
+    _means[grid](grad, x, sums, *outputs, mailbox, rows, channels, share, ROWS, CHANNELS)
     return local, means
 
 

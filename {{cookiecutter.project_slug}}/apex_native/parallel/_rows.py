@@ -150,7 +150,7 @@ def normalise(x: Tensor, statistics: Tensor, weight: Tensor | None, bias: Tensor
 
 def sum_gradients(grad: Tensor, x: Tensor, statistics: Tensor) -> Tensor:
     """As `_formula.sum_gradients`, the sums in parts."""
-    return _reduce(_sum_gradients, in_rows(grad), x, statistics)
+    return _reduce(_sum_gradients, grad, x, statistics)
 
 
 def differentiate(
@@ -158,7 +158,7 @@ def differentiate(
 ) -> Tensor:
     """As `_formula.differentiate`."""
     has = {"HAS_WEIGHT": weight is not None}
-    return _map(_differentiate, (in_rows(grad), x), (statistics, means, weight), has)
+    return _map(_differentiate, (grad, x), (statistics, means, weight), has)
 
 
 def in_rows(x: Tensor) -> Tensor:

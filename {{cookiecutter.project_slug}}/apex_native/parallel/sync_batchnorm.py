@@ -143,6 +143,8 @@ class _Normalised(torch.autograd.Function):
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         input, weight, statistics, mailbox = ctx.saved_tensors
         arithmetic = _arithmetic_for(input)
+        if arithmetic is not _formula:
+            grad = arithmetic.in_rows(grad)
         grad_input = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
             exchanged = arithmetic, statistics, ctx.group, mailbox
