@@ -3,38 +3,50 @@
 PYTHON ?= python3
 VENV ?=
 TASK ?=
-JOBS ?= 2
+JOBS ?= 3
 ARGS ?=
-export VENV TASK
+TORCH ?=
+export VENV TASK TORCH
 
 RUN = "$(PYTHON)" .ci/in_venv.py
 
-.PHONY: help demo test slow lint format setup clean distclean
+# What depends on the version of torch: the launch, checkpoints, apex_native and short runs of all tasks.
+TESTS_OF_TORCH = tests/apex_native tests/engine tests/clusters/test_run_sh.py \
+	tests/training/test_checkpoints_0_9.py tests/training/test_faults.py tests/training/test_short_run.py
+
+.PHONY: help demo test test-torch slow lint format setup clean distclean
 
 help: ## list the commands
-	@awk -F ' *## *' '/^[a-z]+:.*## / { sub(/:.*/, "", $$1); printf "make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ' *## *' '/^[a-z-]+:.*## / { sub(/:.*/, "", $$1); printf "make %-10s %s\n", $$1, $$2 }' Makefile
 	@echo
 	@echo 'PYTHON=python3.12   the interpreter to make the environment with (default: python3)'
 	@echo 'VENV=folder         the environment (default: one for these requirements in ~/.cache)'
 	@echo 'TASK=segmentation   what make demo trains (or contrastive; default: classification)'
-	@echo 'JOBS=2              how many tests make test runs at once'
+	@echo 'JOBS=3              how many tests make test runs at once'
+	@echo 'TORCH=2.6           the version of torch, in an environment of its own (default: the newest)'
 	@echo 'ARGS="-k name"      further arguments of pytest'
 
 demo: ## generate the default project, train it on its own data, show the result
 	@$(RUN) python .ci/demo.py
 
-# Tests that train belong to the xdist group "train", or "short" if it is mostly one process for few
-# steps: each group has one worker, which keeps its fixtures, and two cores suffice for both.
+# Tests that train belong to the xdist groups "train" and "faults", or "short" if it is mostly one
+# process for few steps. Each group has one worker, which keeps its fixtures. They often wait, so that
+# three workers suit two cores.
 test: ## run the tests, except the slow ones
 	@$(RUN) python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
+
+test-torch: ## run the tests that depend on torch, with the version that TORCH names
+	@$(RUN) python -c 'import torch; print("torch", torch.__version__)'
+	@$(RUN) python -m pytest -n $(JOBS) --dist loadgroup $(ARGS) $(TESTS_OF_TORCH)
 
 slow: ## run the slow tests, one after the other
 	@$(RUN) python -m pytest -m slow -rs $(ARGS)
 
 # Without a cache, which ruff would put into the template.
-lint: ## check style and shell scripts, change nothing
+lint: ## check style, types and shell scripts, change nothing
 	@$(RUN) ruff check --no-cache .
 	@$(RUN) ruff format --no-cache --check .
+	@$(RUN) python .ci/check_types.py
 	@$(RUN) shellcheck .ci/run '{{cookiecutter.project_slug}}/run.sh' \
 		'{{cookiecutter.project_slug}}/launch'/*slurm.sbatch*
 

@@ -1,6 +1,6 @@
-"""Generates a project into build/demo, trains it there, and shows what it learned.
+"""Generate a project into build/demo, train it there, and show the results.
 
-It is the default one, but for its task, which the environment's TASK may name.
+The answers are the defaults, except for the task, which the variable TASK may name.
 """
 
 import csv
@@ -41,16 +41,16 @@ def table(path):
     return "\n".join("  ".join(map(str.rjust, row, widths)) for row in rows)
 
 
-def generate():
-    """The project that the defaults give for TASK."""
+def generate(output: Path) -> Path:
+    """Generate the project with the default answers and TASK into `output`; return its folder."""
     with tempfile.TemporaryDirectory() as folder:
         template = str(copy_template(Path(folder)))
-        options = {"no_input": True, "default_config": True, "output_dir": str(DEMO)}
+        options = {"no_input": True, "default_config": True, "output_dir": str(output)}
         return Path(cookiecutter(template, extra_context={"task": TASK}, **options))
 
 
 def draw(project, folder):
-    """PNG files of validation digits, named by them; for segmentation, with four in each."""
+    """Write validation digits to PNG files named by their labels; four each for segmentation."""
     folder.mkdir()
     file = np.load(project / "data" / "digits.npz")
     validation = slice(30, None, 5)
@@ -67,7 +67,7 @@ def draw(project, folder):
 
 
 def run(command, folder):
-    """Ctrl-C reaches the command too, which ends in its own way; this only waits for it."""
+    """Run a command to its end; Ctrl-C reaches it too, and is left to it."""
     signal.signal(signal.SIGINT, lambda *_: None)
     with subprocess.Popen(command, cwd=folder) as process:
         return process.wait()
@@ -75,7 +75,7 @@ def run(command, folder):
 
 def main():
     shutil.rmtree(DEMO, ignore_errors=True)
-    project = generate()
+    project = generate(DEMO)
     print(f"\n$ cd {os.path.relpath(project)} && ./run.sh\n", flush=True)
     status = run(["./run.sh"], project)
     if status:

@@ -5,9 +5,10 @@
     python3 .ci/in_venv.py --remove         removes it
 
 The environment is the folder that VENV names, or else one under the user's cache folder whose name
-holds a hash of requirements-dev.txt and the Python version: every clone with the same requirements
-shares it, and a change makes a new one. A stamp is written into it last, so it is complete or made
-anew; a lock lets only one process make it. This needs nothing but Python's standard library.
+holds a hash of requirements-dev.txt, the Python version and TORCH, a version of torch such as 2.6
+(default: the newest): every clone with the same requirements shares it, and a change makes a new
+one. A stamp is written into it last, so it is complete or made anew; a lock lets only one process
+make it. This needs nothing but Python's standard library.
 """
 
 import contextlib
@@ -23,12 +24,14 @@ from pathlib import Path
 NAME = "ddp-apex-template"
 REQUIREMENTS = Path(__file__).resolve().parent.parent / "requirements-dev.txt"
 VERSION = "{}.{}".format(*sys.version_info)
+TORCH = os.environ.get("TORCH", "")
 STAMP = f".{NAME}"  # empty while the environment is being made, then its key
 
 
 def key():
     content = REQUIREMENTS.read_bytes() + f"{VERSION} {sysconfig.get_platform()}".encode()
-    return f"py{VERSION}-{hashlib.sha256(content).hexdigest()[:12]}"
+    prefix = f"torch{TORCH}-" if TORCH else ""
+    return f"{prefix}py{VERSION}-{hashlib.sha256(content).hexdigest()[:12]}"
 
 
 def default_folder():
@@ -81,7 +84,9 @@ def make(folder, lock):
     install = [folder / "bin" / "python", "-m", "pip", "install", "--disable-pip-version-check"]
     # pip holds the lock as well, in case that it outlives this process.
     done = subprocess.run(
-        [*install, "-r", REQUIREMENTS], stdout=sys.stderr, pass_fds=[lock.fileno()]
+        [*install, "-r", REQUIREMENTS, *([f"torch=={TORCH}.*"] if TORCH else [])],
+        stdout=sys.stderr,
+        pass_fds=[lock.fileno()],
     )
     if done.returncode:
         sys.exit("The installation failed, for the reason above; the next make starts it again.")

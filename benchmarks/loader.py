@@ -25,7 +25,7 @@ import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from multiprocessing import Pool
 from pathlib import Path
 from statistics import mean, median
@@ -42,7 +42,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "{{cookiecutter.project_slug}}"))
 sys.dont_write_bytecode = True  # cookiecutter would take the caches for a part of the template
 import task  # noqa: E402
-from engine import images  # noqa: E402
+from engine.data import collate, gpu_decoding, images  # noqa: E402
 
 CLASSES = 1000  # as many as task.dummy_batch has, so that the models are the same
 VALIDATION = 128
@@ -60,7 +60,7 @@ distributed.run(main.main)
 USE_THE_USUAL = """
 sys.path.append({benchmarks!r})
 import loader
-task.build_datasets = loader.usual_datasets
+task.build_datasets = lambda args: loader.usual_datasets(args.data)
 """
 FROM_FILES = {
     "usual (PIL)": (USE_THE_USUAL, []),
@@ -82,6 +82,11 @@ def usual_datasets(data: Path) -> tuple[ImageFolder, ImageFolder]:
         ImageFolder(data / name, transforms.Compose(steps))
         for name, steps in (("train", train), ("val", val))
     )
+
+
+def project_datasets(data: Path) -> tuple[task.SizedDataset, task.SizedDataset]:
+    """Return the training and the validation set of the project's task."""
+    return task.build_datasets(Namespace(data=data, decode="cpu", eval_only=False))
 
 
 @cache
@@ -141,10 +146,12 @@ def load(folder: Path, args: Namespace) -> dict[str, list[float]]:
     """Images/s of each loader in each round."""
     sets = {
         "usual (PIL)": usual_datasets(folder)[0],
-        "--decode cpu": task.build_datasets(folder)[0],
+        "--decode cpu": project_datasets(folder)[0],
     }
     loaders = {
-        key: DataLoader(dataset, 50, num_workers=args.workers, persistent_workers=True)
+        key: DataLoader(
+            dataset, 50, num_workers=args.workers, persistent_workers=True, collate_fn=collate
+        )
         for key, dataset in sets.items()
     }
     speeds = {key: [] for key in loaders}
@@ -164,10 +171,13 @@ def show_differences(folder: Path) -> None:
     """How far the crops of both decoders are apart, in levels of 255."""
     device = torch.device("cuda", 0)
     print("| crops | mean difference | at most | of all values within 2 |\n|---|---|---|---|")
-    for name, dataset in zip(("training", "validation"), task.build_datasets(folder), strict=True):
+    for name, dataset in zip(("training", "validation"), project_datasets(folder), strict=True):
         part = Subset(dataset, range(VALIDATION))
         batches = []
-        for make in (DataLoader, images.gpu_loader(device)):
+        for make in (
+            partial(DataLoader, collate_fn=collate),
+            partial(gpu_decoding.DecodingLoader, device),
+        ):
             torch.manual_seed(0)
             batches.append(torch.cat([batch.cpu().int() for batch, _ in make(part, batch_size=32)]))
         difference = (batches[0] - batches[1]).abs()
@@ -178,11 +188,11 @@ def show_differences(folder: Path) -> None:
 
 def show_speed_alone(folder: Path, batch_size: int) -> None:
     """How long the GPU takes for a batch, if it has nothing else to do."""
-    from engine.resize import resize  # needs Triton
+    from engine.data.resize import resize  # needs Triton
 
     device = torch.device("cuda", 0)
-    dataset = task.build_datasets(folder)[0]
-    packed, _ = images.pack([dataset[index] for index in range(batch_size)])
+    dataset = project_datasets(folder)[0]
+    packed, _ = gpu_decoding.pack([dataset[index] for index in range(batch_size)])
     files = packed.data.split(packed.files[:, 0].tolist())
 
     def decode() -> list[torch.Tensor]:
@@ -193,7 +203,7 @@ def show_speed_alone(folder: Path, batch_size: int) -> None:
     def cut() -> torch.Tensor:
         return resize(decoded, packed.spans, flips, packed.size)
 
-    parts = {"decode": decode, "crop": cut, "both": lambda: images.unpack(packed, device)}
+    parts = {"decode": decode, "crop": cut, "both": lambda: gpu_decoding.unpack(packed, device)}
     for name, act in parts.items():
         took = median(milliseconds(act) for _ in range(20))
         print(f"a batch of {batch_size} on the GPU alone, {name}: {took:.2f} ms", flush=True)

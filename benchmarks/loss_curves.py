@@ -32,13 +32,13 @@ from fresh import copy_template  # noqa: E402
 RECORDER = """
 import os, runpy
 from pathlib import Path
-from engine import report
+from engine.monitoring.meter import Meter
 losses = []
-add = report.Meter.add
+update = Meter.update
 def recording(self, loss):
     losses.append(loss.detach().clone())
-    add(self, loss)
-report.Meter.add = recording
+    update(self, loss)
+Meter.update = recording
 runpy.run_path(str(Path(__file__).parent / "main.py"), run_name="__main__")
 if os.environ["RANK"] == "0":
     Path(os.environ["LOSSES"]).write_text("\\n".join(str(float(loss)) for loss in losses))

@@ -1,7 +1,7 @@
 """Switch the answers into the code, and say what to do next.
 
 The files of OF_A_TASK are there once for each task: task.py is that of classification, and
-task_segmentation.py takes its place if that is chosen.
+template_task_segmentation.py takes its place if that is chosen.
 
 The files of MARKED are valid Python, shell and TOML in the template and were copied as they are.
 Here, what depends on an answer is chosen by their markers, which are gone from the result:
@@ -19,6 +19,7 @@ import shlex
 import sys
 import traceback
 from pathlib import Path
+from tempfile import gettempdir
 
 from jinja2 import Environment, StrictUndefined, TemplateError
 
@@ -30,15 +31,8 @@ ANSWERS = json.loads(
 )
 # A list and not a search: with --overwrite-if-exists the user's own files are in this folder too,
 # where "# %%" starts a notebook cell and « is a quotation mark.
-MARKED = (
-    "main.py",
-    "predict.py",
-    "pyproject.toml",
-    "run.sh",
-    "tests/test_features.py",
-    "tests/test_training.py",
-)
-OF_A_TASK = ("task.py", "tests/test_task.py", "tests/tiny.py")
+MARKED = ("main.py", "pyproject.toml", "run.sh")
+OF_A_TASK = ("task.py",)
 OTHER_TASKS = ("segmentation", "contrastive")
 CHOSEN = ("project_slug", "task", "opt_level", "ddp", "backend", "license")
 YES_OR_NO = ("fused_adam", "sync_bn")
@@ -89,11 +83,9 @@ def check(path, text):
 
 for path in map(Path, OF_A_TASK):
     for task in OTHER_TASKS:
-        other = path.with_name(f"{path.stem}_{task}.py")
+        other = path.with_name(f"template_{path.stem}_{task}.py")
         if task == ANSWERS["task"]:
-            text = other.read_text(encoding="utf-8")
-            text = text.replace(f"import task_{task} as task", "import task")
-            path.write_text(text, encoding="utf-8")
+            path.write_text(other.read_text(encoding="utf-8"), encoding="utf-8")
         other.unlink()
 
 for path in map(Path, MARKED):
@@ -116,6 +108,9 @@ Path("run.sh").chmod(Path("run.sh").stat().st_mode | 0o111)  # a template in a z
 with contextlib.suppress(OSError):  # it has a job for the cluster, or a file of the user's
     Path("launch").rmdir()
 
-# Not to stdout, which is the diff where `cruft diff` runs this.
-next_commands = f"cd {shlex.quote(str(Path.cwd()))}", "pip install -e .", "./run.sh"
-print("\nNext:\n", *next_commands, sep="\n    ", end="\n\n", file=sys.stderr)
+# `cruft update` generates in a temporary folder, and, unlike cookiecutter, states no output folder.
+is_update = "_output_dir" not in ANSWERS and Path(gettempdir()).resolve() in Path.cwd().parents
+if not is_update:
+    # Not to stdout, which is the diff where `cruft diff` runs this.
+    next_commands = f"cd {shlex.quote(str(Path.cwd()))}", "pip install -e .", "./run.sh"
+    print("\nNext:\n", *next_commands, sep="\n    ", end="\n\n", file=sys.stderr)

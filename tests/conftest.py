@@ -76,6 +76,20 @@ def bake(template, config, defaults, tmp_path_factory):
     return bake
 
 
+@pytest.fixture(scope="session")
+def shared_project(bake):
+    """Return the folder of a project with these answers, which no test changes."""
+    folders = {}
+
+    def shared_project(**answers):
+        key = tuple(sorted(answers.items()))
+        if key not in folders:
+            folders[key] = bake(**answers)
+        return folders[key]
+
+    return shared_project
+
+
 @pytest.fixture
 def image_folder(tmp_path):
     """A folder for --data: two classes of JPEG and PNG files that can be told apart."""

@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+TEMPLATE = ROOT / "{{cookiecutter.project_slug}}"
 LEFTOVERS = ("__pycache__", ".*_cache", "*.egg-info", "runs")
 
 

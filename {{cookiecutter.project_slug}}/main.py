@@ -1,375 +1,325 @@
 """Train a model on one GPU, on all GPUs of a machine, or on several machines.
 
-./run.sh                                             all GPUs here, or two processes on the CPU
-./run.sh --data DIR                                  on data of your own
-NPROC=1 ./run.sh --dummy --steps 100                 one process, synthetic data
-NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 ./run.sh   first of two machines; the other: NODE_RANK=1
+    ./run.sh                                             all GPUs, or two processes on the CPU
+    ./run.sh --data DIR                                  your own data
+    NPROC=1 ./run.sh --dummy --steps 100                 one process, synthetic data
+    NNODES=2 MASTER_ADDR=10.0.0.1 ./run.sh               two machines: the same command on both
+
+`build` sets everything up in the order that Apex needs; `main` runs the epochs; `train_step` is
+the part to edit for another kind of training. Model, data, loss and metrics are in task.py.
 """
 
+import argparse
 import math
 import sys
-from argparse import BooleanOptionalAction, Namespace
-from collections.abc import Iterable
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 import task
-from engine import backend, checkpoint, cli, distributed, examine, finite, rng, training, weights
-from engine.check import Audit, sample, try_out
-from engine.order import Order, Repeated, Seeded, loading
-from engine.report import Report
-from engine.saver import Saver
+from engine import cli, distributed, optim
+from engine.backend import Backend, load_backend, unwrap
+from engine.checkpoint import CheckpointManager, Progress, TrainingState
+from engine.checkpoint.pretrained import load_pretrained
+from engine.data import (
+    RepeatedBatch,
+    ResumableDistributedSampler,
+    SeededDataset,
+    ShardSampler,
+    build_loader,
+    mix_seeds,
+    rng_preserved,
+    sample_batch,
+    seed_everything,
+    to_device,
+)
+from engine.data.skipping import skip_broken
+from engine.diagnostics.checks import Settings, check_settings
+from engine.diagnostics.first_step import FirstStepAudit, check_finite, check_trainable
+from engine.distributed.consistency import require_same_data
+from engine.distributed.watchdog import StopSignals, Watchdog
+from engine.monitoring.image_grid import sample_evenly
+from engine.monitoring.logger import Logger
+from engine.monitoring.meter import Meter
+from engine.monitoring.metric import AVERAGE, Metric
 
-LOG_EVERY = 10  # steps
-DUMMY_STEPS = 100  # in an epoch of --dummy
+DDP = "«ddp»"  # the wrapper that averages gradients, in wrap_model
 OUTPUT = Path("runs/«project_slug»")
+DUMMY_STEPS = 100  # per epoch of --dummy
 
 
-def parse_args() -> Namespace:
-    parser = cli.ConfigurableParser(
-        prog="./run.sh", description="Train; validate after each epoch."
-    )
-    count, amount, flag = cli.count, cli.amount, BooleanOptionalAction
-
-    add = parser.add_argument_group("data").add_argument
-    add("--data", type=Path, metavar="DIR", help=f"{task.LAYOUT}; by default, the digits")
-    add("--dummy", action="store_true", help="synthetic images, made on the device")
-    # % if task == "segmentation"
-    add("--ignore-index", type=cli.natural, help="label without a class (default: 0 of ADE20K)")
-    # % endif
-    add("--workers", type=cli.natural, help="processes that load data, for each process")
-    # % if task == "classification"
-    decoders = ("cpu", "gpu")
-    add("--decode", choices=decoders, default="cpu", help="where JPEG files become images")
-    # % endif
-
-    add = parser.add_argument_group("model").add_argument
-    # % if task == "segmentation"
-    archs = "deeplabv3_resnet50 or another of torchvision, smp:DECODER:ENCODER, or unet"
-    add("--arch", help=f"{archs} (default: the first; for the digits, the last)")
-    # % else
-    add("--arch", default="resnet18", help="one of torchvision's models, such as resnet50")
-    # % endif
+def parse_args() -> argparse.Namespace:
+    """Return the flags; --config FILE.json sets defaults, the command line overrides them."""
+    parser = cli.ConfigurableParser("./run.sh", "Train, and validate after each epoch.")
+    cli.add_data_arguments(parser, task.LAYOUT)
+    cli.add_model_arguments(parser)
     # % if ddp != "dataparallel"
-    add("--compile", action=flag, default=False, help="compile the model: a slow start, fast steps")
-    add("--cuda-graphs", action=flag, default=False, help="the same for small batches, as graphs")
+    cli.add_compile_arguments(parser)
     # % endif
-    # % if task == "contrastive"
-    add("--weights", help="a file, of the image encoder or both, or torchvision's name (DEFAULT)")
-    # % else
-    add("--weights", help="to begin with: a file, or torchvision's name, such as DEFAULT")
-    # % endif
-    add("--freeze", nargs="+", metavar="PART", help="keep these as they are, such as layer1")
     # % if sync_bn
-    add("--sync-bn-group", type=cli.natural, default=0, help="processes sharing one (default: all)")
+    parser.group("model").add_argument(
+        "--sync-bn-group",
+        type=cli.non_negative_int,
+        default=0,
+        help="ranks per SyncBN group (default: all)",
+    )
     # % endif
-    add("--channels-last", action=flag, help="NHWC, which convolutions like best (default: yes)")
-
-    add = parser.add_argument_group("optimisation").add_argument
-    add("--epochs", type=count, default=10, help="to train for; --schedule ends with them")
-    add("--steps", type=count, help="stop after so many steps in all")
-    # % if ddp == "dataparallel"
-    add("--batch-size", type=count, default=task.BATCH_SIZE, help="of all GPUs together")
-    # % else
-    add("--batch-size", type=count, default=task.BATCH_SIZE, help="of each process")
-    # % endif
+    add = parser.group("optimization").add_argument
+    add("--epochs", type=cli.positive_int, default=10, help="epochs, which --schedule spans")
+    add("--batch-size", type=cli.positive_int, default=task.BATCH_SIZE, help="per process")
     # % if fused_adam
-    add("--lr", type=amount, default=1e-3, help="the highest learning rate")
-    add("--weight-decay", type=amount, default=1e-2, help="decoupled: FusedAdam is AdamW")
+    add("--lr", type=cli.non_negative_float, default=1e-3, help="peak learning rate")
+    add("--weight-decay", type=cli.non_negative_float, default=1e-2, help="decoupled, as AdamW's")
     # % else
-    add("--lr", type=amount, default=0.05, help="the highest learning rate")
-    add("--momentum", type=amount, default=0.9, help="of SGD")
-    add("--weight-decay", type=amount, default=1e-4, help="added to the gradient")
+    add("--lr", type=cli.non_negative_float, default=0.05, help="peak learning rate")
+    add("--momentum", type=cli.non_negative_float, default=0.9, help="of SGD")
+    add("--weight-decay", type=cli.non_negative_float, default=1e-4, help="added to the gradient")
     # % endif
-    # % if task == "contrastive"
-    add("--text-lr", type=amount, help="the text encoder's highest (default: that of --lr)")
-    # % endif
-    add("--decay-weights-only", action="store_true", help="not norms and biases")
-    add("--scale-lr", type=count, metavar="IMAGES", help="--lr is for steps of so many")
-    add("--schedule", choices=("cosine", "step", "none"), default="cosine", help="step: ×0.1 twice")
     # % if task == "segmentation" and not fused_adam
-    add("--warmup-epochs", type=amount, default=3.0, help="of a rising learning rate")
+    cli.add_optimization_arguments(parser, warmup_epochs=3.0)
     # % else
-    add("--warmup-epochs", type=amount, default=1.0, help="of a rising learning rate")
+    cli.add_optimization_arguments(parser)
     # % endif
-    # % if task != "contrastive"
-    add("--accumulate", type=count, default=1, metavar="N", help="batches of a step, one by one")
-    # % endif
-    add("--label-smoothing", type=cli.share, default=0.0, help="in the training's loss")
-    add("--clip-grad", type=amount, metavar="NORM", help="the gradients' highest norm")
-    add("--ema", type=cli.share, metavar="DECAY", help="validate and save a moving average, too")
-
-    add = parser.add_argument_group("precision").add_argument
-    levels = ("O0", "O1", "O2", "O3", "O4", "O5")
-    add("--opt-level", choices=levels, default="«opt_level»", help="Apex's, see README.md")
-    add("--loss-scale", type=cli.loss_scale, help="dynamic, or a number (default: the level's)")
-    add("--keep-batchnorm-fp32", action=flag, help="where weights are cast (default: the level's)")
-    backends = ("auto", "apex", "native")
-    add("--backend", choices=backends, default="«backend»", help="real Apex or apex_native")
-
-    add = parser.add_argument_group("distributed").add_argument
+    cli.add_precision_arguments(parser, opt_level="«opt_level»", backend="«backend»")
+    add = parser.group("distributed").add_argument
     add("--local-rank", "--local_rank", type=int, help="from old launchers; LOCAL_RANK wins")
     # % if ddp == "apex"
     add("--delay-allreduce", action="store_true", help="accept parameters without a gradient")
     # % endif
-    # % if ddp != "dataparallel"
-    add("--compress-gradients", action="store_true", help="send them as bfloat16: half the bytes")
-    # % endif
-    add("--timeout", type=count, default=600, help="seconds in which a step must be done")
-
-    add = parser.add_argument_group("run").add_argument
-    add("--output", type=Path, default=OUTPUT, help="folder of checkpoints and metrics")
-    add("--resume", type=Path, help="a checkpoint, or 'auto' for the last one in --output, if any")
-    add("--save-every", type=cli.interval, metavar="N|Nm", help="steps or minutes, and each epoch")
-    add("--keep", type=count, default=2, help="so many of the newest checkpoints")
-    add("--eval-only", action="store_true", help="validate, and train nothing")
-    add("--seed", type=cli.natural, default=0, help="of weights, order and augmentations")
-    add("--deterministic", action="store_true", help="bit by bit the same on a GPU too; slower")
-    add("--check", action="store_true", help="look at this machine and these flags, train nothing")
-    add("--json", dest="check", action="store_true", help="--check, for a program to read")
+    cli.add_run_arguments(parser, OUTPUT)
+    task.add_arguments(parser)
 
     args = parser.parse_args()
-    if args.keep_batchnorm_fp32 is not None and args.opt_level in ("O1", "O4"):
-        parser.error(f"--keep-batchnorm-fp32 is for cast weights; {args.opt_level} casts none")
-    # % if task == "classification"
-    if args.decode == "gpu" and (args.dummy or args.data is None):
-        parser.error("--decode gpu is for the JPEG files of --data")
-    # % endif
-    # % if task != "contrastive" and ddp != "dataparallel"
-    if args.cuda_graphs and args.accumulate > 1:
-        parser.error("--accumulate: --cuda-graphs keep no gradients from one batch to the next")
-    # % endif
-    if args.workers is None:
-        args.workers = min(distributed.cores(), 8) if args.data else 0
-    # % if ddp == "dataparallel"
-    if args.opt_level == "O4":
-        parser.error(
-            "--opt-level O4: its casts don't reach DataParallel's threads; take O5 for bf16"
-        )
-    # % endif
-    # % if task == "segmentation"
-    if args.arch is None:
-        args.arch = "deeplabv3_resnet50" if args.data or args.dummy else "unet"
-    # % elif task == "contrastive"
-    if args.text_lr is None:
-        args.text_lr = args.lr
-    # % endif
+    cli.complete_arguments(parser, args, DDP, OUTPUT)
+    task.check_arguments(parser, args)
     return args
 
 
-def schedule(args: Namespace, epoch: float) -> float:
-    """The share of the highest learning rate at `epoch`, which counts fractions too.
+@dataclass
+class Data:
+    """Batches to train and validate on, and what the model and the logs need to know of them."""
 
-    A linear rise to 1, then half a cosine down to 0, or 0.1 and 0.01 for the last two thirds, or 1.
+    train_loader: DataLoader | RepeatedBatch
+    sampler: ResumableDistributedSampler | RepeatedBatch
+    batches_per_epoch: int  # of each process
+    val_loader: DataLoader | list
+    data_sets: dict[str, Any]  # "train" and "val"; none if synthetic
+    classes: list[str]
+    sample: list[Tensor]  # a small batch on the CPU, to check the model with
+    val_sample: list[Tensor]  # the same, to check the validation with
+
+
+@dataclass
+class Run:
+    """Everything that the training loop uses."""
+
+    args: argparse.Namespace
+    device: torch.device
+    memory_format: torch.memory_format
+    backend: Backend
+    logger: Logger
+    data: Data
+    model: nn.Module
+    optimizer: Optimizer
+    base_lrs: list[float]
+    ema: optim.Ema | None
+    checkpoints: CheckpointManager
+    stop_signals: StopSignals
+    watchdog: Watchdog
+    progress: Progress = field(init=False)
+    audit: FirstStepAudit = field(init=False)  # created after resuming, whose result it checks
+    eval_models: dict[str, nn.Module] = field(init=False)  # by the suffix of their metrics
+    metrics: dict[str, task.Metrics] = field(init=False)  # for each of them
+
+    def __post_init__(self) -> None:
+        self.progress = self.checkpoints.state.progress
+        self.eval_models = {"": unwrap(self.model)}
+        if self.ema:
+            self.eval_models[AVERAGE] = self.ema.module
+        classes = len(self.data.classes)
+        self.metrics = {suffix: task.Metrics(classes, self.device) for suffix in self.eval_models}
+
+
+def init_distributed(args: argparse.Namespace) -> tuple[torch.device, Backend]:
+    """Start the process group; choose this process's device and the backend.
+
+    The device comes first: NCCL, and tensors made on "cuda", use the current one.
     """
-    if epoch < args.warmup_epochs:
-        return epoch / args.warmup_epochs
-    if args.schedule != "cosine":
-        return 0.1 ** int(3 * epoch / args.epochs) if args.schedule == "step" else 1.0
-    done = (epoch - args.warmup_epochs) / max(args.epochs - args.warmup_epochs, 1e-9)
-    return (1 + math.cos(math.pi * min(done, 1))) / 2
-
-
-@torch.no_grad()
-def validate(
-    model: nn.Module, metrics: task.Metrics, batches: Iterable, memory_format: torch.memory_format
-) -> dict[str, float]:
-    """The task's metrics on the whole validation set, each sample counted once."""
-    # Not the DDP wrapper: shards may differ in length, and it would wait for all of them.
-    module = checkpoint.unwrap(model)
-    distributed.broadcast_buffers(module)
-    device = next(module.parameters()).device
-    metrics.reset()
-    with training.evaluation(module):
-        for batch in batches:
-            images, targets = distributed.to_device(batch, device, memory_format)
-            metrics.update(module(task.prepare(images)), targets)
-        return metrics.compute()
-
-
-def main() -> None:
-    args = parse_args()
-    # % if task == "segmentation"
-    build_datasets = partial(task.build_datasets, args.data, args.ignore_index)
-    # % else
-    build_datasets = partial(task.build_datasets, args.data)
-    # % endif
-    # % if ddp == "dataparallel"
-    needs = {"replicated": True}
-    # % elif ddp == "apex"
-    needs = {"compiled": args.compile or args.cuda_graphs, "compressed": args.compress_gradients}
-    # % else
-    needs = {"compiled": args.compile or args.cuda_graphs}
-    # % endif
-    if args.check:
-        examine.settings(args, build_datasets, needs)
-
-    # The device comes first: NCCL, and whatever is made on "cuda", go to the current one.
-    rank, local_rank, world_size = distributed.ranks(args.local_rank)
+    rank, local_rank, world_size = distributed.resolve_ranks(args.local_rank)
     # % if ddp == "dataparallel"
     if world_size > 1:
         distributed.stop(f"DataParallel is one process for all GPUs, not {world_size}: use NPROC=1")
     # % endif
-    # % if task == "contrastive"
-    if args.batch_size * world_size == 1 and not args.eval_only:
-        distributed.stop("--batch-size 1: one pair has no wrong answer to learn from; take more")
-    # % endif
-    device = distributed.device_for(local_rank)
-    on_gpu = device.type == "cuda"
-    if on_gpu:
+    device = distributed.select_device(local_rank)
+    if device.type == "cuda":
         torch.cuda.set_device(device)
         # % if ddp != "dataparallel"
         torch.backends.cudnn.benchmark = not args.deterministic
-        # % endif
-    # % if ddp != "dataparallel"
     elif args.cuda_graphs:
-        distributed.stop("--cuda-graphs: this run is on the CPU; take --compile, or leave it out")
+        distributed.stop("--cuda-graphs: this run is on the CPU; use --compile, or leave it out")
+    # % else
+    # cuDNN's algorithms are not benchmarked: DataParallel's threads are new at each step.
     # % endif
     if args.deterministic:
         distributed.make_deterministic()
-    apex, reason = backend.load_backend(args.backend, args.opt_level, **needs)
-    distributed.join(device, args, apex.__name__)
-    rng.seed(args.seed)
-    report = Report(args.output, rank, task.METRIC)
-    report.say(f"{distributed.describe(world_size, device)}, {args.opt_level}, {reason}")
-    # % if ddp == "apex"
-    args.channels_last = backend.channels_last(apex, args.channels_last, report.say)
-    # % endif
-    memory_format = torch.contiguous_format if args.channels_last is False else torch.channels_last
+    # Real Apex if it is installed and still has the calls, else apex_native: `backend.apex`.
+    backend = load_backend(args.backend, args.opt_level, **cli.backend_needs(args, DDP))
+    timeout = timedelta(seconds=args.timeout + 60)  # the watchdog reports a slow step first
+    # Also compares versions and flags of all processes, which env:// would not.
+    store = distributed.rendezvous(device, cli.settings(args), backend.name, timeout)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+    )
+    return device, backend
 
-    # Data: each process trains on its own shard, in a new order each epoch.
+
+def build_data(
+    args: argparse.Namespace,
+    device: torch.device,
+    memory_format: torch.memory_format,
+    logger: Logger,
+) -> Data:
+    """Build the data loaders: each process trains on its own shard, reshuffled every epoch."""
     if args.dummy:
-        # % if task != "contrastive"
+        batch = to_device(task.dummy_batch(args.batch_size, device), device, memory_format)
+        repeated = RepeatedBatch(batch, DUMMY_STEPS, dist.get_world_size())
         classes = [str(number) for number in range(task.DUMMY_CLASSES)]
-        # % endif
-        batch = task.dummy_batch(args.batch_size, device)
-        batch = distributed.to_device(batch, device, memory_format)
-        train_loader = sampler = Repeated(batch, DUMMY_STEPS, world_size)
-        val_loader, tried = [batch], [part[:2].cpu() for part in batch]
-    else:
-        with report.clock("reading the data"):
-            train_set, val_set = distributed.same_data(*build_datasets())
-        # % if task != "contrastive"
-        classes = [str(name) for name in train_set.classes]
-        # % endif
-        train_set, val_set = Seeded(train_set, args.seed), Seeded(val_set, args.seed)
-        sampler = Order(train_set, args.seed)
-        options = loading(args.batch_size, args.workers, on_gpu)
-        # % if task == "classification"
-        Loader = DataLoader if args.decode == "cpu" else task.gpu_loader(device)
-        train_loader = Loader(train_set, sampler=sampler, drop_last=True, **options)
-        val_loader = Loader(distributed.shard(val_set, rank, world_size), **options)
-        # % else
-        train_loader = DataLoader(train_set, sampler=sampler, drop_last=True, **options)
-        val_loader = DataLoader(distributed.shard(val_set, rank, world_size), **options)
-        # % endif
-        # % if ddp == "dataparallel"
-        tried = sample(train_set, min(2, training.smallest_share(args.batch_size), len(train_set)))
-        # % else
-        tried = sample(train_set, min(2, args.batch_size, len(train_set)))
-        # % endif
-    batches_per_epoch = len(train_loader)
-    # % if task == "contrastive"
-    steps_per_epoch = batches_per_epoch
+        sample = [tensor[:2].cpu() for tensor in batch]
+        return Data(
+            train_loader=repeated,
+            sampler=repeated,
+            batches_per_epoch=DUMMY_STEPS,
+            val_loader=[batch],
+            data_sets={},
+            classes=classes,
+            sample=sample,
+            val_sample=sample,
+        )
+    with logger.timer("reading the data"):
+        train_set, val_set = (
+            skip_broken(dataset, args.skip_broken, args.output)
+            for dataset in task.build_datasets(args)
+        )
+        require_same_data(train_set, val_set)
+    # The random numbers of augmentation depend on seed, epoch and sample, not on the worker.
+    seeded_train_set = SeededDataset(train_set, args.seed)
+    seeded_val_set = SeededDataset(val_set, args.seed)
+    sampler = ResumableDistributedSampler(seeded_train_set, args.seed)
+    loader = partial(build_loader, batch_size=args.batch_size, workers=args.workers, device=device)
+    train_loader = loader(seeded_train_set, sampler, drop_last=True)
+    # Not padded to equal shards: each validation sample counts once.
+    val_loader = loader(
+        seeded_val_set, ShardSampler(seeded_val_set, dist.get_rank(), dist.get_world_size())
+    )
+    # % if ddp == "dataparallel"
+    sample_size = min(2, optim.smallest_replica_batch(args.batch_size), len(train_set))
     # % else
-    steps_per_epoch = math.ceil(batches_per_epoch / args.accumulate)
+    sample_size = min(2, args.batch_size, len(train_set))
     # % endif
+    return Data(
+        train_loader=train_loader,
+        sampler=sampler,
+        batches_per_epoch=len(train_loader),
+        val_loader=val_loader,
+        data_sets={"train": train_set, "val": val_set},
+        classes=[str(name) for name in getattr(train_set, "classes", ())],
+        sample=sample_batch(seeded_train_set, sample_size),
+        val_sample=sample_evenly(seeded_val_set, 8),
+    )
 
-    # Model, SyncBN, device and memory format; only then the optimizer, which must see the
-    # parameters that are trained; then amp, which may cast them; then DDP, which hooks them. One
-    # process has nobody to share statistics or gradients with.
-    # % if task == "contrastive"
-    model = task.build_model(args.arch)
-    try_out(model, task.criterion, task.prepare(tried[0]), model.text_encoder(tried[1]))
-    # % else
-    model = task.build_model(args.arch, len(classes))
-    try_out(model, task.criterion, task.prepare(tried[0]), tried[1])
-    # % endif
+
+def build_model(
+    args: argparse.Namespace,
+    backend: Backend,
+    device: torch.device,
+    memory_format: torch.memory_format,
+    data: Data,
+    logger: Logger,
+) -> tuple[nn.Module, optim.Ema | None]:
+    """Build the model and its moving average, with initial weights and SyncBN, on the device."""
+    model = task.build_model(args.arch, len(data.classes))
+    if not args.eval_only:  # an error message now, instead of an exception at the first step
+        check_trainable(model, task.criterion, task.prepare, data.sample)
     if args.weights:
-        # % if task == "contrastive"
-        report.say(weights.load(model, args.weights, args.arch, "image_encoder"))
-        # % else
-        report.say(weights.load(model, args.weights, args.arch))
-        # % endif
-    ema = training.Ema(model, args.ema) if args.ema else None
+        build = partial(task.build_model, args.arch)
+        logger.info(load_pretrained(model, args.weights, args.arch, data.classes, build))
+    ema = None
+    if args.ema:
+        ema = optim.Ema(model, args.ema)  # in fp32, with plain batch norm
+        logger.info(f"EMA: an average of the weights is validated as {task.METRIC}{AVERAGE}, too")
     # % if sync_bn
-    group = backend.syncbn_group(apex, args.sync_bn_group)
-    if world_size > 1:
-        model = apex.parallel.convert_syncbn_model(model, process_group=group)
+    group = backend.syncbn_group(args.sync_bn_group)
+    if dist.get_world_size() > 1:
+        model = backend.apex.parallel.convert_syncbn_model(model, process_group=group)
     # % endif
-    model = model.to(device, memory_format=memory_format)
-    validated = ema.module.to(device, memory_format=memory_format) if ema else model
-    # % if task == "contrastive"
+    model = model.to(device).to(memory_format=memory_format)
+    if ema:
+        ema.module.to(device).to(memory_format=memory_format)
     if args.freeze:
-        encoders = model.image_encoder, model.text_encoder
-        report.say(training.freeze(model, args.freeze, encoders))
-    parameters = [
-        *training.parameters(model.image_encoder, args.lr, args.decay_weights_only),
-        *training.parameters(model.text_encoder, args.text_lr, args.decay_weights_only),
+        logger.info(optim.freeze(model, args.freeze))
+    return model, ema
+
+
+def build_optimizer(
+    args: argparse.Namespace, backend: Backend, model: nn.Module, logger: Logger
+) -> Optimizer:
+    """Build the optimizer of the parameters that are not frozen."""
+    # % if task == "contrastive"
+    groups = [
+        *optim.param_groups(model.get_submodule("image_encoder"), args.lr, args.decay_weights_only),
+        *optim.param_groups(
+            model.get_submodule("text_encoder"), args.text_lr, args.decay_weights_only
+        ),
     ]
     # % else
-    if args.freeze:
-        report.say(training.freeze(model, args.freeze, [model]))
-    parameters = training.parameters(model, args.lr, args.decay_weights_only)
+    groups = optim.param_groups(model, args.lr, args.decay_weights_only)
     # % endif
     # % if fused_adam
-    optimizer = apex.optimizers.FusedAdam(parameters, lr=args.lr, weight_decay=args.weight_decay)
+    optimizer = backend.apex.optimizers.FusedAdam(
+        groups, lr=args.lr, weight_decay=args.weight_decay
+    )
     # % else
-    momentum, decay = args.momentum, args.weight_decay
-    optimizer = torch.optim.SGD(parameters, args.lr, momentum, weight_decay=decay, fused=on_gpu)
+    optimizer = torch.optim.SGD(
+        groups,
+        lr=args.lr,
+        momentum=args.momentum,
+        weight_decay=args.weight_decay,
+        fused=next(model.parameters()).is_cuda,
+    )
     # % endif
-    images_per_batch = args.batch_size * world_size
     if args.scale_lr:
-        # % if task == "contrastive"
-        factor = images_per_batch / args.scale_lr
-        # % else
-        factor = images_per_batch * args.accumulate / args.scale_lr
-        # % endif
-        report.say(training.scale_lr(optimizer, factor))
-    highest = [group["lr"] for group in optimizer.param_groups]
-    # % if ddp == "apex"
-    delay = args.delay_allreduce or args.deterministic  # see make_deterministic
-    # % elif ddp == "torch"
-    devices, delay = [local_rank] if on_gpu else None, args.deterministic  # see make_deterministic
-    # % endif
+        images_per_step = args.batch_size * dist.get_world_size() * args.accumulate
+        logger.info(optim.scale_lr(optimizer, images_per_step / args.scale_lr))
+    return optimizer
+
+
+def wrap_model(
+    args: argparse.Namespace, backend: Backend, model: nn.Module, optimizer: Optimizer
+) -> tuple[nn.Module, Optimizer]:
+    """Apply mixed precision, then gradient averaging: DDP must see the parameters after casting."""
+    apex = backend.apex
     # % if task == "contrastive"
-    encoders, optimizer = apex.amp.initialize(
-        [model.image_encoder, model.text_encoder],
+    _, optimizer = apex.amp.initialize(
+        [model.image_encoder, model.text_encoder],  # cast in place
         optimizer,
         opt_level=args.opt_level,
         keep_batchnorm_fp32=args.keep_batchnorm_fp32,
         loss_scale=args.loss_scale,
     )
-    # % if ddp != "dataparallel"
-    if needs["compiled"]:
-        for encoder in encoders:
-            encoder.compile(mode="reduce-overhead" if args.cuda_graphs else None)
-    # % endif
-    # % if ddp == "dataparallel"
-    # One process and a thread for each GPU: at every step the model is copied to all GPUs, the
-    # outputs come back to the first, and Python runs one thread at a time. The threads are new
-    # each time, and would time cuDNN's algorithms again. For comparison only.
-    encoders = [nn.DataParallel(encoder) for encoder in encoders]
-    # % else
-    if world_size > 1:
-        # % if ddp == "apex"
-        encoders = [
-            apex.parallel.DistributedDataParallel(encoder, delay_allreduce=delay)
-            for encoder in encoders
-        ]
-        # % else
-        encoders = [
-            nn.parallel.DistributedDataParallel(encoder, devices, find_unused_parameters=delay)
-            for encoder in encoders
-        ]
-        # % endif
-    training.tune_communication(args, *encoders)
-    # % endif
-    image_encoder, text_encoder = encoders
     # % else
     model, optimizer = apex.amp.initialize(
         model,
@@ -378,144 +328,273 @@ def main() -> None:
         keep_batchnorm_fp32=args.keep_batchnorm_fp32,
         loss_scale=args.loss_scale,
     )
-    # % if ddp != "dataparallel"
-    if needs["compiled"]:
-        model.compile(mode="reduce-overhead" if args.cuda_graphs else None)
     # % endif
     # % if ddp == "dataparallel"
-    # One process and a thread for each GPU: at every step the model is copied to all GPUs, the
-    # outputs come back to the first, and Python runs one thread at a time. The threads are new
-    # each time, and would time cuDNN's algorithms again. For comparison only.
-    model = nn.DataParallel(model)
+    # For comparison only: every step copies the model to all GPUs, gathers the outputs on the
+    # first, and runs one Python thread at a time.
+    return nn.DataParallel(model), optimizer
     # % else
-    if world_size > 1:
+    if args.compile or args.cuda_graphs:
+        model.compile(mode="reduce-overhead" if args.cuda_graphs else None)
+    if dist.get_world_size() > 1:
         # % if ddp == "apex"
-        model = apex.parallel.DistributedDataParallel(model, delay_allreduce=delay)
+        model = apex.parallel.DistributedDataParallel(
+            model, delay_allreduce=args.delay_allreduce or args.deterministic
+        )
         # % else
-        model = nn.parallel.DistributedDataParallel(model, devices, find_unused_parameters=delay)
+        device = next(model.parameters()).device
+        model = nn.parallel.DistributedDataParallel(
+            model,
+            device_ids=[device] if device.type == "cuda" else None,
+            find_unused_parameters=args.deterministic,  # see make_deterministic
+        )
         # % endif
-    training.tune_communication(args, model)
-    # % endif
+    backend.tune_communication(
+        model, compress=args.compress_gradients, cuda_graphs=args.cuda_graphs
+    )
+    return model, optimizer
     # % endif
 
-    # % if task == "classification"
-    metrics = task.Metrics(device)
-    # % elif task == "segmentation"
-    metrics = task.Metrics(len(classes), device)
-    # % else
-    metrics = task.Metrics(validated.text_encoder)
-    # % endif
-    # % if task == "contrastive"
-    about = {"metric": task.METRIC}  # for predict.py
-    # % else
-    about = {"metric": task.METRIC, "classes": classes}  # for predict.py
-    # % endif
-    saver = Saver(args, model, optimizer, apex.amp, report.say, ema, about)
-    rng.seed(rng.mixed(args.seed, rank))  # from here on, processes differ
-    progress = saver.progress
-    resume = saver.resume(args.resume, steps_per_epoch, required=args.eval_only)
-    if args.eval_only:
-        results = validate(validated, metrics, report.bar(val_loader, "validating"), memory_format)
-        report.say(" ".join(f"{name} {value:.4f}" for name, value in results.items()))
-        if not args.dummy:
-            shown = validated, val_set.dataset, metrics, args.output
-            report.picture(progress.step, task.show, *shown)
-        return
-    # % if task == "contrastive"
-    audit = Audit(model, optimizer, apex.amp, train_loader, report.say, encoders)
-    # % else
-    audit = Audit(model, optimizer, apex.amp, train_loader, report.say)
-    # % endif
-    report.open(cli.settings(args), resume, progress)
-    last_step = args.steps or sys.maxsize
-    if progress.epoch >= args.epochs or progress.step >= last_step:
-        report.say("nothing is left to train: --epochs and --steps count from the beginning")
 
-    while progress.epoch < args.epochs and progress.step < last_step:
-        sampler.begin(progress.epoch, progress.samples)
-        # % if task == "contrastive"
-        left = len(train_loader)
-        # % else
-        left = math.ceil(len(train_loader) / args.accumulate)  # steps
-        # % endif
-        count = min(left, last_step - progress.step)
-        meter = report.meter(device, images_per_batch)
-        # % if task == "contrastive"
-        bar = report.bar(train_loader, f"epoch {progress.epoch + 1}/{args.epochs}", count)
-        for batch in saver.steps(bar, meter):
-            images, targets = distributed.to_device(batch, device, memory_format)
-            done = (progress.samples / images_per_batch + 0.5) / batches_per_epoch
-            # % else
-        groups = training.in_groups(train_loader, args.accumulate)
-        bar = report.bar(groups, f"epoch {progress.epoch + 1}/{args.epochs}", count)
-        for batches in saver.steps(bar, meter):
-            done = (progress.samples / images_per_batch + len(batches) / 2) / batches_per_epoch
-            # % endif
-            for group, lr in zip(optimizer.param_groups, highest, strict=True):
-                group["lr"] = lr * schedule(args, progress.epoch + done)
+def build(args: argparse.Namespace) -> Run:
+    """Set up a run: device, process group, data, model, SyncBN, optimizer, amp, DDP."""
+    device, backend = init_distributed(args)
+    seed_everything(args.seed)
+    metric = Metric(task.METRIC, task.METRIC_MODE)
+    logger = Logger(args.output, dist.get_rank(), metric, args.log_every)
+    processes = distributed.describe(dist.get_world_size(), device)
+    logger.info(f"{processes}, {args.opt_level}, {backend.reason}")
+    # % if ddp == "apex"
+    memory_format = backend.memory_format(args.channels_last, logger.info)
+    # % else
+    is_nchw = args.channels_last is False
+    memory_format = torch.contiguous_format if is_nchw else torch.channels_last
+    # % endif
+    data = build_data(args, device, memory_format, logger)
+    model, ema = build_model(args, backend, device, memory_format, data, logger)
+    optimizer = build_optimizer(args, backend, model, logger)
+    base_lrs = [group["lr"] for group in optimizer.param_groups]
+    model, optimizer = wrap_model(args, backend, model, optimizer)
+    stop_signals = StopSignals()
+    checkpoints = CheckpointManager(
+        folder=args.output,
+        keep=args.keep,
+        save_every=args.save_every,
+        timeout_s=args.timeout,
+        state=TrainingState(model, optimizer, backend, ema),
+        metadata={
+            "metric": task.METRIC,
+            "arch": args.arch,
+            "data": str(args.data or ""),
+            "classes": data.classes,
+            "opt_level": args.opt_level,
+        },
+        data_sets=data.data_sets,
+        settings=cli.settings(args),
+        logger=logger,
+        stop_signals=stop_signals,
+    )
+    seed_everything(mix_seeds(args.seed, dist.get_rank()))  # processes differ from here on
+    return Run(
+        args=args,
+        device=device,
+        memory_format=memory_format,
+        backend=backend,
+        logger=logger,
+        data=data,
+        model=model,
+        optimizer=optimizer,
+        base_lrs=base_lrs,
+        ema=ema,
+        checkpoints=checkpoints,
+        stop_signals=stop_signals,
+        watchdog=Watchdog(args.timeout),
+    )
 
-            # % if task == "contrastive"
-            images = task.prepare(images)
-            embeddings = image_encoder(images), text_encoder(targets)
-            loss = task.criterion(*embeddings, targets, rank, world_size, args.label_smoothing)
-            with apex.amp.scale_loss(loss, optimizer) as scaled_loss:
+
+def train_step(run: Run, batches: list[list[Tensor]], meter: Meter) -> object:
+    """Train one optimizer step on its batches; return the last one's model input."""
+    args, amp = run.args, run.backend.apex.amp
+    for number, batch in enumerate(batches, 1):
+        is_last = number == len(batches)
+        batch = to_device(batch, run.device, run.memory_format)
+        inputs, targets = task.prepare(batch)
+        # Gradients accumulate on each process, still scaled, and are averaged with the last batch.
+        with run.backend.gradient_sync(run.model, enabled=is_last):
+            # The output has no name, so that its memory is free during the backward pass.
+            loss = task.criterion(run.model(inputs), targets, args.label_smoothing)
+            scaled = amp.scale_loss(loss / len(batches), run.optimizer, delay_unscale=not is_last)
+            with scaled as scaled_loss:
                 scaled_loss.backward()
-            meter.add(loss)
-            progress.samples += images_per_batch
-            # % else
-            # Gradients add up, scaled and on each process alone, and are averaged with the last's.
-            for number, batch in enumerate(batches, 1):
-                images, targets = distributed.to_device(batch, device, memory_format)
-                is_last = number == len(batches)
-                with training.reduction(model, is_last):
-                    images = task.prepare(images)
-                    # No name keeps the output: its memory is free in the backward pass.
-                    loss = task.criterion(model(images), targets, args.label_smoothing)
-                    part, wait = loss / len(batches), not is_last
-                    with apex.amp.scale_loss(part, optimizer, delay_unscale=wait) as scaled_loss:
-                        scaled_loss.backward()
-                meter.add(loss)
-                progress.samples += images_per_batch
-            # % endif
-            audit.gradients()
-            if args.clip_grad:
-                nn.utils.clip_grad_norm_(apex.amp.master_params(optimizer), args.clip_grad)
-            optimizer.step()
-            optimizer.zero_grad()  # here, so that validation has the gradients' memory
-            if ema:
-                ema.update(checkpoint.weights(model, optimizer))
+        meter.update(loss)
+    run.audit.check_gradients()  # at the first step only
+    if args.clip_grad:
+        nn.utils.clip_grad_norm_(amp.master_params(run.optimizer), args.clip_grad)
+    run.optimizer.step()
+    run.optimizer.zero_grad()  # here, so that validation can use the gradients' memory
+    if run.ema:
+        weights = run.backend.fp32_state_dict(run.model, run.optimizer)
+        run.ema.update(weights, run.progress.step)
+    return inputs
 
-            progress.step += 1
-            if progress.step % LOG_EVERY == 0:  # on a GPU, of the time before: nothing waits
-                lr = optimizer.param_groups[0]["lr"]
-                log = report.step(bar, progress.step, lr, backend.loss_scale(apex))
-                # % if task == "contrastive"
-                finite.demand(log, model, {"image_encoder": images, "text_encoder": targets})
-                # % else
-                finite.demand(log, model, images)
-                # % endif
 
-        if count:  # the last log's, in any case
-            # % if task == "contrastive"
-            finite.demand(meter.read(), model, {"image_encoder": images, "text_encoder": targets})
-            # % else
-            finite.demand(meter.read(), model, images)
-            # % endif
-        row = {"epoch": progress.epoch + 1, "step": progress.step, **meter.results()}
-        if meter.warm_up_s:
-            report.say(f"warm-up: {meter.warm_up_s:.1f} s, not counted in images_per_second")
-        row |= {"lr": optimizer.param_groups[0]["lr"], "loss_scale": backend.loss_scale(apex)}
-        row |= validate(validated, metrics, report.bar(val_loader, "validating"), memory_format)
-        report.row(row)
-        if not args.dummy:
-            shown = validated, val_set.dataset, metrics, args.output, row["epoch"]
-            report.picture(progress.step, task.show, *shown)
-        if count == left:
-            progress.epoch, progress.samples = progress.epoch + 1, 0
-        saver.save(row[task.METRIC])
+def set_learning_rates(run: Run, num_batches: int) -> None:
+    """Set the learning rates for the middle of the next step."""
+    args, progress = run.args, run.progress
+    images_per_batch = args.batch_size * dist.get_world_size()  # of all processes
+    batches_done = progress.samples / images_per_batch + num_batches / 2
+    factor = optim.lr_factor(
+        progress.epoch + batches_done / run.data.batches_per_epoch,
+        epochs=args.epochs,
+        warmup_epochs=args.warmup_epochs,
+        schedule=args.schedule,
+    )
+    for group, base_lr in zip(run.optimizer.param_groups, run.base_lrs, strict=True):
+        group["lr"] = base_lr * factor
 
-    saver.finish()
-    report.close(saver.progress.best)
+
+def train_one_epoch(run: Run) -> dict[str, Any]:
+    """Train to the end of the epoch, or to --steps; return the epoch's metrics."""
+    args, progress, logger = run.args, run.progress, run.logger
+    run.data.sampler.set_epoch(progress.epoch, progress.samples)  # reshuffles; resumes mid-epoch
+    remaining_steps = math.ceil(len(run.data.train_loader) / args.accumulate)  # after set_epoch
+    num_steps = min(remaining_steps, (args.steps or sys.maxsize) - progress.step)
+    images_per_batch = args.batch_size * dist.get_world_size()
+    meter = logger.start_epoch(run.device, images_per_batch)
+    run.checkpoints.start_epoch(meter)  # resumes the mean loss of an interrupted epoch
+
+    title = f"epoch {progress.epoch + 1}/{args.epochs}"
+    steps = run.watchdog.watch(optim.micro_batches(run.data.train_loader, args.accumulate), title)
+    bar = logger.progress_bar(islice(steps, num_steps), title, num_steps)
+    for batches in bar:
+        run.watchdog.enter(f"step {progress.step + 1}")
+        set_learning_rates(run, len(batches))
+        inputs = train_step(run, batches, meter)
+        progress.samples += images_per_batch * len(batches)
+        progress.step += 1
+        if logger.is_due(progress.step):
+            # On a GPU, `log` has the numbers of the log before, so that nothing waits for a copy.
+            lr = run.optimizer.param_groups[0]["lr"]
+            log = logger.log_step(bar, meter, progress.step, lr, run.backend.loss_scale())
+            check_finite(log, run.model, inputs)
+        stop_signal = run.checkpoints.end_step(meter)  # saves if it is time
+        if stop_signal:
+            run.checkpoints.save_and_exit(stop_signal)
+
+    if num_steps:
+        check_finite(meter.read(), run.model, inputs)
+    row: dict[str, Any] = {"epoch": progress.epoch + 1, "step": progress.step}
+    row |= meter.results()
+    row["lr"] = run.optimizer.param_groups[0]["lr"]
+    row["loss_scale"] = float(run.backend.loss_scale())
+    if num_steps == remaining_steps:
+        progress.epoch += 1
+        progress.samples = 0
+    return row
+
+
+@torch.no_grad()
+def evaluate(run: Run, batches: Sequence | DataLoader) -> dict[str, float]:
+    """Return the task's metrics, each sample counted once, with --ema of the average too."""
+    # Not the DDP wrapper: it would wait for all processes, and their shards may differ in length.
+    for suffix, model in run.eval_models.items():
+        distributed.broadcast_buffers(model)  # batch norm's statistics may differ between processes
+        run.metrics[suffix].reset()
+    loaded = run.watchdog.watch(batches, "validating")
+    bar = run.logger.progress_bar(loaded, "validating", len(batches))
+    results: dict[str, float] = {}
+    with optim.eval_mode(nn.ModuleList(run.eval_models.values())):
+        for batch in run.checkpoints.until_stopped(bar):
+            inputs, targets = task.prepare(to_device(batch, run.device, run.memory_format))
+            for suffix, model in run.eval_models.items():
+                run.metrics[suffix].update(model(inputs), targets)
+        for suffix, metrics in run.metrics.items():
+            results |= {name + suffix: float(value) for name, value in metrics.compute().items()}
+    return results
+
+
+def check_validation(run: Run) -> None:
+    """Validate a small batch: a mistake in a metric is an error before training, not after it."""
+    with rng_preserved(), optim.without_compilation():
+        results = evaluate(run, [run.data.val_sample])
+    run.logger.metric.require(results)
+
+
+def show_samples(run: Run, results: dict[str, float], epoch: int | None = None) -> None:
+    """Write a picture of validation samples, by the better one of model and average; log it."""
+    if not run.data.data_sets:
+        return
+    suffix = run.logger.metric.best(results).name.removeprefix(task.METRIC)
+    model, metrics = run.eval_models[suffix], run.metrics[suffix]
+    val_set = run.data.data_sets["val"]
+    show = partial(task.show, model, val_set, metrics, run.args.output, epoch)
+    run.logger.log_image(run.progress.step, show)
+
+
+def is_finished(run: Run) -> bool:
+    """Return whether --epochs or --steps are trained, or the metric no longer improves."""
+    args, progress = run.args, run.progress
+    is_trained = progress.epoch >= args.epochs or progress.step >= (args.steps or sys.maxsize)
+    return is_trained or run.logger.metric.has_stalled(progress.scores, args.patience)
+
+
+def train(run: Run, resumed: Path | None) -> None:
+    """Train until `is_finished`; validate and save after each epoch."""
+    logger, progress = run.logger, run.progress
+    run.audit = FirstStepAudit(run.model, run.optimizer, run.backend, run.data.train_loader, logger)
+    if not resumed:
+        check_validation(run)
+    logger.open(cli.settings(run.args), resumed, progress)
+    run.stop_signals.start()
+    run.watchdog.start()
+    if is_finished(run):
+        logger.info("nothing is left to train: --epochs and --steps count from the beginning")
+    while progress.unvalidated or not is_finished(run):
+        if not progress.unvalidated:
+            progress.unvalidated = train_one_epoch(run)
+            run.checkpoints.save()  # an error in the validation does not lose the epoch
+        results = evaluate(run, run.data.val_loader)
+        row = progress.unvalidated | results
+        logger.log_epoch(row)
+        show_samples(run, results, int(row["epoch"]))
+        progress.unvalidated = {}
+        progress.scores.append(logger.metric.best(results).score)
+        run.checkpoints.save(results)  # as best.pt too, if the metric is the best yet
+    if logger.metric.has_stalled(progress.scores, run.args.patience):
+        logger.info(f"{task.METRIC} has not improved in --patience {run.args.patience} validations")
+    run.checkpoints.finish()
+    logger.close(progress.best)
+
+
+def main() -> None:
+    """Train, or only validate or check, as the flags say."""
+    args = parse_args()
+    if args.check:
+        check_settings(
+            Settings(
+                batch_size=args.batch_size,
+                workers=args.workers,
+                opt_level=args.opt_level,
+                backend=args.backend,
+                output=args.output,
+                resume=args.resume,
+                data=args.data,
+                dummy=args.dummy,
+                skip_broken=args.skip_broken,
+                needs=cli.backend_needs(args, DDP),
+            ),
+            partial(task.build_datasets, args),
+        )
+        return
+    run = build(args)
+    steps_per_epoch = math.ceil(run.data.batches_per_epoch / args.accumulate)
+    resumed = run.checkpoints.resume(args.resume, steps_per_epoch, required=args.eval_only)
+    if not args.eval_only:
+        train(run, resumed)
+        return
+    results = evaluate(run, run.data.val_loader)
+    run.logger.log_evaluation(results, checkpoint=str(resumed), data=str(args.data or ""))
+    show_samples(run, results)
 
 
 if __name__ == "__main__":

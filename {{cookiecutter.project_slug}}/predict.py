@@ -1,107 +1,120 @@
-"""Show what a trained model makes of image files.
+"""Run inference with a trained model on image files.
 
-python predict.py runs/NAME/best.pt cat.jpg dog.png    a line for each
-python predict.py runs/NAME/best.pt FOLDER --json      for all images in a folder
+python predict.py runs/NAME/best.pt cat.jpg dog.png    one line for each
+python predict.py runs/NAME/best.pt FOLDER --json      all images of a folder, as JSON lines
+python predict.py runs/NAME/best.pt --export net.onnx  the model as a file for other programs
 """
 
-import json
+import argparse
 import signal
 import sys
-from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
-from torchvision.datasets.folder import is_image_file
 
 import task
-from engine import checkpoint, cli, distributed
-from engine.errors import UserError
+from engine import UserError, cli, distributed
+from engine.checkpoint import format as checkpoint_format
+from engine.checkpoint.archive import security_warning
+from engine.data.folders import list_images
+from engine.export import export_model
+from engine.text import json_line, printable
 
 
-def parse_args() -> Namespace:
-    parser = cli.ArgumentParser(description="Show what a trained model makes of image files.")
-    add = parser.add_argument
-    add("checkpoint", type=Path, help="last.pt, or another; with --ema, its average predicts")
-    add("images", type=Path, nargs="+", metavar="FILE|FOLDER", help="folders with all they hold")
-    # % if task == "segmentation"
-    add("--output", type=Path, default=Path("predictions"), help="a new folder, for the masks")
-    # % else
-    add("--top", type=cli.count, default=5, metavar="N", help="show so many, the likeliest")
-    # % endif
-    # % if task == "contrastive"
-    add("--captions", type=Path, help="to choose from, one in each line (default: validation's)")
-    # % endif
+def parse_args() -> argparse.Namespace:
+    """Return the flags."""
+    parser = cli.ArgumentParser(description="Run inference with a trained model on image files.")
+    parser.add_argument("checkpoint", type=Path, help="its moving average predicts, if it has one")
+    parser.add_argument("images", type=Path, nargs="*", metavar="FILE|FOLDER", help="image files")
+    add = parser.group("inference").add_argument
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU, if any")
-    add("--json", action="store_true", help="lines for a program to read")
-    return parser.parse_args()
+    add("--json", action="store_true", help="print JSON lines")
+    add("--export", type=Path, metavar="FILE", help="write the model as .onnx or .pt2 instead")
+    task.add_predict_arguments(parser)
+    args = parser.parse_args()
+    if bool(args.images) == bool(args.export):
+        parser.error("give image files, or --export FILE")
+    return args
 
 
-def find(paths: list[Path]) -> Iterator[Path]:
-    """The files among `paths`, and the images in the folders among them."""
+def find_images(paths: list[Path]) -> Iterator[Path]:
+    """Yield the files among `paths` and the images inside the folders among them."""
     for path in paths:
         if not path.exists():
             raise UserError(f"{path}: there is no such file or folder")
-        inside = sorted(path.rglob("*")) if path.is_dir() else []
-        images = [file for file in inside if file.is_file() and is_image_file(file.name)]
-        if path.is_dir() and not images:
+        if not path.is_dir():
+            yield path
+            continue
+        found = list_images(path)
+        if not found:
             raise UserError(f"{path} holds no images, such as NAME.jpg or NAME.png")
-        yield from images or [path]
+        yield from sorted(map(Path, found))
 
 
-def load(path: Path) -> tuple[nn.Module, dict]:
-    """The trained model, in fp32 on the CPU, and what its checkpoint says of it."""
-    state = checkpoint.load(path)
-    about = state.get("about")
-    if not isinstance(about, dict) or not {"metric", "arch", "data"} <= about.keys():
+def load_model(path: Path) -> tuple[nn.Module, dict]:
+    """Return the trained model, in fp32 on the CPU, and the metadata of its checkpoint."""
+    if security_warning():
+        print(f"warning: {security_warning()}", file=sys.stderr)
+    state = checkpoint_format.load(path)
+    metadata = state["metadata"]
+    if not {"metric", "arch", "data"} <= metadata.keys():
         raise UserError(
-            f"{path}: it does not say of which model and classes it is; go on with it for an epoch "
-            f"(./run.sh --resume {path} --epochs N), and use the checkpoint which that saves"
+            f"{path}: it does not say of which model and classes it is; resume it for an epoch "
+            f"(./run.sh --resume {path} --epochs N), and use the checkpoint that this saves"
         )
-    if about["metric"] != task.METRIC:
+    if metadata["metric"] != task.METRIC:
         raise UserError(
-            f"{path}: it is of another task, with {about['metric']} where this one has "
+            f"{path}: it is of another task, with {metadata['metric']} where this one has "
             f"{task.METRIC}; use predict.py of the project that made it"
         )
     try:
-        # % if task == "contrastive"
-        model = task.build_model(about["arch"])
-        # % else
-        model = task.build_model(about["arch"], len(about.get("classes", ())))
-        # % endif
-        model.load_state_dict(state.get("ema", state["model"]))
+        model = task.build_model(metadata["arch"], len(metadata.get("classes", ())))
+        model.load_state_dict(state[checkpoint_format.best_weights(state)])
     except (RuntimeError, TypeError, AttributeError):
         raise UserError(
-            f"{path}: its weights do not fit {about['arch']} as task.py builds it now; use the "
+            f"{path}: its weights do not fit {metadata['arch']} as task.py builds it now; use the "
             "task.py that it was trained with"
         ) from None
-    return model.eval(), about
+    return model.eval(), metadata
 
 
-@torch.inference_mode()
+def sample_inputs(batch_size: int) -> Any:
+    """Return a batch of synthetic inputs of the model, on the CPU."""
+    inputs, _ = task.prepare(task.dummy_batch(batch_size, torch.device("cpu")))
+    return inputs
+
+
+@torch.no_grad()
 def main() -> None:
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # "| head" ends it
+    """Print the predictions for each image; continue after a broken one, with exit status 1."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # exit silently when piped into "head"
     args = parse_args()
     has_gpu = torch.cuda.is_available()
     if args.device == "cuda" and not has_gpu:
         raise UserError("--device cuda: there is no GPU here; leave it out")
-    args.images = [*dict.fromkeys(find(args.images))]
-    model, about = load(args.checkpoint)
+    args.images = [*dict.fromkeys(find_images(args.images))]
+    model, metadata = load_model(args.checkpoint)
+    if args.export:
+        print(export_model(model, args.export, sample_inputs))
+        return
     model = model.to("cuda" if has_gpu and args.device != "cpu" else "cpu")
-    predict = task.Predictor(model, about, args)
+    predict = task.Predictor(model, metadata, args)
     status = 0
     for file in args.images:
         try:
             found = predict(file)
-        except UserError as error:  # such as a broken image; the others are not
-            print(f"error: {error}", file=sys.stderr)
+        except UserError as error:
+            print(f"error: {printable(error)}", file=sys.stderr)
             status = 1
             continue
         if args.json:
-            print(json.dumps({"file": str(file), "found": found}, ensure_ascii=False))
+            print(json_line({"file": str(file), "found": found}))
         else:
-            print(f"{file}: {', '.join(f'{name} {share:.3f}' for name, share in found)}")
+            names = ", ".join(f"{name} {value:.3f}" for name, value in found)
+            print(printable(f"{file}: {names}"))
     sys.exit(status)
 
 

@@ -1,21 +1,24 @@
 #!/bin/sh
-# Trains on this machine, or on several: ./run.sh [flags of main.py]
+# Trains on this host, or on several: ./run.sh [flags of main.py]
 #
 #   ./run.sh --epochs 30                                  every GPU here, or two CPU processes
 #   CUDA_VISIBLE_DEVICES=0,2 ./run.sh                     these two GPUs
 #   NPROC=1 ./run.sh --batch-size 256                     one process
-#   NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 ./run.sh    on the first of two machines, and
-#   NNODES=2 NODE_RANK=1 MASTER_ADDR=10.0.0.1 ./run.sh    with the same flags on the second
+#   NNODES=2 MASTER_ADDR=10.0.0.1 ./run.sh                on each of two hosts, with the same flags
 #
-# NPROC is the number of processes on this machine (default: its GPUs, or 2 without any), NNODES the
-# number of machines, NODE_RANK this machine's number from 0; MASTER_ADDR and MASTER_PORT (default
-# 29500) say where the others reach the first one. MAX_RESTARTS (default 0) is how often a run that
-# failed, or lost a machine, is started again, NODE_WAIT (default 600) how many seconds machines wait
-# for one that has not come, or is lost. OMP_NUM_THREADS is the CPU threads of each process (default:
-# its share of the cores), PYTHON the interpreter (default: python or python3, whichever has torch).
+# Several hosts: NNODES is their number, or 2:4 for a job that runs on 2 to 4 of them as they come and
+# go. MASTER_ADDR and MASTER_PORT (default 29500) are the address of one host, whose launcher serves
+# the store by which they find each other; NODE_RANK=0 says that it is this one, where its address
+# does not. NODE_WAIT (default 600) is how many seconds hosts wait for others.
+#
+# NPROC is the number of processes on this host (default: its GPUs, or 2 without any), MAX_RESTARTS
+# (default 0) how often a job that failed is started again; it resumes. OMP_NUM_THREADS is the CPU
+# threads of each process (default: its share of the cores), PYTHON the interpreter (default: python
+# or python3, whichever has torch). STOP_WAIT (default 30) is how many seconds processes have to save
+# after a signal.
 # The script works from any folder; paths in the flags are relative to the folder it is started from.
 #
-#   ./run.sh --check [flags]    looks at this machine and these flags for seconds, trains nothing
+#   ./run.sh --check [flags]    checks this host and these flags for seconds, trains nothing
 
 set -eu
 
@@ -48,20 +51,26 @@ count_gpus() {
     echo "$count"
 }
 
-# Prints the interpreter's option that keeps the caller's folder out of the module search (Python
-# 3.11 and later have one), so that an engine/ or a torch.py there isn't taken for ours.
+# Prints the interpreter's option that keeps the caller's folder out of the module search, so that an
+# engine/ or a torch.py there isn't taken for ours; before Python 3.11, one without an effect. Fails
+# if this is no Python, or has no torch.
 find_torch() {
     "$1" -c '
 import importlib.util, sys
 sys.path[:] = filter(None, sys.path)
 if importlib.util.find_spec("torch") is None:
     sys.exit(1)
-print("-P" if sys.version_info >= (3, 11) else "")
-' 2>/dev/null
+print("-P" if sys.version_info >= (3, 11) else "-q")
+' 2>/dev/null | grep '^-[Pq]$'
 }
 
-# The "x" keeps line breaks at the end of the folder's name, which $(...) would drop.
-case $0 in */*) here=${0%/*}/ ;; *) here=./ ;; esac
+# The "x" keeps line breaks at the end of a name, which $(...) would drop.
+script=$0
+if [ -h "$script" ]; then
+    script=$(readlink -f -- "$script" && printf x)
+    script=${script%?x}
+fi
+case $script in */*) here=${script%/*}/ ;; *) here=./ ;; esac
 here=$(CDPATH='' cd -- "$here" && pwd -P && printf x)
 here=${here%?x}
 case $here in
@@ -70,11 +79,13 @@ esac
 
 module=engine.launch
 for argument; do
-    case $argument in --check | --json) module=engine.doctor ;; esac
+    case $argument in --check | --json) module=engine.diagnostics.preflight ;; esac
 done
 
 # Whether --check can say of the interpreter that it has no torch, and all the rest.
-can_look() { [ "$module" = engine.doctor ] && "$1" -c '' 2>/dev/null; }
+can_look() {
+    [ "$module" = engine.diagnostics.preflight ] && "$1" -c 'print(1)' 2>/dev/null | grep -q '^1$'
+}
 
 if [ -n "${PYTHON:-}" ]; then
     python=$PYTHON
@@ -88,8 +99,11 @@ else
     done || fail "neither python nor python3 has torch: activate its environment, or see README.md."
 fi
 
-machines=${NNODES:-1}
-number NNODES "$machines" 1 100000
+hosts=${NNODES:-1}
+least=${hosts%%:*}
+most=${hosts#*:}
+number NNODES "$least" 1 100000
+number NNODES "$most" "$least" 100000
 # % if ddp == "dataparallel"
 processes=${NPROC:-1} # of which a thread drives each GPU
 # % else
@@ -98,26 +112,30 @@ processes=${NPROC:-$(count_gpus)}
 if [ -z "${NPROC:-}" ] && [ "$processes" = 0 ]; then processes=2; fi
 number NPROC "$processes" 1 1024
 number MAX_RESTARTS "${MAX_RESTARTS:-0}" 0 100000
+number STOP_WAIT "${STOP_WAIT:-30}" 1 100000
 
 # From here on "$@" grows at the front, until it is the whole command.
 set -- "--nproc-per-node=$processes" "--max-restarts=${MAX_RESTARTS:-0}" "$here/main.py" "$@"
-if [ "$machines" = 1 ]; then
+if [ "$hosts" = 1 ]; then
     if [ "${NODE_RANK:-0}" != 0 ]; then
-        fail "NODE_RANK is \"$NODE_RANK\", but there is one machine: set NNODES, too."
+        fail "NODE_RANK is \"$NODE_RANK\", but there is one host: set NNODES, too."
     fi
-    set -- --standalone "$@"
 else
-    if [ -z "${NODE_RANK:-}" ]; then
-        fail "set NODE_RANK to this machine's number, from 0 to $((machines - 1)): NNODES=$machines"
-    elif [ -z "${MASTER_ADDR:-}" ]; then
-        fail "set MASTER_ADDR to the address of the machine with NODE_RANK=0: NNODES=$machines"
+    if [ -z "${MASTER_ADDR:-}" ]; then
+        fail "set MASTER_ADDR to the address of one of the hosts, the same on all: NNODES=$hosts"
     fi
-    number NODE_RANK "$NODE_RANK" 0 $((machines - 1))
+    [ -z "${NODE_RANK:-}" ] || number NODE_RANK "$NODE_RANK" 0 $((most - 1))
     number MASTER_PORT "${MASTER_PORT:-29500}" 1 65535
     number NODE_WAIT "${NODE_WAIT:-600}" 1 100000
-    set -- "--nnodes=$machines" --rdzv-backend=machines \
-        "--rdzv-endpoint=$MASTER_ADDR:${MASTER_PORT:-29500}" \
-        "--rdzv-conf=rank=$NODE_RANK,max_restarts=${MAX_RESTARTS:-0},wait=${NODE_WAIT:-600}" "$@"
+    # engine.launch serves the store. An elastic job waits 15 s for hosts beyond the least number.
+    waits="join_timeout=${NODE_WAIT:-600},last_call_timeout=15,read_timeout=20"
+    set -- "--nnodes=$hosts" --rdzv-backend=c10d "--rdzv-conf=is_host=false,$waits" \
+        "--rdzv-endpoint=$MASTER_ADDR:${MASTER_PORT:-29500}" "$@"
+    if [ "$module" = engine.diagnostics.preflight ]; then # checks the least number of hosts
+        [ -n "${NODE_RANK:-}" ] ||
+            fail "--check on several hosts: set NODE_RANK to this one's number, from 0 to $((least - 1))"
+        NNODES=$least
+    fi
 fi
 
 if [ -z "${OMP_NUM_THREADS:-}" ]; then

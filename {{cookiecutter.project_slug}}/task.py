@@ -1,9 +1,11 @@
-"""What is trained: classification of images. Replace this file to train something else.
+"""Image classification: model, data, loss and metrics. Replace this file to train something else.
 
-main.py and predict.py ask for the names below, and know nothing else of the task.
+main.py and predict.py use the public names below and know nothing else about the task.
 """
 
-from argparse import Namespace
+from __future__ import annotations
+
+import argparse
 from collections.abc import Callable
 from difflib import get_close_matches
 from pathlib import Path
@@ -15,27 +17,42 @@ import torchvision
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
-from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
-from engine import images, sheet
-from engine.errors import UserError
-from engine.images import MEAN, STD, Crop, Encoded, Span, cut, decode, normalise, read, read_image
-from engine.training import evaluation
+from engine import UserError, cli
+from engine.data import SizedDataset, images
+from engine.data.folders import list_classes
+from engine.data.images import MEAN, STD, Crop, Encoded, Span, crop_and_resize, read_image
+from engine.monitoring import image_grid
+from engine.optim import eval_mode
 
-METRIC = "val_accuracy"
+METRIC = "val_accuracy"  # best.pt has the best value
+METRIC_MODE = "max"  # or "min"
 LAYOUT = "train/CLASS/IMAGE and val/CLASS/IMAGE"
 BATCH_SIZE = 32
 DUMMY_CLASSES = 1000
 
-RANDOM_CROP = v2.RandomResizedCrop(224)  # asked for its parameters alone
+RANDOM_CROP = v2.RandomResizedCrop(224)  # used for its random parameters only
 
-prepare = normalise
-gpu_loader = images.gpu_loader  # for --decode gpu
+
+def add_arguments(parser: cli.ArgumentParser) -> None:
+    """Add the flags of this task."""
+    parser.group("model").add_argument(
+        "--arch", default="resnet18", help="a torchvision model, such as resnet50"
+    )
+    parser.group("data").add_argument(
+        "--decode", choices=("cpu", "gpu"), default="cpu", help="where JPEG files are decoded"
+    )
+
+
+def check_arguments(parser: cli.ArgumentParser, args: argparse.Namespace) -> None:
+    """Stop with an error message if flags contradict each other."""
+    if args.decode == "gpu" and (args.dummy or args.data is None):
+        parser.error("--decode gpu is for the JPEG files of --data")
 
 
 def build_model(arch: str, num_classes: int) -> nn.Module:
-    """torchvision's classification model `arch`, untrained: (N, 3, H, W) → (N, num_classes)."""
+    """Return an untrained torchvision classification model: (N, 3, H, W) -> (N, num_classes)."""
     names = torchvision.models.list_models(module=torchvision.models)
     if arch not in names:
         nearest = get_close_matches(arch, names, n=3, cutoff=0.0)
@@ -46,138 +63,174 @@ def build_model(arch: str, num_classes: int) -> nn.Module:
     return torchvision.models.get_model(arch, weights=None, num_classes=num_classes)
 
 
-def build_datasets(data: Path | None) -> tuple[Dataset, Dataset]:
-    """The training and the validation set of (image, label), each with ``.classes``.
+def build_datasets(args: argparse.Namespace) -> tuple[SizedDataset, SizedDataset]:
+    """Return the training and the validation set of (image, label), each with ``.classes``.
 
-    Images are float (3, H, W), or files that are still to be decoded (engine/images.py).
+    --data is a folder ``train/CLASS/IMAGE`` and ``val/CLASS/IMAGE``; the default is the digits
+    that come with the project. Images are float (3, H, W), or encoded files, which the data
+    loader decodes (engine/data/images.py). --eval-only needs no training set: without ``train``,
+    the validation set takes its place.
 
-    `data` is a folder ``train/CLASS/IMAGE`` and ``val/CLASS/IMAGE``; without it, the digits that
-    come with the project. Raises UserError for a folder of another shape.
+    Raises:
+        UserError: if the folder has another structure.
     """
-    if data is None:
+    if args.data is None:
         return Digits(train=True), Digits(train=False)
-    for folder in (data, data / "train", data / "val"):
+    required = ("val",) if args.eval_only else ("train", "val")
+    for folder in (args.data, *(args.data / split for split in required)):
         if not folder.is_dir():
-            raise UserError(f"--data {data}: there is no folder {folder}; it takes {LAYOUT}")
-    train_set = Images(data / "train", random_crop)
-    return train_set, Images(data / "val", central_crop, classes=train_set.classes)
+            raise UserError(f"--data {args.data}: there is no folder {folder}; it takes {LAYOUT}")
+    if not (args.data / "train").is_dir():
+        val_set = Images(args.data / "val", center_crop, decode=args.decode)
+        return val_set, val_set
+    train_set = Images(args.data / "train", random_crop, decode=args.decode)
+    val_set = Images(args.data / "val", center_crop, decode=args.decode, classes=train_set.classes)
+    return train_set, val_set
 
 
-def random_crop(height: int, width: int) -> Crop:
-    """A part of random size, shape and place, mirrored or not, as 224 × 224 pixels."""
-    box = RANDOM_CROP.make_params([torch.empty(1, height, width, device="meta")])
-    rows, columns = Span(box["top"], box["height"], 224), Span(box["left"], box["width"], 224)
-    return Crop(rows, columns, 224, flip=torch.rand(1).item() < 0.5)
+def prepare(batch: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the model's input and the loss's targets for a batch that is on the device.
 
-
-def central_crop(height: int, width: int) -> Crop:
-    """The middle 224 × 224 pixels, once the shorter side has 256."""
-    sides = (height, width)
-    resized = [256 * side // min(sides) for side in sides]
-    rows, columns = (
-        Span(0, side, to, round((to - 224) / 2)) for side, to in zip(sides, resized, strict=True)
-    )
-    return Crop(rows, columns, 224)
-
-
-def read_central(path: Path) -> Tensor:
-    """The central crop of the image at `path`, as in validation: uint8 (3, 224, 224)."""
-    encoded = read(str(path), central_crop)
-    return cut(decode(encoded), encoded.crop)
+    Crops of files are uint8 and are normalized here; the digits already are.
+    """
+    pixels, labels = batch
+    return images.normalize(pixels), labels
 
 
 def criterion(output: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """The mean cross entropy."""
+    """Return the mean cross entropy of the logits (N, num_classes) and the labels (N,)."""
     return F.cross_entropy(output, targets, label_smoothing=label_smoothing)
 
 
 class Metrics:
-    """Loss and accuracy of the validation set, exact however processes share it out."""
+    """Loss and accuracy of the validation set, exact for any number of processes."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, num_classes: int, device: torch.device) -> None:
         self.totals = torch.zeros(3, dtype=torch.float64, device=device)
 
     def reset(self) -> None:
-        """Forgets what it has seen."""
+        """Clear the totals."""
         self.totals.zero_()
 
     def update(self, output: Tensor, targets: Tensor) -> None:
-        """Adds a batch: the sum of its losses, its hits, its size."""
+        """Add a batch: the sum of its losses, its correct predictions, its size."""
         losses = F.cross_entropy(output.float(), targets, reduction="sum")
-        hits = (output.argmax(dim=1) == targets).sum()
-        size = hits.new_tensor(len(targets))
-        self.totals += torch.stack([losses.double(), hits.double(), size.double()])
+        correct = (output.argmax(dim=1) == targets).sum()
+        size = correct.new_tensor(len(targets))
+        self.totals += torch.stack([losses.double(), correct.double(), size.double()])
 
     def compute(self) -> dict[str, float]:
-        """val_loss and val_accuracy (0 to 1) of what all processes have seen, on each of them."""
+        """Return val_loss and val_accuracy (0 to 1) over all processes; every process calls it."""
         dist.all_reduce(self.totals)
-        losses, hits, count = self.totals.tolist()
-        return {"val_loss": losses / count, METRIC: hits / count}
+        loss, correct, count = self.totals.tolist()
+        return {"val_loss": loss / count, METRIC: correct / count}
+
+
+def random_crop(height: int, width: int) -> Crop:
+    """Return a random part of an image, possibly mirrored, resized to 224 x 224 pixels."""
+    box = RANDOM_CROP.make_params([torch.empty(1, height, width, device="meta")])
+    rows = Span(start=box["top"], length=box["height"], resized=224)
+    columns = Span(start=box["left"], length=box["width"], resized=224)
+    return Crop(rows, columns, size=224, flip=torch.rand(1).item() < 0.5)
+
+
+def center_crop(height: int, width: int) -> Crop:
+    """Return the central 224 x 224 pixels after resizing the shorter side to 256."""
+    shorter = min(height, width)
+    rows = center_span(height, shorter)
+    return Crop(rows, center_span(width, shorter), size=224)
+
+
+def center_span(side: int, shorter: int) -> Span:
+    """Return the central 224 of the pixels of a side, where `shorter` is resized to 256."""
+    length = min(side, images.MAX_RATIO * shorter)
+    resized = 256 * length // shorter
+    first = round((resized - 224) / 2)
+    return Span(start=(side - length) // 2, length=length, resized=resized, first=first)
+
+
+def read_center_crop(path: Path) -> Tensor:
+    """Return the central crop of an image file, as in validation: uint8 (3, 224, 224)."""
+    encoded = images.read_encoded(str(path), center_crop)
+    return crop_and_resize(images.decode(encoded), encoded.crop)
 
 
 @torch.no_grad()
 def show(
     model: nn.Module,
-    val_set: Dataset,
+    val_set: Digits | Images,
     metrics: Metrics,
     output: Path,
     epoch: int | None = None,
-    count: int = 8,
 ) -> Path:
-    """Writes `output`/validation/epoch_NNN.png; without an epoch, eval_only.png. Returns its path.
+    """Write `output`/validation/epoch_NNN.png (eval_only.png without an epoch); return its path.
 
-    It has `count` samples from all over the set, each with its likeliest class and the true one.
+    It shows eight samples from across the set with the most likely class and the true one.
     """
-    images, labels = sheet.spread(val_set, count)
-    images = prepare(images.to(next(model.parameters()).device))
-    with evaluation(model):
-        shares, numbers = model(images).float().softmax(dim=1).max(dim=1)
-    words = []
-    for share, number, label in zip(shares, numbers.tolist(), labels.tolist(), strict=True):
-        truth = "" if number == label else f", is {val_set.classes[label]}"
-        words.append((f"{val_set.classes[number]}: {share:.2f}{truth}", not truth))
-    path = sheet.path_of(output, epoch)
-    sheet.write(path, images, words)
+    pixels, labels = image_grid.sample_evenly(val_set, 8)
+    inputs, _ = prepare([pixels.to(next(model.parameters()).device), labels])
+    with eval_mode(model):
+        probabilities, predictions = model(inputs).float().softmax(dim=1).max(dim=1)
+    captions = []
+    for probability, prediction, label in zip(
+        probabilities.tolist(), predictions.tolist(), labels.tolist(), strict=True
+    ):
+        is_correct = prediction == label
+        truth = "" if is_correct else f"\nis {val_set.classes[label]}"
+        captions.append((f"{val_set.classes[prediction]}: {probability:.2f}{truth}", is_correct))
+    path = image_grid.image_path(output, epoch)
+    image_grid.save_image_grid(path, inputs, captions)
     return path
 
 
+def add_predict_arguments(parser: cli.ArgumentParser) -> None:
+    """Add the flags of predict.py that belong to this task."""
+    parser.add_argument(
+        "--top", type=cli.positive_int, default=5, metavar="N", help="number of classes to print"
+    )
+
+
 class Predictor:
-    """For predict.py: the likeliest classes of an image file, with their probabilities.
+    """Inference on one image file: its most likely classes with their probabilities.
 
     Args:
         model: in eval mode.
-        about: what its checkpoint says of it.
-        args: predict.py's.
+        metadata: that of the checkpoint.
+        args: the flags of predict.py.
     """
 
-    def __init__(self, model: nn.Module, about: dict, args: Namespace) -> None:
-        self.model, self.classes, self.top = model, about["classes"], args.top
+    def __init__(self, model: nn.Module, metadata: dict, args: argparse.Namespace) -> None:
+        self.model = model
+        self.classes = metadata["classes"]
+        self.top = args.top
         self.device = next(model.parameters()).device
-        self.read = read_central if about["data"] else Digits.read
+        self.read = read_center_crop if metadata["data"] else Digits.read
 
     def __call__(self, path: Path) -> list[tuple[str, float]]:
-        images = self.read(path).unsqueeze(0).to(self.device)
-        shares, numbers = self.model(prepare(images)).softmax(dim=1)[0].sort(descending=True)
-        pairs = zip(numbers.tolist(), shares.tolist(), strict=True)
-        return [(self.classes[number], share) for number, share in pairs][: self.top]
+        """Return the classes of the image at `path`, most likely first."""
+        pixels = self.read(path).unsqueeze(0).to(self.device)
+        probabilities = self.model(images.normalize(pixels)).softmax(dim=1)[0]
+        values, indices = probabilities.sort(descending=True)
+        pairs = zip(indices.tolist(), values.tolist(), strict=True)
+        return [(self.classes[index], value) for index, value in pairs][: self.top]
 
 
-def dummy_batch(batch_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """One batch in ImageNet's shape, made on the device."""
-    images = torch.randn(batch_size, 3, 224, 224, device=device)
-    return images, torch.randint(DUMMY_CLASSES, (batch_size,), device=device)
+def dummy_batch(batch_size: int, device: torch.device) -> list[Tensor]:
+    """Return one batch in ImageNet's shape, made on the device."""
+    pixels = torch.randn(batch_size, 3, 224, 224, device=device)
+    return [pixels, torch.randint(DUMMY_CLASSES, (batch_size,), device=device)]
 
 
-def enlarge(images: Tensor) -> Tensor:
-    """Digits (N, 8, 8), from 0 to 1, as models take them: (N, 3, 32, 32), normalised."""
-    images = F.interpolate(images.unsqueeze(1), size=(32, 32), mode="bilinear")
-    return v2.functional.normalize(images.expand(-1, 3, -1, -1), MEAN, STD)
+def enlarge(digits: Tensor) -> Tensor:
+    """Resize digits (N, 8, 8), from 0 to 1, and normalize them: (N, 3, 32, 32)."""
+    enlarged = F.interpolate(digits.unsqueeze(1), size=(32, 32), mode="bilinear")
+    return v2.functional.normalize(enlarged.expand(-1, 3, -1, -1), MEAN, STD)
 
 
 class Digits(Dataset):
-    """1,797 handwritten digits of 8 × 8 pixels (data/README.md), enlarged to 32 × 32.
+    """1,797 handwritten digits of 8 x 8 pixels (README.md), enlarged to 32 x 32.
 
-    Every fifth is for validation; the others are shifted by up to 4 pixels each time they are read.
+    Every fifth is for validation; the others are shifted by up to 4 pixels each time.
     """
 
     classes = tuple("0123456789")
@@ -185,15 +238,14 @@ class Digits(Dataset):
     def __init__(self, train: bool) -> None:
         file = np.load(Path(__file__).parent / "data" / "digits.npz", allow_pickle=False)
         chosen = (np.arange(len(file["labels"])) % 5 != 0) == train
-        images = torch.from_numpy(file["images"][chosen]).float().div(16)
-        self.images = enlarge(images)
+        self.images = enlarge(torch.from_numpy(file["images"][chosen]).float().div(16))
         self.labels = torch.from_numpy(file["labels"][chosen]).long()
         background = v2.functional.normalize(torch.zeros(3, 1, 1), MEAN, STD).flatten().tolist()
         self.transform = v2.RandomCrop(32, padding=4, fill=background) if train else v2.Identity()
 
     @staticmethod
     def read(path: Path) -> Tensor:
-        """The image at `path`, light on dark, in the form of these: float (3, 32, 32)."""
+        """Return an image file, bright on dark, in the form of these digits: float (3, 32, 32)."""
         image = v2.functional.rgb_to_grayscale(read_image(path)) / 255
         return enlarge(F.adaptive_avg_pool2d(image, 8))[0]
 
@@ -204,38 +256,35 @@ class Digits(Dataset):
         return self.transform(self.images[index]), self.labels[index]
 
 
-class Images(ImageFolder):
-    """A folder of CLASS/IMAGE; a file that is no readable image ends the run with its path.
+class Images(Dataset):
+    """Folder of CLASS/IMAGE, whose samples are encoded files with the crop to make of them.
 
     Args:
-        choose: what is cropped out of an image of that height and width.
-        classes: those to number by, in order; by default the folder's own, sorted.
+        choose_crop: returns the crop of an image of the given height and width.
+        decode: "cpu" or "gpu", for the data loader.
+        classes: class names in the order of their labels; by default the folder's own, sorted.
     """
 
     def __init__(
-        self, root: Path, choose: Callable[[int, int], Crop], classes: list[str] | None = None
+        self,
+        root: Path,
+        choose_crop: Callable[[int, int], Crop],
+        decode: str = "cpu",
+        classes: list[str] | None = None,
     ) -> None:
-        self.choose, self.known = choose, classes
-        try:
-            super().__init__(root, allow_empty=True)
-        except FileNotFoundError:
-            raise UserError(f"{root} holds no folder: make one for each class") from None
-        if not self.samples:
-            raise UserError(f"{root} holds no images (CLASS/IMAGE.jpg or .png)")
+        self.choose_crop = choose_crop
+        self.decode = decode
+        self.samples, self.classes = list_classes(root, classes)
 
-    def find_classes(self, directory: str) -> tuple[list[str], dict[str, int]]:
-        """The classes and their numbers; those of the training set where it was given."""
-        found, numbers = super().find_classes(directory)
-        if self.known is None:
-            return found, numbers
-        unknown = sorted(set(found) - set(self.known))
-        if unknown:
-            raise UserError(
-                f"{directory} has classes that train/ does not have: {', '.join(unknown)}; "
-                "remove them, or add them to train/"
-            )
-        return self.known, {name: number for number, name in enumerate(self.known)}
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def reorder_classes(self, classes: list[str]) -> None:
+        """Change the labels to the order of `classes`, which are the same in another order."""
+        labels = [classes.index(name) for name in self.classes]
+        self.samples[:] = [(path, labels[label]) for path, label in self.samples]
+        self.classes = list(classes)
 
     def __getitem__(self, index: int) -> tuple[Encoded, int]:
         path, label = self.samples[index]
-        return read(path, self.choose), label
+        return images.read_encoded(path, self.choose_crop), label

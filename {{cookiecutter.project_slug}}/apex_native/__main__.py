@@ -1,110 +1,117 @@
-"""Runs a script that was written for Apex, unchanged, on apex_native.
+"""Run a script that was written for Apex, unchanged, on apex_native.
 
     python -m apex_native old_script.py [its arguments]
     python -m apex_native -m old.package [its arguments]
     torchrun --nproc-per-node 4 -m apex_native old_script.py [its arguments]
 
 ``import apex`` then finds this package, in every module that the script imports and in every
-process that it starts. A script that takes ``--local_rank`` is given it where the launcher, as
-torchrun, only sets LOCAL_RANK.
+process that it starts. A script that takes ``--local_rank`` receives it where the launcher, such
+as torchrun, only sets LOCAL_RANK.
 """
 
+import atexit
 import importlib.util
 import os
-import pkgutil
 import re
 import runpy
 import sys
 import tokenize
-from collections.abc import Sequence
-from difflib import get_close_matches
-from importlib.machinery import ModuleSpec
+import traceback
 from pathlib import Path
-from types import ModuleType
 
-import apex_native
+import torch.distributed as dist
 
+import apex_native.compat  # noqa: F401, the package does not import it
+
+# Modules of Apex that scripts import from, and the modules that hold their names here.
 ALIASES = {
-    "amp._amp_state": "amp._state",
-    "fp16_utils.fp16util": "fp16_utils",
-    "multi_tensor_apply.multi_tensor_apply": "multi_tensor_apply",
+    "amp._amp_state": "amp.state",
+    "amp.scaler": "amp.state",
+    "fp16_utils": "compat",
+    "fp16_utils.fp16util": "compat",
+    "multi_tensor_apply": "compat",
+    "multi_tensor_apply.multi_tensor_apply": "compat",
     "normalization.fused_layer_norm": "normalization",
-    "parallel.optimized_sync_batchnorm": "parallel.sync_batchnorm",
+    "optimizers.fused_adagrad": "optimizers.elementwise",
+    "optimizers.fused_adam": "optimizers.elementwise",
+    "optimizers.fused_lamb": "optimizers.layerwise",
+    "optimizers.fused_novograd": "optimizers.layerwise",
+    "optimizers.fused_sgd": "optimizers.elementwise",
+    "parallel.optimized_sync_batchnorm": "parallel.syncbn",
+    "parallel.sync_batchnorm": "parallel.syncbn",
 }
-"""Modules of Apex that scripts import from, and the modules that hold their names here."""
 
-INSTEAD = {"FP16_Optimizer": 'amp.initialize with opt_level="O2"'}
+# What to use instead of modules and names of Apex that are missing here.
+EQUIVALENTS = {
+    "FP16_Optimizer": 'apex.amp.initialize with opt_level="O2"',
+    "manual_rms_norm": "torch.nn.functional.rms_norm",
+    "amp_C": "torch's _foreach functions",
+    "apex.RNN": "torch.nn.LSTM, GRU or RNN",
+    "apex.contrib.clip_grad": "torch.nn.utils.clip_grad_norm_",
+    "apex.contrib.fmha": "torch.nn.functional.scaled_dot_product_attention",
+    "apex.contrib.groupbn": "apex.parallel.SyncBatchNorm",
+    "apex.contrib.multihead_attn": "torch.nn.MultiheadAttention",
+    "apex.contrib.optimizers": "apex.optimizers or torch.distributed.optim.ZeroRedundancyOptimizer",
+    "apex.contrib.xentropy": "torch.nn.functional.cross_entropy",
+    "apex.fp16_utils.loss_scaler": "apex.amp.scale_loss",
+    "apex.fused_dense": "torch.nn.Linear",
+    "apex.mlp": "torch.nn.Sequential of torch.nn.Linear and torch.nn.ReLU",
+    "apex.pyprof": "torch.profiler",
+    "apex.transformer": "torch.distributed.tensor.parallel",
+}
 
-
-class Refuser:
-    """An import finder that says of an ``apex.…`` what there is instead of it."""
-
-    @staticmethod
-    def find_spec(
-        name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """Raises ModuleNotFoundError for modules of Apex; all others are not its business."""
-        if name in ("amp_C", "apex_C"):
-            raise ModuleNotFoundError(
-                f"{name} holds Apex's kernels, which apex_native does without; the nearest thing "
-                "there is torch's _foreach functions",
-                name=name,
-            )
-        if not name.startswith("apex."):
-            return None
-        there = [known for known in sys.modules if known.startswith("apex.")]
-        nearest = get_close_matches(name, there, n=1, cutoff=0.0)[0]
-        raise ModuleNotFoundError(
-            f"{name} is not in apex_native; the nearest thing there is {nearest}", name=name
-        )
+# Importing these fails: kernels of an installed Apex, and a module whose name is not Apex's.
+HIDDEN = ("amp_C", "apex_C", "apex.compat")
 
 
 def install() -> None:
-    """Makes ``apex`` and its modules names of apex_native's, in place of any Apex installed."""
+    """Make ``apex`` and its modules names of apex_native's, in place of any Apex installed."""
     for name in [name for name in sys.modules if name.split(".")[0] == "apex"]:
         del sys.modules[name]
-    for module in pkgutil.walk_packages(apex_native.__path__, "apex_native."):
-        if not module.name.rpartition(".")[2].startswith("_"):
-            importlib.import_module(module.name)
     for name, module in list(sys.modules.items()):
         if name.split(".")[0] == "apex_native":
             sys.modules["apex" + name.removeprefix("apex_native")] = module
     for alias, name in ALIASES.items():
-        sys.modules[f"apex.{alias}"] = module = sys.modules[f"apex.{name}"]
-        parent, _, last = alias.rpartition(".")
-        if not hasattr(sys.modules[f"apex.{parent}"], last):
-            setattr(sys.modules[f"apex.{parent}"], last, module)
+        module = sys.modules[f"apex_native.{name}"]
+        sys.modules[f"apex.{alias}"] = module
+        parent, _, last = f"apex.{alias}".rpartition(".")
+        if not hasattr(sys.modules[parent], last):
+            setattr(sys.modules[parent], last, module)
         if not hasattr(module, "__path__"):
-            module.__path__ = []  # a package, as in Apex: what it lacks is the Refuser's to say
-    sys.meta_path.insert(0, Refuser)
-    # Processes that the script spawns take over the path, and find an `apex` there that calls this.
+            # A package, as in Apex; find_spec() raises for names below a module.
+            module.__path__ = []  # type: ignore[assignment]
+    for name in HIDDEN:
+        sys.modules[name] = None  # type: ignore[assignment]
+    atexit.register(destroy_process_group)
+    # Processes that the script spawns inherit the path and find an `apex` there that calls this.
     sys.path.insert(0, str(Path(__file__).with_name("_spawned")))
 
 
+def destroy_process_group() -> None:
+    """Destroy the process group, if the script left it open and did not fail."""
+    failed = hasattr(sys, "last_value")  # operations may be pending, which this would wait for
+    if dist.is_available() and dist.is_initialized() and not failed:
+        dist.destroy_process_group()
+
+
 def explain(error: ImportError | AttributeError) -> None:
-    """Adds to the error about a missing name of this package what there is instead of it."""
-    missing = (
-        r"name '(?P<name>\w+)' from '(?P<module>apex_native[\w.]*)'",
-        r"module '(?P<module>apex_native[\w.]*)' has no attribute '(?P<name>\w+)'",
-    )
-    found = next(filter(None, (re.search(pattern, str(error)) for pattern in missing)), None)
-    if found:
-        module, name = found["module"], found["name"]
-        names = vars(sys.modules[module]).items()
-        public = [
-            known
-            for known, value in names
-            if not known.startswith("_") and not isinstance(value, ModuleType)
-        ]
-        nearest = INSTEAD.get(name) or get_close_matches(name, public, n=1, cutoff=0.0)[0]
-        text = f"{module} has no {name}; the nearest thing there is {nearest}"
-        error.args = (text,)
-        if isinstance(error, ImportError):
-            error.msg = text
+    """Add torch's equivalent to the message about a missing name of Apex, where one is known."""
+    line = traceback.extract_tb(error.__traceback__)[-1].line or ""  # has all of the name
+    text = f"{error} {line}".replace("apex_native", "apex")
+    text = re.sub(r"cannot import name '(\w+)' from '([\w.]+)'", r"\2.\1", text)
+    text = re.sub(r"module '([\w.]+)' has no attribute '(\w+)'", r"\1.\2", text)
+    text = re.sub(r"from +([\w.]+) +import +\(?", r"\1.", text)
+    for name, equivalent in EQUIVALENTS.items():
+        if re.search(rf"\b{re.escape(name)}\b", text):
+            message = f"{error}: apex_native does not have {name}; use {equivalent}"
+            error.args = (message,)
+            if isinstance(error, ImportError):
+                error.msg = message
+            return
 
 
-def local_rank_for(script: Path, arguments: list[str]) -> list[str]:
-    """The ``--local_rank`` that `script` takes, was not given, and the environment knows."""
+def local_rank_arguments(script: Path, arguments: list[str]) -> list[str]:
+    """Return ``--local_rank`` as `script` spells it, if it takes it and was not given it."""
     with tokenize.open(script) as file:  # in the encoding that its first lines may name
         flag = re.search(r"""["'](--local[_-]rank)["']""", file.read())
     given = any(re.match("--local[_-]rank", argument) for argument in arguments)
@@ -113,8 +120,23 @@ def local_rank_for(script: Path, arguments: list[str]) -> list[str]:
     return [f"{flag[1]}={os.environ['LOCAL_RANK']}"]
 
 
+def run(name: str, arguments: list[str], is_module: bool) -> None:
+    """Run the script or the module `name` as ``python`` or ``python -m`` does."""
+    if is_module:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{name}.__main__")
+        source = Path(spec.origin) if spec and spec.origin else Path(__file__)
+        sys.argv = [name, *local_rank_arguments(source, arguments), *arguments]
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = [name, *local_rank_arguments(Path(name), arguments), *arguments]
+        sys.path.insert(0, str(Path(name).parent))
+        runpy.run_path(name, run_name="__main__")
+
+
 def main() -> None:
-    """Runs the script or the module that the command line names."""
+    """Run the script or the module that the command line names."""
     passed = re.fullmatch(r"--local[_-]rank=(\d+)", "".join(sys.argv[1:2]))
     if passed:  # by torch.distributed.launch, which puts it before the script's name
         os.environ.setdefault("LOCAL_RANK", passed[1])
@@ -124,17 +146,8 @@ def main() -> None:
         sys.exit("usage: python -m apex_native SCRIPT.py [its arguments], or -m MODULE")
     install()
     try:
-        if is_module:
-            name, arguments = sys.argv[2], sys.argv[3:]
-            spec = importlib.util.find_spec(name) or importlib.util.find_spec(f"{name}.__main__")
-            source = Path(spec.origin) if spec and spec.origin else Path(__file__)
-            sys.argv = [name, *local_rank_for(source, arguments), *arguments]
-            runpy.run_module(name, run_name="__main__", alter_sys=True)
-        else:
-            script, arguments = Path(sys.argv[1]), sys.argv[2:]
-            sys.argv = [str(script), *local_rank_for(script, arguments), *arguments]
-            sys.path.insert(0, str(script.parent))
-            runpy.run_path(str(script), run_name="__main__")
+        name, *arguments = sys.argv[2:] if is_module else sys.argv[1:]
+        run(name, arguments, is_module)
     except (ImportError, AttributeError) as error:
         explain(error)
         raise

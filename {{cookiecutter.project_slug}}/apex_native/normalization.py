@@ -1,20 +1,22 @@
 """Apex's fused layer norms, on torch's own kernels."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 
-class FusedLayerNorm(nn.LayerNorm):
-    """Layer norm over the last dimensions, of the shape `normalized_shape`.
+class _Fused(nn.Module):
+    """Mixin with Apex's arguments, whose forward pass takes input of another type than the weight.
 
-    Input (…, *normalized_shape) gives output of the same shape and type, whatever the parameters'
-    type is. `memory_efficient` is accepted and unused: torch keeps the input, not the output.
-
-    Source: Ba et al., "Layer Normalization", 2016 (arXiv 1607.06450).
+    `memory_efficient` is accepted and unused: torch keeps the input, not the output.
     """
+
+    weight: Any
+    normalized_shape: Any
+    eps: Any
+    function: Callable[..., Tensor]  # of torch.nn.functional
 
     def __init__(
         self,
@@ -26,69 +28,53 @@ class FusedLayerNorm(nn.LayerNorm):
         super().__init__(normalized_shape, eps, elementwise_affine)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Computes in fp32 where input and parameters differ in type."""
+        """Return `input` normalized; compute in fp32 where input and weight differ in type."""
         if self.weight is None or self.weight.dtype == input.dtype:
             return super().forward(input)
-        weight, bias = self.weight.float(), self.bias.float()
-        output = F.layer_norm(input.float(), self.normalized_shape, weight, bias, self.eps)
+        parameters = [parameter.float() for parameter in self.parameters(recurse=False)]
+        output = self.function(input.float(), self.normalized_shape, *parameters, self.eps)
         return output.to(input.dtype)
 
 
-class FusedRMSNorm(nn.Module):
-    """The input over its root mean square, times a weight.
+class FusedLayerNorm(_Fused, nn.LayerNorm):
+    """Layer norm over the last dimensions, which have the shape `normalized_shape`.
 
-    Shapes, types and `memory_efficient` as in FusedLayerNorm.
+    Input (…, *normalized_shape) gives output of the same shape and type, whatever the parameters'
+    type is.
+
+    Source: Ba et al., "Layer Normalization", 2016 (arXiv 1607.06450).
+    """
+
+    function = staticmethod(F.layer_norm)
+
+
+class FusedRMSNorm(_Fused, nn.RMSNorm):
+    """Division of the input by its root mean square, times a weight. Types as in FusedLayerNorm.
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", NeurIPS 2019.
     """
 
-    def __init__(
-        self,
-        normalized_shape: int | Sequence[int],
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
-        memory_efficient: bool = False,
-    ) -> None:
-        super().__init__()
-        shape = (normalized_shape,) if isinstance(normalized_shape, int) else normalized_shape
-        self.normalized_shape, self.eps = torch.Size(shape), eps
-        self.elementwise_affine = elementwise_affine
-        weight = nn.Parameter(torch.ones(self.normalized_shape)) if elementwise_affine else None
-        self.register_parameter("weight", weight)
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Computes in fp32 where input and weight differ in type."""
-        if self.weight is None or self.weight.dtype == input.dtype:
-            return F.rms_norm(input, self.normalized_shape, self.weight, self.eps)
-        weight = self.weight.float()
-        output = F.rms_norm(input.float(), self.normalized_shape, weight, self.eps)
-        return output.to(input.dtype)
-
-    def extra_repr(self) -> str:
-        return (
-            f"{tuple(self.normalized_shape)}, eps={self.eps}, "
-            f"elementwise_affine={self.elementwise_affine}"
-        )
+    function = staticmethod(F.rms_norm)
 
 
-class _InTheParametersType:
-    """What makes a norm a mixed one: its output has its parameters' type, not its input's."""
+class _Mixed(nn.Module):
+    """Mixin that casts the input to the parameters' type, which is then that of the output."""
 
-    def __init__(
-        self, normalized_shape: int | Sequence[int], eps: float = 1e-5, **kwargs: bool
-    ) -> None:
-        if not kwargs.get("elementwise_affine", True):
+    weight: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.weight is None:
             raise RuntimeError(f"{type(self).__name__} needs elementwise_affine=True.")
-        super().__init__(normalized_shape, eps, **kwargs)
 
     def forward(self, input: Tensor) -> Tensor:
-        """(…, *normalized_shape) → the same shape, in the parameters' type."""
+        """Return `input` (…, *normalized_shape) normalized, in the parameters' type."""
         return super().forward(input.to(self.weight.dtype))
 
 
-class MixedFusedLayerNorm(_InTheParametersType, FusedLayerNorm):
+class MixedFusedLayerNorm(_Mixed, FusedLayerNorm):
     """FusedLayerNorm whose output has the parameters' type. Raises RuntimeError without them."""
 
 
-class MixedFusedRMSNorm(_InTheParametersType, FusedRMSNorm):
+class MixedFusedRMSNorm(_Mixed, FusedRMSNorm):
     """FusedRMSNorm whose output has the weight's type. Raises RuntimeError without one."""

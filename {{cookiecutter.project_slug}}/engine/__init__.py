@@ -1,1 +1,62 @@
-"""What the training loop stands on and rarely needs to change. It knows nothing of the task."""
+"""Library behind the training loop. It is independent of the task and of the command line."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+VERSION = "1.0.0"
+EXIT_USAGE = 2  # exit status of the program after a UserError
+SUFFIX = ".tmp"  # of a file that `replacing` has not completed
+
+
+class UserError(Exception):
+    """A mistake that the user can fix. Its message says what is wrong and how to fix it.
+
+    The program prints the message without a traceback and exits with EXIT_USAGE.
+    """
+
+
+def summarize(names: list[str]) -> str:
+    """Return the first three of `names` and the number of those that follow."""
+    more = len(names) - 3
+    return ", ".join(names[:3]) + (f" and {more} more" if more > 0 else "")
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Replace the file at `path` atomically.
+
+    Yields a temporary path in the same folder to write to. When the body is done, that file is
+    flushed to the disk, renamed to `path`, and the folder is flushed. If the body fails, `path` is
+    unchanged and the temporary file is removed.
+    """
+    temporary = path.with_name(path.name + SUFFIX)
+    temporary.unlink(missing_ok=True)
+    try:
+        yield temporary
+        _flush(temporary)
+        temporary.replace(path)
+        with suppress(OSError):  # some shared file systems cannot flush a folder
+            _flush(path.parent)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def link(path: Path, other: Path) -> None:
+    """Give the file at `path` the name `other` too: a hard link, or a copy where there are none."""
+    with replacing(other) as temporary:
+        try:
+            temporary.hardlink_to(path)
+        except OSError:
+            shutil.copyfile(path, temporary)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,155 +1,304 @@
-"""Real Apex or apex_native: which one serves, and why."""
+"""Adapter of the Apex implementation in use: NVIDIA's Apex or apex_native.
+
+All that differs between the two is in here; no other module reads private attributes of Apex.
+"""
 
 import importlib
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pkgutil import resolve_name
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.optim import Optimizer
 
 import apex_native
-from engine.errors import UserError
+from engine import UserError
 
-CALLS = (
+CALLS = (  # that a project may use; Apex's version is always 0.1, so they are probed
     "amp.initialize",
     "amp.scale_loss",
     "parallel.DistributedDataParallel",
     "parallel.convert_syncbn_model",
     "optimizers.FusedAdam",
 )
-"""What a project may call. Apex's version number is always 0.1, so the calls are looked for."""
-
-EXTENSIONS = ("amp_C", "apex_C", "syncbn")
-"""Their compiled parts. Without amp_C there is no FusedAdam; the others have slow stand-ins."""
-
-APEX_LEVELS = ("O0", "O1", "O2", "O3")
-
-UNINSTALL = "pip uninstall apex"
-REBUILD = "build Apex for this torch, or pip uninstall apex"
+EXTENSIONS = ("amp_C", "apex_C", "syncbn")  # compiled; only amp_C, for FusedAdam, is required
 BUILD = "build Apex with its C++ and CUDA extensions"
 
 
+@dataclass(frozen=True)
+class Backend:
+    """Implementation of Apex's calls that a run uses: apex_native, or NVIDIA's as ApexBackend."""
+
+    apex: ModuleType  # the package called `name`
+    reason: str  # which implementation is used and why, for the log
+    name: ClassVar[str] = "apex_native"
+
+    def loss_scale(self) -> Tensor | float:
+        """Return the current loss scale without waiting for the device."""
+        return self.apex.amp.current_loss_scale()
+
+    def has_dynamic_loss_scale(self) -> bool:
+        """Return whether overflows change the loss scale."""
+        return self.apex.amp.has_dynamic_loss_scale()
+
+    def amp_properties(self) -> Any:
+        """Return the settings of the opt_level, as ``amp.initialize`` resolved them.
+
+        Its attributes are opt_level, cast_model_type, which is None if the weights are not cast,
+        keep_batchnorm_fp32 and master_weights.
+        """
+        return self.apex.amp.properties()
+
+    def trained_parameters(self, optimizer: Optimizer) -> set[Tensor]:
+        """Return what `optimizer` trains, the model's parameters behind its masters included."""
+        trained = {tensor for group in optimizer.param_groups for tensor in group["params"]}
+        return trained.union(self.master_weights(optimizer))
+
+    def master_weights(self, optimizer: Optimizer) -> dict[Tensor, Tensor]:
+        """Return the fp32 masters by their half-precision parameter; create them if necessary."""
+        return dict(self.apex.amp.master_pairs(optimizer))
+
+    def fp32_state_dict(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+        """Return the state of the unwrapped model, in fp32 at every opt_level.
+
+        It has the values of the masters where there are any, so that a resumed run continues from
+        exactly the same weights.
+        """
+        return dict(unwrap(model).state_dict())
+
+    def load_fp32_state_dict(
+        self, model: nn.Module, optimizer: Optimizer, state: Mapping[str, Tensor]
+    ) -> None:
+        """Load what `fp32_state_dict` returned into the model and the masters."""
+        unwrap(model).load_state_dict(state)
+        masters = self.master_weights(optimizer)
+        with torch.no_grad():
+            for name, parameter in unwrap(model).named_parameters():
+                if parameter in masters:
+                    masters[parameter].copy_(state[name])
+
+    @contextmanager
+    def gradient_sync(self, model: Any, enabled: bool) -> Iterator[None]:
+        """Average the gradients of the forward and backward passes in the body only if `enabled`.
+
+        Gradients of passes without averaging accumulate and are averaged in the next pass with it.
+        They must still be scaled then: use ``amp.scale_loss(..., delay_unscale=True)`` until then.
+        """
+        with ExitStack() as stack:
+            if not enabled and dist.get_world_size() > 1:
+                if hasattr(model, "no_sync"):  # of torch and of apex_native
+                    stack.enter_context(model.no_sync())
+                else:  # of Apex
+                    model.disable_allreduce()
+                    stack.callback(model.enable_allreduce)
+            yield
+
+    def syncbn_group(self, size: int) -> dist.ProcessGroup | None:
+        """Return the group of `size` ranks that share the statistics of batch norm; 0 means all.
+
+        Raises UserError if `size` does not divide the number of processes.
+        """
+        processes = dist.get_world_size()
+        if size and processes % size:
+            raise UserError(f"--sync-bn-group {size} must divide {processes} processes")
+        return self.apex.parallel.create_syncbn_process_group(size)
+
+    def memory_format(
+        self, channels_last: bool | None, warn: Callable[[str], None]
+    ) -> torch.memory_format:
+        """Return the memory format of images and weights with Apex's DistributedDataParallel.
+
+        That of real Apex returns gradients in NCHW order, whatever the order of the weights is:
+        `warn` gets a message, or a UserError is raised if channels_last was requested.
+        """
+        if channels_last is False:
+            return torch.contiguous_format
+        if self.name != "apex" or dist.get_world_size() == 1:
+            return torch.channels_last
+        if channels_last:
+            raise UserError("--channels-last: real Apex's DDP mixes up its gradients; leave it out")
+        warn("NCHW, because real Apex's DDP mixes up the gradients of channels_last weights")
+        return torch.contiguous_format
+
+    def tune_communication(self, model: nn.Module, *, compress: bool, cuda_graphs: bool) -> None:
+        """Configure how DistributedDataParallel averages gradients; ignore a model without it.
+
+        Args:
+            compress: send fp32 gradients as bfloat16: half the bytes, and for any loss scale the
+                range of fp32, but averages are rounded to 8 bits.
+            cuda_graphs: average all gradients after the backward pass, so that a compiled model is
+                one CUDA graph and not one for each bucket.
+
+        Raises UserError if `compress` is set and the weights are 16-bit, as their gradients are.
+        """
+        if cuda_graphs:
+            # torch has no other switch. Without this one, the graphs are correct, but slower.
+            with suppress(AttributeError):
+                torch._dynamo.config.optimize_ddp = False
+        if compress and any(parameter.itemsize == 2 for parameter in model.parameters()):
+            raise UserError(
+                "--compress-gradients: at this --opt-level they have 16 bits already; leave it out"
+            )
+        if not isinstance(model, nn.parallel.DistributedDataParallel):
+            return
+        if compress:
+            model.register_comm_hook(None, bf16_compress_hook)
+        average_at_once = getattr(model, "average_at_once", None)  # apex_native's
+        if cuda_graphs and average_at_once and not model.find_unused_parameters:
+            average_at_once()
+
+
+class ApexBackend(Backend):
+    """NVIDIA's Apex, up to release 25.05, the last one with ``amp`` and ``parallel``.
+
+    ``amp`` publishes the loss scale, but neither whether it is dynamic, nor the settings of the
+    opt_level, nor which master belongs to which parameter. These are read from ``amp._amp_state``
+    and an optimizer's ``_amp_stash`` and ``_amp_lazy_init``. An Apex without them is reported as
+    a UserError that recommends apex_native.
+    """
+
+    name = "apex"
+
+    def loss_scale(self) -> float:
+        return self.apex.amp.state_dict()["loss_scaler0"]["loss_scale"]
+
+    def has_dynamic_loss_scale(self) -> bool:
+        scalers = _private(_private(self.apex.amp, "_amp_state"), "loss_scalers")
+        return any(_private(scaler, "dynamic") for scaler in scalers)
+
+    def amp_properties(self) -> Any:
+        return _private(_private(self.apex.amp, "_amp_state"), "opt_properties")
+
+    def trained_parameters(self, optimizer: Optimizer) -> set[Tensor]:
+        # The groups hold the parameters until masters are created, which is not done here.
+        trained = {tensor for group in optimizer.param_groups for tensor in group["params"]}
+        stash = getattr(optimizer, "_amp_stash", None)  # None before amp.initialize
+        return trained.union(getattr(stash, "all_fp16_params", ()))
+
+    def master_weights(self, optimizer: Optimizer) -> dict[Tensor, Tensor]:
+        # Apex creates them in the first backward pass, and moments that are loaded before that are
+        # rounded to fp16.
+        if not self.amp_properties().master_weights:
+            return {}
+        _private(optimizer, "_amp_lazy_init")()
+        stash = _private(optimizer, "_amp_stash")
+        masters = _private(stash, "all_fp32_from_fp16_params")
+        return dict(zip(_private(stash, "all_fp16_params"), masters, strict=True))
+
+    def fp32_state_dict(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+        state = super().fp32_state_dict(model, optimizer)
+        masters = self.master_weights(optimizer)
+        for name, parameter in unwrap(model).named_parameters():
+            if parameter in masters:
+                state[name] = masters[parameter].detach()
+        return state
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Return the module inside a DistributedDataParallel or DataParallel, or else `model` itself.
+
+    The class decides, because a model may have a submodule called ``module``.
+    """
+    is_torchs = isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel)
+    is_apexs = type(model).__module__.startswith("apex.parallel.")
+    return model.get_submodule("module") if is_torchs or is_apexs else model
+
+
+def load_backend(choice: str, opt_level: str, **needs: bool) -> Backend:
+    """Return the implementation of Apex's calls to use.
+
+    Args:
+        choice: "apex" (real Apex, or an error), "native" (apex_native), or "auto": real Apex if it
+            has every call, its compiled extensions and a GPU, else apex_native.
+        opt_level, needs: as for `problem_with_apex`.
+
+    Raises UserError if `choice` is "apex" and Apex cannot be used.
+    """
+    if choice == "native":
+        return Backend(apex_native, "apex_native, as requested")
+    problem = problem_with_apex(opt_level, **needs)
+    if problem is None:
+        return ApexBackend(importlib.import_module("apex"), "real Apex")
+    if choice == "apex":
+        raise UserError(
+            f"--backend apex: {problem.reason}; use --backend native, which needs no Apex"
+        )
+    return Backend(apex_native, f"apex_native, because {problem.reason}")
+
+
 class Problem(NamedTuple):
-    """Why real Apex can't serve, and what to do if it should; nothing where nothing is amiss."""
+    """Reason why real Apex cannot be used, and the remedy, which is empty if there is none."""
 
     reason: str
     remedy: str = ""
 
 
-def load_backend(choice: str, opt_level: str, **needs: bool) -> tuple[ModuleType, str]:
-    """The package that serves Apex's calls, and one line that says which and why.
-
-    Args:
-        choice: "apex" (real Apex or stop), "native" (apex_native), or "auto": real Apex if it
-            has every call, its compiled extensions and a GPU, else apex_native.
-        opt_level, needs: as `problem_with_apex` takes them.
-
-    Raises UserError if `choice` is "apex" and Apex can't serve.
-    """
-    if choice == "native":
-        return apex_native, "apex_native, as asked"
-    problem = problem_with_apex(opt_level, **needs)
-    if problem is None:
-        return importlib.import_module("apex"), "real Apex"
-    if choice == "apex":
-        raise UserError(
-            f"--backend apex: {problem.reason}; use --backend native, which needs no Apex"
-        )
-    return apex_native, f"apex_native, because {problem.reason}"
-
-
 def problem_with_apex(
-    opt_level: str, compiled: bool = False, replicated: bool = False, compressed: bool = False
+    opt_level: str, *, compiled: bool = False, replicated: bool = False, compressed: bool = False
 ) -> Problem | None:
-    """Why real Apex can't serve here, or None if it can.
+    """Return why real Apex cannot be used here, or None if it can.
 
     Args:
         opt_level: O4 and O5 are not in NVIDIA's Apex.
-        compiled: whether the model is to be compiled, which Apex's patches of torch stand against.
-        replicated: whether DataParallel is to copy the model, which its patch of forward can't.
-        compressed: whether DDP is to compress gradients, for which Apex's has no hook.
+        compiled: whether the model is compiled.
+        replicated: whether DataParallel copies the model.
+        compressed: whether DDP compresses gradients, for which Apex's has no hook.
     """
+    reasons = (
+        (compiled, "torch.compile can't follow Apex's replacements of torch's functions"),
+        (replicated, "DataParallel's copies would call the forward that Apex ties to one GPU"),
+        (compressed, "real Apex's DDP can't compress gradients"),
+        (not torch.cuda.is_available(), "Apex needs a GPU"),
+        (opt_level not in ("O0", "O1", "O2", "O3"), f"NVIDIA's Apex has no {opt_level}"),
+    )
+    problems = (Problem(reason) for applies, reason in reasons if applies)
+    return _problem_with_installation() or next(problems, None)
+
+
+def parts_of_apex() -> dict[str, bool]:
+    """Return which of CALLS and EXTENSIONS are installed and can be used."""
+    parts = {call: f"apex.{call}" for call in CALLS} | {name: name for name in EXTENSIONS}
+    return {part: _is_usable(path) for part, path in parts.items()}
+
+
+def _is_usable(path: str) -> bool:
+    try:
+        found = resolve_name(path)
+    except Exception:  # a module built for another torch fails in many ways on import
+        return False
+    return callable(found) or isinstance(found, ModuleType)
+
+
+def _problem_with_installation() -> Problem | None:
     try:
         apex = importlib.import_module("apex")
-    except ModuleNotFoundError as error:
-        if error.name == "apex":
+    except Exception as error:  # a broken or foreign package may raise anything
+        if isinstance(error, ModuleNotFoundError) and error.name == "apex":
             return Problem("Apex is not installed")
-        return Problem(f"the package called apex can't be imported ({error})", REBUILD)
-    except Exception as error:  # whatever a broken or foreign package raises
         reason = f"the package called apex can't be imported ({type(error).__name__}: {error})"
-        return Problem(reason, REBUILD)
-    if not hasattr(apex, "__path__"):
-        return Problem(f"the module called apex at {apex.__file__} is not NVIDIA's Apex", UNINSTALL)
+        return Problem(reason, "build Apex for this torch, or pip uninstall apex")
     parts = parts_of_apex()
     missing = [call for call in CALLS if not parts[call]]
     if len(missing) == len(CALLS):
-        return Problem("the package called apex is not NVIDIA's Apex", UNINSTALL)
+        return Problem(f"{apex} is not NVIDIA's Apex", "pip uninstall apex")
     if missing:
         return Problem(f"this Apex no longer has {', '.join(missing)} (removed in May 2025)")
     if not parts["amp_C"]:
         reason = "Apex was installed without its compiled extensions (amp_C is missing)"
         return Problem(reason, BUILD)
-    if compiled:
-        return Problem(
-            "torch.compile can't follow the functions that real Apex puts in place of torch's"
-        )
-    if replicated:
-        return Problem(
-            "real Apex ties a model's forward to one GPU, and DataParallel's copies call that"
-        )
-    if compressed:
-        return Problem("real Apex's DDP can't compress gradients")
-    if not torch.cuda.is_available():
-        return Problem("Apex needs a GPU")
-    if opt_level not in APEX_LEVELS:
-        return Problem(f"NVIDIA's Apex has no {opt_level}")
     return None
 
 
-def channels_last(apex: ModuleType, asked: bool | None, say: Callable[[str], None]) -> bool | None:
-    """What --channels-last says, or False, with a line, where only NCHW is right.
-
-    Real Apex's DDP, which several processes need, puts gradients back in NCHW order, whatever that
-    of the weights is. Raises UserError if channels_last was asked for there.
-    """
-    if apex.__name__ != "apex" or dist.get_world_size() == 1:
-        return asked
-    if asked:
-        raise UserError("--channels-last: real Apex's DDP mixes up its gradients; leave it out")
-    say("NCHW, because real Apex's DDP mixes up the gradients of channels_last weights")
-    return False
-
-
-def syncbn_group(apex: ModuleType, size: int) -> dist.ProcessGroup | None:
-    """The `size` processes, or all for 0, that this one shares batch norm's statistics with."""
-    processes = dist.get_world_size()
-    if size and processes % size:
-        raise UserError(f"--sync-bn-group {size} must divide {processes} processes")
-    return apex.parallel.create_syncbn_process_group(size)
-
-
-def loss_scale(apex: ModuleType) -> Tensor | float:
-    """The scale that losses have now: on apex_native a tensor if it is kept on the device."""
-    scaler = apex.amp._amp_state.loss_scalers[0]
-    return scaler.factor if hasattr(scaler, "factor") else scaler.loss_scale()
-
-
-def parts_of_apex() -> dict[str, bool]:
-    """Which of CALLS and EXTENSIONS are there and can be used."""
-    calls = {call: _is_callable(*f"apex.{call}".rsplit(".", 1)) for call in CALLS}
-    return calls | {name: _is_importable(name) for name in EXTENSIONS}
-
-
-def _is_importable(module: str) -> bool:
-    try:
-        importlib.import_module(module)
-    except Exception:  # what was built for another torch fails in many ways on import
-        return False
-    return True
-
-
-def _is_callable(module: str, name: str) -> bool:
-    return _is_importable(module) and callable(getattr(sys.modules[module], name, None))
+def _private(owner: object, name: str) -> Any:
+    """Return a private attribute of Apex that has no public equivalent."""
+    if not hasattr(owner, name):
+        raise UserError(
+            f"this Apex has no {name}, which checkpoints depend on; use --backend native"
+        )
+    return getattr(owner, name)

@@ -1,212 +1,363 @@
-"""A command line, and a file of its flags, that many processes read and one answers."""
+"""Command line and JSON configuration file of a training job with many processes.
+
+Every process parses the same flags; only rank 0 prints help and errors.
+"""
 
 import argparse
 import json
 import math
+import re
 import shutil
 import sys
-from argparse import BooleanOptionalAction, Namespace
+from argparse import BooleanOptionalAction
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import IO, Any, NoReturn, TypeVar
 
 from engine import distributed
+from engine.monitoring.curves import METRIC, METRIC_MODE
 
-NO_SETTINGS = ("help", "config", "print_config", "check", "local_rank")  # of one start alone
-WIDEST = 100  # columns that are still easy to read
-
-
-class HelpFormatter(argparse.HelpFormatter):
-    """A flag in few words, with its default if that is worth showing."""
-
-    def __init__(self, prog: str) -> None:
-        width = min(shutil.get_terminal_size().columns - 2, WIDEST)
-        super().__init__(prog, max_help_position=30, width=width)
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        hidden = (None, False, argparse.SUPPRESS)
-        is_hidden = any(action.default is value for value in hidden)  # 0 equals False
-        if action.help is None or is_hidden or "default" in action.help:
-            return action.help
-        return action.help + " (default: %(default)s)"
-
-    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
-        return METAVARS.get(action.type) or super()._get_default_metavar_for_optional(action)
-
-    def _format_action_invocation(self, action: argparse.Action) -> str:
-        if isinstance(action, BooleanOptionalAction):
-            name = action.option_strings[0]
-            return name if action.default is False else f"--[no-]{name[2:]}"
-        return super()._format_action_invocation(action)
+Value = TypeVar("Value", int, float)
+NOT_SETTINGS = ("config", "print_config", "check", "json", "local_rank")  # differ at each start
+MAX_WIDTH = 100  # columns of the help text
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 
 
-class Switch(BooleanOptionalAction):
-    """``store_true`` with a ``--no-…`` too, for what a file has switched on."""
+def number_type(
+    parse: Callable[[str], Value], low: float, high: float, expected: str
+) -> Callable[[str], Value | str]:
+    """Return a converter for ``add_argument(type=…)`` of values from `low` to below `high`.
 
-    def __init__(self, option_strings: list[str], dest: str, **kwargs: object) -> None:
-        super().__init__(option_strings, dest, **{"default": False} | kwargs)
+    Its error message states what was `expected`.
+    """
+
+    def convert(text: str) -> Value | str:
+        if text == "dynamic" and text in expected:
+            return text
+        with suppress(ValueError):
+            value = parse(text)
+            if low <= value < high:
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r} is not {expected}")
+
+    return convert
+
+
+def interval(text: str) -> str:
+    """Convert a number of steps, such as "500", or of minutes, such as "10m"."""
+    if not re.fullmatch(r"0*[1-9]\d*m?", text):
+        expected = "a number of steps, such as 500, or of minutes, such as 10m"
+        raise argparse.ArgumentTypeError(f"{text!r} is not {expected}")
+    return text
+
+
+positive_int = number_type(int, 1, math.inf, "a whole number of at least 1")
+non_negative_int = number_type(int, 0, 2**32, "a whole number from 0 to 2^32 - 1")
+non_negative_float = number_type(float, 0, math.inf, "a number of at least 0")
+fraction = number_type(float, 0, 1, "a number from 0 to less than 1")
+loss_scale = number_type(
+    float,
+    math.ulp(0),
+    math.nextafter(2**64, math.inf),
+    "'dynamic' or a number above 0 and up to 2^64",
+)
+METAVARS: dict[object, str] = {
+    int: "N",
+    positive_int: "N",
+    non_negative_int: "N",
+    non_negative_float: "X",
+    fraction: "X",
+    loss_scale: "SCALE",
+    interval: "N|Nm",
+    Path: "PATH",
+}
+
+
+class _StoreTrue(BooleanOptionalAction):
+    """``store_true`` that also accepts ``--no-…``, to override a configuration file."""
+
+    def __init__(self, option_strings: list[str], dest: str, help: str | None = None) -> None:
+        super().__init__(option_strings, dest, help=help)
+        self.default = False  # not above: before Python 3.13 help would show it
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """argparse's, with help and errors from rank 0 alone, and errors that say what to do."""
+    """argparse's parser with output from rank 0 only and suggestions for misspelled flags."""
 
-    def __init__(self, **kwargs: object) -> None:
-        super().__init__(formatter_class=HelpFormatter, allow_abbrev=False, **kwargs)
+    def __init__(self, prog: str | None = None, usage: str | None = None, description: str = ""):
+        self.actions: list[argparse.Action] = []
+        self.groups: dict[str, ArgumentGroup] = {}
+        width = min(shutil.get_terminal_size().columns - 2, MAX_WIDTH)
+        super().__init__(
+            prog=prog,
+            usage=usage,
+            description=description,
+            formatter_class=partial(argparse.HelpFormatter, max_help_position=30, width=width),
+            allow_abbrev=False,
+        )
 
-    def parse_args(self, args: list[str] | None = None) -> Namespace:
-        """The flags; what can't be one ends the program."""
-        given, unknown = self.parse_known_args(args)
+    def add_argument(self, *names: str, **options: Any) -> argparse.Action:  # type: ignore[override]
+        """Add a flag or a positional argument, as argparse does."""
+        action = super().add_argument(*names, **options)
+        self.actions.append(action)
+        return action
+
+    def group(self, title: str) -> "ArgumentGroup":
+        """Return the help group of that title; create it at the first call."""
+        if title not in self.groups:
+            self.groups[title] = ArgumentGroup(self, title)
+        return self.groups[title]
+
+    def parse_args(self, args=None, namespace=None):  # type: ignore[override]  # as argparse's
+        """Return the parsed flags; stop the program with one error message if one is invalid."""
+        given, unknown = self.parse_known_args(args, namespace)
         if unknown:
             flag = unknown[0].partition("=")[0]
-            known = [name for action in self._actions for name in action.option_strings]
-            what = "flag" if flag.startswith("-") else "place for"
-            self.error(f"there is no {what} {flag}{_nearest(flag, known)}")
+            known = [name for action in self.actions for name in action.option_strings]
+            kind = "flag" if flag.startswith("-") else "place for"
+            self.error(f"there is no {kind} {flag}{_suggestion(flag, known)}")
         return given
 
-    def _print_message(self, message: str, file: object = None) -> None:
-        if distributed.is_speaker():
-            super()._print_message(message, file)
+    def print_help(self, file: IO[str] | None = None) -> None:  # type: ignore[override]
+        """Print the help text on rank 0."""
+        if distributed.is_rank_zero():
+            super().print_help(file)
 
     def error(self, message: str) -> NoReturn:
+        """Stop the program with one error message and status 2."""
         distributed.stop(f"{message} (--help lists the flags)")
 
 
-class ConfigurableParser(ArgumentParser):
-    """The same with ``--config``, a file of JSON that stands for flags.
+class ArgumentGroup:
+    """Flags under one title of the help text."""
 
-    What it holds is checked as they are, and those on the command line win.
-    """
+    def __init__(self, parser: ArgumentParser, title: str) -> None:
+        self.parser = parser
+        self._group = parser.add_argument_group(title)
+
+    def add_argument(self, *names: str, **options: Any) -> argparse.Action:
+        """Add a flag as argparse does; the metavar follows from the type, help shows the default.
+
+        ``store_true`` flags get a ``--no-…`` form.
+        """
+        if options.get("action") == "store_true" and "dest" not in options:
+            options["action"] = _StoreTrue
+        if options.get("type") in METAVARS:
+            options.setdefault("metavar", METAVARS[options["type"]])
+        if options.get("default") is not None and "default" not in options["help"]:
+            options["help"] += " (default: %(default)s)"
+        action = self._group.add_argument(*names, **options)
+        self.parser.actions.append(action)
+        return action
+
+
+class ConfigurableParser(ArgumentParser):
+    """Parser with ``--config FILE.json``, which sets defaults that the command line overrides."""
 
     def __init__(self, prog: str, description: str) -> None:
         super().__init__(prog=prog, usage=f"{prog} [flags]", description=description)
-        self.register("action", "store_true", Switch)
-        self.source = ""  # of the flags, if it is not the command line
-        add = self.add_argument
-        add("--config", type=Path, metavar="FILE", help="JSON with flags; those given here win")
-        add("--print-config", action="store_true", help="print such a file of all flags, and exit")
+        self.error_prefix = ""
+        add = self.group("configuration").add_argument
+        add("--config", type=Path, metavar="FILE", help="JSON file with defaults for these flags")
+        add("--print-config", action="store_true", help="print all flags as such a file, and exit")
 
-    def parse_args(self, args: list[str] | None = None) -> Namespace:
-        """The flags; what can't be one ends the program."""
-        given = super().parse_args(args)
+    def parse_args(self, args=None, namespace=None):  # type: ignore[override]  # as argparse's
+        """Return the parsed flags; stop the program with one error message if one is invalid."""
+        given = super().parse_args(args, namespace)
         if given.config is not None:
             self.set_defaults(**self._read(given.config))
-            given = super().parse_args(args)
+            given = super().parse_args(args, namespace)
         if given.print_config:
-            print_config(given)
+            if distributed.is_rank_zero():
+                print(as_json(settings(given)), end="", flush=True)
+            sys.exit()
         return given
 
     def _read(self, path: Path) -> dict[str, object]:
-        """The values in a file, as the flags of the same names would have them."""
-        self.source = f"--config {path}: "
+        """Return the values in a file, each converted as its flag converts its argument."""
+        self.error_prefix = f"--config {path}: "
         try:
             text = path.read_text(encoding="utf-8-sig")
-            config = json.loads(text, object_pairs_hook=self._named_once)
+            config = json.loads(text, object_pairs_hook=self._reject_duplicates)
         except OSError as error:
             self.error(f"it can't be read, {error.strerror}")
         except (ValueError, RecursionError) as error:
             self.error(f"it is not JSON, {error}")
         if not isinstance(config, dict):
             self.error('it must hold names and values, such as {"epochs": 30}')
-        flags = {action.dest: action for action in self._actions if action.dest not in NO_SETTINGS}
+        config = {
+            name: value for name, value in config.items() if name not in (METRIC, METRIC_MODE)
+        }
+        actions = {action.dest: action for action in self.actions}
+        known = [name for name in actions if name not in NOT_SETTINGS]
         for name in config:
-            if name not in flags:
-                self.error(f"there is no setting {name}{_nearest(name, flags)}")
-        values = {name: self._value(flags[name], value) for name, value in config.items()}
-        self.source = ""
+            if name not in known:
+                self.error(f"there is no setting {name}{_suggestion(name, known)}")
+        values = {name: self._convert(actions[name], value) for name, value in config.items()}
+        self.error_prefix = ""
         return values
 
-    def _named_once(self, pairs: list[tuple[str, object]]) -> dict[str, object]:
+    def _reject_duplicates(self, pairs: list[tuple[str, object]]) -> dict[str, object]:
         names = [name for name, _ in pairs]
         for name in names:
             if names.count(name) > 1:
                 self.error(f"it has {name} twice")
         return dict(pairs)
 
-    def _value(self, action: argparse.Action, value: object) -> object:
-        """`value` as the flag's own words would have it."""
-        flag = action.option_strings[0]
+    def _convert(self, action: argparse.Action, value: object) -> object:
+        """Return `value` as parsing the flag itself would."""
         if value is None and action.default is None:
             return None
+        flag = action.option_strings[0]
         if isinstance(action, BooleanOptionalAction):
-            wanted, fits = "true or false", isinstance(value, bool)
+            expected, is_valid = "true or false", isinstance(value, bool)
             words = [flag if value else f"--no-{flag[2:]}"]
         elif action.nargs:
-            wanted, parts = "a list of texts", value if isinstance(value, list) else []
-            fits = bool(parts) and all(isinstance(part, str) for part in parts)
-            words = [flag, *parts] if fits else []
+            expected, is_valid = "a list of texts", _is_list_of_texts(value)
+            words = [flag, *value] if isinstance(value, list) else []
         elif METAVARS.get(action.type) in ("N", "X"):
-            wanted, fits = "a number", type(value) in (int, float)  # which a bool is not
+            expected, is_valid = "a number", type(value) in (int, float)  # not a bool
             words = [f"{flag}={value}"]
         else:
-            wanted, fits = "a text or a number", type(value) in (str, int, float)
+            expected, is_valid = "a text or a number", type(value) in (str, int, float)
             words = [f"{flag}={value}"]
-        if not fits:
-            self.error(f"{action.dest} is {json.dumps(value)}, but must be {wanted}")
+        if not is_valid:
+            self.error(f"{action.dest} is {json.dumps(value)}, but must be {expected}")
         return getattr(self.parse_known_args(words)[0], action.dest)
 
     def error(self, message: str) -> NoReturn:
-        super().error(self.source + message)
+        """Stop the program with one error message, which names the file if it is in one."""
+        super().error(self.error_prefix + message)
 
 
-def _nearest(name: str, names: Iterable[str]) -> str:
+def _is_list_of_texts(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(x, str) for x in value)
+
+
+def _suggestion(name: str, names: Iterable[str]) -> str:
     near = get_close_matches(name, names, n=1)
     return f"; did you mean {near[0]}?" if near else ""
 
 
-def settings(args: Namespace) -> dict[str, object]:
-    """Those flags that make a run what it is, by name."""
-    return {name: value for name, value in vars(args).items() if name not in NO_SETTINGS}
+def settings(args: argparse.Namespace) -> dict[str, object]:
+    """Return the flags that define a run, by name."""
+    return {name: value for name, value in vars(args).items() if name not in NOT_SETTINGS}
 
 
 def as_json(config: dict[str, object]) -> str:
-    """`config` as a file for ``--config``."""
+    """Return `config` as the content of a file for ``--config``."""
     return json.dumps(config, indent=2, default=str) + "\n"
 
 
-def print_config(args: Namespace) -> NoReturn:
-    """Prints the settings in `args`, and ends the program."""
-    if distributed.is_speaker():
-        print(as_json(settings(args)), end="", flush=True)
-    sys.exit()
+def add_data_arguments(parser: ArgumentParser, layout: str) -> None:
+    """Add the flags of the data; `layout` describes the folder that --data takes."""
+    add = parser.group("data").add_argument
+    add("--data", type=Path, metavar="DIR", help=f"{layout} (default: the included digits)")
+    add("--dummy", action="store_true", help="train on one synthetic batch, made on the device")
+    add("--workers", type=non_negative_int, help="data-loading processes for each process")
+    help = "unreadable files to skip at most; broken_files.txt in --output lists them"
+    add("--skip-broken", type=non_negative_int, default=0, help=help)
 
 
-def _checked(parse: Callable, holds: Callable[[object], bool], words: str) -> Callable:
-    """A converter for ``add_argument(type=…)`` whose error says what was wanted."""
-
-    def convert(text: str) -> object:
-        try:
-            value = parse(text)
-        except ValueError:
-            value = None
-        if value is None or not holds(value):
-            raise argparse.ArgumentTypeError(f"{text!r} is not {words}")
-        return value
-
-    return convert
+def add_model_arguments(parser: ArgumentParser) -> None:
+    """Add --weights, --freeze and --channels-last."""
+    add = parser.group("model").add_argument
+    add("--weights", help="initial weights: a file, or torchvision's name, such as DEFAULT")
+    add("--freeze", nargs="+", metavar="MODULE", help="submodules not to train, such as layer1")
+    yes_or_no = BooleanOptionalAction
+    add("--channels-last", action=yes_or_no, help="NHWC, fast for convolutions (default: yes)")
 
 
-def _scale(text: str) -> str | float:
-    return text if text == "dynamic" else float(text)
+def add_compile_arguments(parser: ArgumentParser) -> None:
+    """Add --compile, --cuda-graphs and --compress-gradients."""
+    add = parser.group("model").add_argument
+    add("--compile", action="store_true", help="torch.compile: slower start, faster steps")
+    add("--cuda-graphs", action="store_true", help="compile into CUDA graphs, for small batches")
+    add = parser.group("distributed").add_argument
+    add("--compress-gradients", action="store_true", help="average gradients in bfloat16")
 
 
-def _interval(text: str) -> str:
-    int(text.removesuffix("m"))
-    return text
+def add_optimization_arguments(parser: ArgumentParser, warmup_epochs: float = 1.0) -> None:
+    """Add the flags of the schedule, the loss and the gradients."""
+    add = parser.group("optimization").add_argument
+    add("--steps", type=positive_int, help="stop after this many steps in total")
+    add("--decay-weights-only", action="store_true", help="no weight decay for norms and biases")
+    add("--scale-lr", type=positive_int, metavar="IMAGES", help="--lr is for steps of this size")
+    schedules = ("cosine", "step", "none")
+    add("--schedule", choices=schedules, default="cosine", help="step: × 0.1 twice")
+    add("--warmup-epochs", type=non_negative_float, default=warmup_epochs, help="linear warm-up")
+    add("--accumulate", type=positive_int, default=1, help="batches per step")
+    add("--label-smoothing", type=fraction, default=0.0, help="in the training loss")
+    add("--clip-grad", type=non_negative_float, metavar="NORM", help="maximum gradient norm")
+    add("--ema", type=fraction, metavar="DECAY", help="also validate and save a moving average")
 
 
-count = _checked(int, lambda value: value >= 1, "a whole number of at least 1")
-natural = _checked(int, lambda value: 0 <= value < 2**32, "a whole number from 0 to 2^32 - 1")
-amount = _checked(float, lambda value: 0 <= value < math.inf, "a number of at least 0")
-share = _checked(float, lambda value: 0 <= value < 1, "a number from 0 to less than 1")
-loss_scale = _checked(
-    _scale,
-    lambda value: value == "dynamic" or 0 < value <= 2**64,
-    "'dynamic' or a number above 0 and up to 2^64",
-)
-interval = _checked(
-    _interval,
-    lambda value: int(value.removesuffix("m")) >= 1,
-    "a number of steps, such as 500, or of minutes, such as 10m",
-)
-METAVARS = {count: "N", natural: "N", int: "N", amount: "X", share: "X", Path: "PATH"}
+def add_precision_arguments(parser: ArgumentParser, opt_level: str, backend: str) -> None:
+    """Add --backend and the flags of amp.initialize, with these defaults."""
+    add = parser.group("precision").add_argument
+    add("--opt-level", choices=LEVELS, default=opt_level, help="Apex's mixed-precision level")
+    add("--loss-scale", type=loss_scale, help="dynamic, or a number (default: the level's)")
+    yes_or_no = BooleanOptionalAction
+    add(
+        "--keep-batchnorm-fp32", action=yes_or_no, help="if weights are cast (default: the level's)"
+    )
+    backends = ("auto", "apex", "native")
+    add("--backend", choices=backends, default=backend, help="real Apex or apex_native")
+
+
+def add_run_arguments(parser: ArgumentParser, output: Path) -> None:
+    """Add the flags of output, checkpoints, evaluation, reproducibility and --check."""
+    add = parser.group("distributed").add_argument
+    add("--timeout", type=positive_int, default=600, help="seconds that a step may take")
+    add = parser.group("run").add_argument
+    add("--output", type=Path, default=output, help="folder of checkpoints and metrics")
+    add("--resume", type=Path, help="a checkpoint, or 'auto' for the newest in --output, if any")
+    add("--save-every", type=interval, help="steps or minutes between checkpoints")
+    add("--patience", type=positive_int, help="stop after N validations without a better metric")
+    add("--keep", type=positive_int, default=2, help="how many checkpoints to keep")
+    add(
+        "--log-every",
+        type=positive_int,
+        help="steps between log records (default: 10; lines: 1 min)",
+    )
+    add("--eval-only", action="store_true", help="validate --resume, do not train")
+    add("--seed", type=non_negative_int, default=0, help="of weights, order and augmentation")
+    add("--deterministic", action="store_true", help="bit-identical on a GPU too; slower")
+    add("--check", action="store_true", help="check this machine and these flags, do not train")
+    add("--json", dest="check", action="store_true", help="--check with output as JSON")
+
+
+def complete_arguments(
+    parser: ArgumentParser, args: argparse.Namespace, ddp: str, output: Path
+) -> None:
+    """Reject flags that contradict each other; set defaults that depend on others.
+
+    Args:
+        ddp: "apex", "torch" or "dataparallel", the wrapper that the project uses.
+        output: default of --output; --eval-only writes to the folder of its checkpoint instead.
+    """
+    if args.keep_batchnorm_fp32 is not None and args.opt_level in ("O1", "O4"):
+        parser.error(f"--keep-batchnorm-fp32 is for cast weights; {args.opt_level} casts none")
+    if ddp == "dataparallel" and args.opt_level == "O4":
+        parser.error(
+            "--opt-level O4: its casts don't reach DataParallel's threads; use O5 for bf16"
+        )
+    if ddp != "dataparallel" and args.cuda_graphs and args.accumulate > 1:
+        parser.error("--accumulate: --cuda-graphs keep no gradients from one batch to the next")
+    if args.eval_only and args.output == output and args.resume not in (None, Path("auto")):
+        args.output = args.resume.parent
+    if args.workers is None:
+        args.workers = min(distributed.cpu_cores(), 8) if args.data else 0
+
+
+def backend_needs(args: argparse.Namespace, ddp: str) -> dict[str, bool]:
+    """Return what the flags need of the implementation of Apex's calls, for `load_backend`."""
+    if ddp == "dataparallel":
+        return {"replicated": True}
+    needs = {"compiled": args.compile or args.cuda_graphs}
+    if ddp == "apex":
+        needs["compressed"] = args.compress_gradients
+    return needs

@@ -1,173 +1,174 @@
-"""torchrun, with the status of the process that failed and without a traceback of its own.
+"""torchrun with clear messages and exit statuses, for run.sh.
 
 python -m engine.launch [torchrun's options] main.py [flags of main.py]
 
-With --rdzv-backend=machines, several machines meet as engine/machines.py says.
+Calls torchrun's own entry point, after serving the store by which its processes find each other: on
+a single host only on the loopback interface, on several at MASTER_ADDR.
 """
 
+import contextlib
 import logging
 import os
+import re
 import signal
 import sys
+import threading
+import time
+from pathlib import Path
+from typing import NoReturn
 
-from torch.distributed import DistError, run
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import api
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
+from engine import EXIT_USAGE, UserError
 
-from engine import distributed
-from engine.errors import BAD_USAGE
-from engine.machines import Ended, Machines
-from engine.watch import LAUNCHER, SIGNALS
-
-STOP_S = 600  # for processes that were asked to stop; whoever asked may be less patient
+LAUNCHER = "ENGINE_LAUNCH_PID"  # environment variable with the process id of the launcher
+RESTART = "ENGINE_RESTART"  # the same with the reason, in processes that replace others
+USAGE_SIGNAL = signal.SIGUSR2  # makes the launcher exit with EXIT_USAGE
+STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, USAGE_SIGNAL}
+SIGNALS = STOP_SIGNALS | {signal.SIGUSR1, signal.SIGCHLD}
+REPEAT_S = 1.0  # a cluster signals launcher and processes, and the launcher forwards its own
+POLL_S = 0.2
 
 
 def main() -> None:
-    """Runs torchrun; exits with 0, the first failing process's status, or 128 + its signal."""
+    """Run torchrun; exit with 0, the first failing process's status, or 128 + its signal."""
     os.environ[LAUNCHER] = str(os.getpid())
-    # What the agent has to say about a failed process, that process has said already.
-    logging.disable(logging.ERROR)
-    for number in SIGNALS:  # the agent passes on two of them, once there are processes
-        signal.signal(number, _pass_on)
-    # The others of a job that failed can't save, and may not even hear: they wait for the one that
-    # is gone. So they are not asked to stop, which the agent would wait half a minute for.
-    api._get_default_signal = lambda: signal.SIGKILL
-    LocalElasticAgent._stop_workers = _stop_at_once
-    LocalElasticAgent._shutdown = _wait_for_the_last_save
-    LocalElasticAgent._rendezvous = _meet_all
-    LocalElasticAgent._start_workers = _count_rounds
-    LocalElasticAgent._exit_barrier = _wait_for_the_other_machines
-    LocalElasticAgent._monitor_workers = _without_needless_restart
-    rendezvous_handler_registry.register("machines", _meet)
-    status, sentence = _run()
-    for number in SIGNALS:  # it ends already
-        signal.signal(number, signal.SIG_IGN)
-    for machines in _met:
-        machines.leave(0 if machines.me.succeeded else status)
-    if sentence:
-        print(f"error: {sentence}", file=sys.stderr)
-    distributed.leave(status)  # Python's clean-up aborts if a link is still in torch's code
+    for name in [name for name in os.environ if name.startswith("PET_")]:
+        del os.environ[name]  # torchrun reads the options that run.sh does not set from these
+    signals = SignalThread()
+    signals.start()
+    status, message = _run(os.environ.get("NNODES") or "1")
+    if status and signals.is_stopping:
+        signals.join()  # exits
+    if message:
+        print(f"error: {message}", file=sys.stderr)
+    sys.exit(status)
 
 
-def _run() -> tuple[int, str]:
-    """The status to exit with, and what there is to say of it."""
+def _run(nodes: str) -> tuple[int, str]:
+    """Return the exit status, and an error message unless a process has logged one."""
+    # Imported here, for seconds, in which signals have their effect already.
+    import torch.distributed as dist
+    from torch.distributed import run
+    from torch.distributed.elastic import rendezvous
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    from engine.distributed.network import RESUME, join_hosts, serve_locally
+
+    logging.disable(logging.ERROR)  # processes that fail log the cause themselves
     try:
-        run.main(sys.argv[1:])
+        server, options = serve_locally() if nodes == "1" else join_hosts(nodes)
+        run.main([*options, *sys.argv[1:]])
+    except UserError as error:
+        return EXIT_USAGE, str(error)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        if failure.exitcode < 0:
-            name = signal.Signals(-failure.exitcode).name
-            return 128 - failure.exitcode, f"rank {rank} was ended by {name}"
-        return failure.exitcode, ""
-    except api.SignalException as error:
-        return (0, "") if _is_complete else (128 + error.sigval, _unsaved)
-    except Ended as error:
-        return error.status, str(error)
+        if failure.exitcode > 0:
+            return failure.exitcode, ""
+        name = signal.Signals(-failure.exitcode).name
+        return 128 - failure.exitcode, f"rank {rank} was ended by {name}"
+    except rendezvous.RendezvousTimeoutError:
+        wait = f"{os.environ.get('NODE_WAIT') or 600} s (NODE_WAIT)"
+        return 1, f"fewer than NNODES={nodes} hosts joined within {wait}: {RESUME}"
+    except rendezvous.RendezvousClosedError:
+        return 1, f"the job has failed on another host, which logs why: {RESUME}"
+    except (rendezvous.RendezvousError, dist.DistError) as error:
+        reason = str(error.__cause__ or error).splitlines()[0]
+        where = os.environ.get("MASTER_ADDR")
+        return 1, f"the store at MASTER_ADDR={where} does not answer ({reason}): {RESUME}"
     return 0, ""
 
 
-_context: api.PContext | None = None  # of the processes
-_waiting: list[int] = []  # signals to save, for which there were no processes
+class SignalThread(threading.Thread):
+    """Receiver of the launcher's signals; it forwards them to the processes of this host.
 
+    The signals are blocked in all threads, so that torchrun's handlers are never called: they raise
+    an exception wherever the main thread is, possibly in a lock that it never releases then. The
+    processes start with the signals blocked, and unblock them when they can handle them.
 
-def _are_alive(context: api.PContext) -> bool:
-    return any(one.proc.poll() is None for one in context.subprocess_handlers.values())
-
-
-def _pass_on(number: int, _: object) -> None:
-    if number == signal.SIGUSR1 and not (_context and _are_alive(_context)):
-        _waiting.append(number)
-        return
-    raise api.SignalException("the processes are asked to stop", signal.Signals(number))
-
-
-_met: list[Machines] = []
-_unsaved = ""
-_is_complete = False  # the run, for all the signal, which came too late
-
-
-def _meet(params: RendezvousParameters) -> Machines:
-    _met.append(Machines(params))
-    return _met[0]
-
-
-_rendezvous = LocalElasticAgent._rendezvous
-_shutdown = LocalElasticAgent._shutdown
-_start_workers = LocalElasticAgent._start_workers
-_exit_barrier = LocalElasticAgent._exit_barrier
-_monitor_workers = LocalElasticAgent._monitor_workers
-
-
-def _meet_all(agent: LocalElasticAgent, group: WorkerGroup) -> None:
-    """Meets again if a machine is lost before it has said what it starts."""
-    while True:
-        try:
-            return _rendezvous(agent, group)
-        except DistError:
-            if not _met:
-                raise
-
-
-def _stop_at_once(agent: LocalElasticAgent, *_: object, **__: object) -> None:
-    if agent._pcontext:
-        agent._pcontext.close(signal.SIGKILL)
-
-
-def _wait_for_the_last_save(agent: LocalElasticAgent, *args: object, **kwargs: object) -> None:
-    """Waits longer than torch's half a minute for processes that end because of a signal."""
-    global _unsaved, _is_complete
-    error, context = sys.exc_info()[1], agent._pcontext
-    if isinstance(error, api.SignalException) and context:
-        context.close(error.sigval, STOP_S)
-        ended = [handler.proc.returncode for handler in context.subprocess_handlers.values()]
-        if not any(ended):
-            for machines in _met:
-                machines.wait_for_the_others()
-            _is_complete = True
-        if -signal.SIGKILL in ended:
-            _unsaved = (
-                f"a process was killed, {STOP_S} s after {error.sigval.name} or by another: its "
-                "last step may not be saved"
-            )
-    _shutdown(agent, *args, **kwargs)
-
-
-def _count_rounds(agent: LocalElasticAgent, group: WorkerGroup) -> dict[int, object]:
-    """Has all machines count the same restarts, also one that was itself started again.
-
-    SIGUSR1 waits until there are processes that can save. They begin with it blocked, and take it
-    when they train.
+    Attributes:
+        is_stopping: the thread is ending the processes, and ends the launcher after them.
     """
-    global _context
-    if _met:
-        agent._remaining_restarts = group.spec.max_restarts - _met[0].round
-    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR1,))
-    started = _start_workers(agent, group)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGUSR1,))
-    _context = agent._pcontext
-    for number in _waiting:
-        _pass_on(number, None)
-    return started
+
+    def __init__(self) -> None:
+        super().__init__(name="signals", daemon=True)
+        self.is_stopping = False
+        # nohup ignores SIGHUP; torchrun would handle it.
+        self.is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+    def run(self) -> None:
+        """Handle signals, SIGUSR1 only once there are processes."""
+        num_processes = int(re.findall(r"--nproc-per-node=(\d+)", " ".join(sys.argv))[0])
+        must_save, is_first_failure = False, True
+        while True:
+            received = signal.sigtimedwait(SIGNALS, POLL_S)
+            number = received.si_signo if received else 0
+            processes = _processes()
+            if number in STOP_SIGNALS and not (number == signal.SIGHUP and self.is_nohup):
+                self._stop(number, processes)
+            must_save = must_save or number == signal.SIGUSR1
+            if must_save and processes:
+                _send(signal.SIGUSR1, processes)
+                must_save = False
+            failure = _describe_failure(received) if received and number == signal.SIGCHLD else ""
+            if failure and is_first_failure:
+                is_first_failure = False
+                os.environ[RESTART] = failure
+            elif len(processes) == num_processes:
+                is_first_failure = True
+                os.environ[RESTART] = "a host has joined or left"
+
+    def _stop(self, number: int, processes: set[int]) -> NoReturn:
+        """End the processes, within STOP_WAIT seconds or at the next signal, and then this one."""
+        self.is_stopping = True
+        if number != USAGE_SIGNAL:  # which comes from a process, after which all end
+            for process in processes:
+                _send(signal.SIGKILL if _is_starting(process) else number, {process})
+        started = time.monotonic()
+        seconds = 0.0
+        while processes & _processes() and seconds < int(os.environ.get("STOP_WAIT") or 30):
+            received = signal.sigtimedwait(STOP_SIGNALS, 0.05)
+            seconds = time.monotonic() - started
+            if received and received.si_pid not in processes and seconds > REPEAT_S:
+                break
+        _send(signal.SIGKILL, _processes())
+        os._exit(EXIT_USAGE if number == USAGE_SIGNAL else 128 + number)
 
 
-def _wait_for_the_other_machines(agent: LocalElasticAgent) -> None:
-    """In place of torch's own, which lasts 300 s if one of them failed, and heeds no signal."""
-    for machines in _met:
-        machines.wait_for_the_others()
-    if not _met:
-        _exit_barrier(agent)
+def _processes() -> set[int]:
+    """Return the ids of the processes that torchrun has started on this host."""
+    paths = Path("/proc/self/task").glob("*/children")
+    children = map(int, "".join(path.read_text() for path in paths).split())
+    return {child for child in children if b"\0LOCAL_RANK=" in _read(child, "environ")}
 
 
-def _without_needless_restart(agent: LocalElasticAgent, *group: object) -> RunResult:
-    """No restart after bad usage, or after a signal that asked all processes to stop."""
-    result = _monitor_workers(agent, *group)
-    final = {BAD_USAGE, *(128 + number for number in SIGNALS)}
-    if any(failure.exitcode in final for failure in result.failures.values()):
-        agent._remaining_restarts = 0
-    return result
+def _read(process: int, name: str) -> bytes:
+    """Return the content of a file about a process; nothing if it has ended."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{process}/{name}").read_bytes()
+    return b""
+
+
+def _send(number: int, processes: set[int]) -> None:
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, number)
+
+
+def _is_starting(process: int) -> bool:
+    """Return whether a process has not unblocked SIGTERM yet; it may handle it in a thread."""
+    masks = dict(re.findall(rb"^Sig(Blk|Cgt):\s+(\w+)$", _read(process, "status"), re.MULTILINE))
+    unhandled = int(masks.get(b"Blk", "0"), 16) & ~int(masks.get(b"Cgt", "0"), 16)
+    return bool(unhandled >> (signal.SIGTERM - 1) & 1)
+
+
+def _describe_failure(received: signal.struct_siginfo) -> str:
+    """Return how a process failed, from its SIGCHLD; an empty string if it did not fail."""
+    status = received.si_status  # or signal
+    if status in (0, signal.SIGTERM, 128 + signal.SIGTERM):  # torchrun stops processes by SIGTERM
+        return ""
+    if received.si_code == os.CLD_EXITED:
+        return f"process {received.si_pid} exited with status {status}"
+    return f"process {received.si_pid} was ended by {signal.Signals(status).name}"
 
 
 if __name__ == "__main__":

@@ -1,55 +1,206 @@
-"""Validation is exact: however a set is shared out, each of its samples counts once."""
+"""Tests of task.py: the contract on which main.py and predict.py rely.
+
+They hold for any data, model, loss and metric, so they need no change when those change.
+"""
+
+import math
+import sys
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from processes import Processes
-from torch import nn
-from torch.utils.data import DataLoader, Subset
+from torch import Tensor, nn
+from torch.utils.data import Dataset, Subset
 
 import main
 import task
-from engine import distributed
+from engine.data import sample_batch
+
+FLAGS: tuple[str, ...] = ()  # of main.py, for these tests: for example ("--data", "tests/images")
+BATCH_SIZE = 4
+CPU = torch.device("cpu")
 
 
-def build() -> nn.Module:
-    """A model with batch norm, in float64 so that results don't depend on how batches are cut."""
+@pytest.fixture
+def args(monkeypatch: pytest.MonkeyPatch) -> Namespace:
+    """The flags of main.py with their defaults."""
+    return parse(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def datasets() -> tuple[Dataset, Dataset]:
+    """The training set and the validation set."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        return task.build_datasets(parse(monkeypatch))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group() -> Iterator[None]:
+    """A process group of one process, over which metrics are reduced."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def parse(monkeypatch: pytest.MonkeyPatch, *flags: str) -> Namespace:
+    monkeypatch.setattr(sys, "argv", ["main.py", *FLAGS, *flags])
+    return main.parse_args()
+
+
+def build(args: Namespace, dataset: Dataset) -> nn.Module:
+    """Return the model for `dataset`, the same at each call."""
     torch.manual_seed(0)
-    return task.build_model("shufflenet_v2_x0_5", 10).double()
+    return task.build_model(args.arch, len(getattr(dataset, "classes", ())))
 
 
-def double(batch: list) -> tuple[torch.Tensor, torch.Tensor]:
-    images, labels = torch.utils.data.default_collate(batch)
-    return images.double(), labels
+def spread_batch(dataset: Dataset, count: int = BATCH_SIZE) -> list[Tensor]:
+    """Return a batch of samples from all over the dataset, which may be sorted by class."""
+    indices = [index * len(dataset) // count for index in range(count)]
+    return sample_batch(Subset(dataset, indices), count)
 
 
-def validated(size: int) -> dict[str, float]:
-    """What every rank gets from main.validate on the first `size` validation samples."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    val_set = Subset(task.Digits(train=False), range(size))
-    batches = DataLoader(distributed.shard(val_set, rank, world_size), 4, collate_fn=double)
-    model = build()
-    for buffer in model.buffers():  # as if each rank had gone its own way in training
-        buffer.add_(rank)
-    metrics = task.Metrics(torch.device("cpu"))
-    main.validate(model, metrics, batches, torch.contiguous_format)  # which is forgotten
-    return main.validate(model, metrics, batches, torch.contiguous_format)
+def roll(value: object) -> object:
+    """Return tensors, also nested ones, whose samples are in another order."""
+    if isinstance(value, Tensor):
+        return value.roll(1, dims=0)
+    if isinstance(value, Mapping):
+        return {name: roll(entry) for name, entry in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)(roll(entry) for entry in value)
+    return value
 
 
-@pytest.fixture(scope="module", params=[2, 3])
-def processes(request: pytest.FixtureRequest) -> Processes:
-    processes = Processes("gloo", request.param)
-    yield processes
-    processes.stop()
+def test_datasets_have_samples_of_the_same_form(datasets: tuple[Dataset, Dataset]) -> None:
+    train_batch, val_batch = (spread_batch(dataset) for dataset in datasets)
+    assert len(train_batch) == len(val_batch)
+    for train_part, val_part in zip(train_batch, val_batch, strict=True):
+        assert train_part.dtype == val_part.dtype
+        assert train_part.ndim == val_part.ndim
 
 
-@pytest.mark.parametrize("size", [1, 7, 25])
+def test_datasets_have_the_same_classes(datasets: tuple[Dataset, Dataset]) -> None:
+    train_set, val_set = datasets
+    assert getattr(train_set, "classes", None) == getattr(val_set, "classes", None)
+
+
+def test_validation_samples_are_not_augmented(datasets: tuple[Dataset, Dataset]) -> None:
+    _, val_set = datasets
+    torch.testing.assert_close(spread_batch(val_set), spread_batch(val_set), rtol=0, atol=0)
+
+
+def test_loss_is_a_finite_scalar_with_gradients(
+    args: Namespace, datasets: tuple[Dataset, Dataset]
+) -> None:
+    train_set, _ = datasets
+    model = build(args, train_set).train()
+    inputs, targets = task.prepare(spread_batch(train_set))
+    loss = task.criterion(model(inputs), targets)
+    assert loss.ndim == 0
+    assert loss.isfinite()
+    loss.backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    assert gradients
+    assert all(gradient.isfinite().all() for gradient in gradients)
+    assert any(gradient.any() for gradient in gradients)
+
+
+def test_loss_depends_on_the_targets(args: Namespace, datasets: tuple[Dataset, Dataset]) -> None:
+    """Give the samples of a batch the targets of other samples, directly or in the batch."""
+    train_set, _ = datasets
+    model = build(args, train_set).eval()
+
+    @torch.no_grad()
+    def loss_of(batch: list[Tensor], rolls_targets: bool = False) -> float:
+        inputs, targets = task.prepare(batch)
+        if rolls_targets:
+            targets = roll(targets)
+        return task.criterion(model(inputs), targets).item()
+
+    first, *others = spread_batch(train_set)
+    loss = loss_of([first, *others])
+    assert loss_of([first, *others]) == loss
+    mispaired = [loss_of([first, *others], rolls_targets=True), loss_of([first, *roll(others)])]
+    assert any(other != loss for other in mispaired)
+
+
+def test_training_on_one_batch_reduces_the_loss(
+    args: Namespace, datasets: tuple[Dataset, Dataset]
+) -> None:
+    train_set, _ = datasets
+    model = build(args, train_set).train()
+    batch = spread_batch(train_set)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(15):
+        inputs, targets = task.prepare(batch)
+        loss = task.criterion(model(inputs), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert min(losses[-3:]) < losses[0]
+
+
+def test_label_smoothing_is_accepted(args: Namespace, datasets: tuple[Dataset, Dataset]) -> None:
+    train_set, _ = datasets
+    inputs, targets = task.prepare(spread_batch(train_set))
+    output = build(args, train_set).eval()(inputs)
+    assert task.criterion(output, targets, 0.1).isfinite()
+
+
 @torch.no_grad()
-def test_it_equals_that_of_a_single_process(processes: Processes, size: int) -> None:
-    images, labels = double([task.Digits(train=False)[index] for index in range(size)])
-    output = build().eval()(images)
-    loss = nn.functional.cross_entropy(output.float(), labels, reduction="sum").item() / size
-    accuracy = (output.argmax(1) == labels).sum().item() / size
-    for results in processes(validated, size):
-        assert results[task.METRIC] == accuracy
-        assert results["val_loss"] == pytest.approx(loss, rel=1e-6)
+def compute_metrics(
+    args: Namespace, val_set: Dataset, splits: list[int], is_reused: bool = False
+) -> tuple[task.Metrics, dict[str, float]]:
+    """Return metrics and their results for one batch, which is added in parts of these sizes.
+
+    Reused ones have other results before they are reset.
+    """
+    metrics = task.Metrics(len(getattr(val_set, "classes", ())), CPU)
+    model = build(args, val_set).eval()
+    batch = spread_batch(val_set)
+    if is_reused:
+        inputs, targets = task.prepare(batch)
+        metrics.update(model(inputs), roll(targets))
+    metrics.reset()
+    for part in zip(*(part.split(splits) for part in batch), strict=True):
+        inputs, targets = task.prepare(list(part))
+        metrics.update(model(inputs), targets)
+    return metrics, metrics.compute()
+
+
+def test_metrics_do_not_depend_on_the_batches(
+    args: Namespace, datasets: tuple[Dataset, Dataset]
+) -> None:
+    _, val_set = datasets
+    _, whole = compute_metrics(args, val_set, [BATCH_SIZE])
+    _, parts = compute_metrics(args, val_set, [1, BATCH_SIZE - 1], is_reused=True)
+    assert task.METRIC in whole
+    assert all(math.isfinite(value) for value in whole.values())
+    assert parts == pytest.approx(whole, rel=1e-3, abs=1e-5)
+
+
+def test_dummy_batch_can_be_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = parse(monkeypatch, "--dummy")
+    torch.manual_seed(0)
+    model = task.build_model(args.arch, task.DUMMY_CLASSES).eval()
+    inputs, targets = task.prepare(list(task.dummy_batch(2, CPU)))
+    with torch.no_grad():
+        assert task.criterion(model(inputs), targets).isfinite()
+
+
+def test_show_writes_a_file_for_each_epoch(
+    args: Namespace, datasets: tuple[Dataset, Dataset], tmp_path: Path
+) -> None:
+    _, val_set = datasets
+    metrics, _ = compute_metrics(args, val_set, [BATCH_SIZE])
+    paths = {
+        task.show(build(args, val_set), val_set, metrics, tmp_path, epoch) for epoch in (1, 2, None)
+    }
+    assert len(paths) == 3
+    for path in paths:
+        assert tmp_path in path.parents
+        assert path.stat().st_size > 0

@@ -1,21 +1,51 @@
 """``initialize``: from plain models and optimizers to mixed precision."""
 
+import math
 import weakref
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from . import models as casting
-from . import optimizer as stepping
-from ._state import _amp_state, say_if_verbose, set_function_casts
-from .functions import apply_registered
-from .properties import Properties, properties_for
-from .scaler import LossScaler
+from .casting import cast_model, cast_output, check_models, half_type, set_function_casts
+from .handle import check_optimizers, prepare_optimizer
+from .state import LossScaler, _amp_state, log_if_verbose
 
 
-def initialize(
+@dataclass(frozen=True)
+class Properties:
+    """Meaning of an opt_level. The names are Apex's keyword arguments."""
+
+    opt_level: str
+    cast_model_type: torch.dtype | None = None  # of weights and inputs
+    patch_torch_functions: bool = False  # cast functions one by one, to the next type
+    function_type: torch.dtype = torch.float16
+    keep_batchnorm_fp32: bool | None = None  # None where functions are cast, not the model
+    master_weights: bool | None = None  # likewise
+    loss_scale: float | str = 1.0  # or "dynamic"
+    enabled: bool = True
+
+
+OPT_LEVELS = {
+    level.opt_level: level
+    for level in (
+        Properties("O0", cast_model_type=torch.float32, master_weights=False),
+        Properties("O1", patch_torch_functions=True, loss_scale="dynamic"),
+        Properties(
+            "O2", torch.float16, keep_batchnorm_fp32=True, master_weights=True, loss_scale="dynamic"
+        ),
+        Properties("O3", torch.float16, keep_batchnorm_fp32=False, master_weights=False),
+        # The next two are of ROCm's fork: O1 and O2 in bfloat16, which needs no loss scaling.
+        Properties("O4", patch_torch_functions=True, function_type=torch.bfloat16),
+        Properties("O5", torch.bfloat16, keep_batchnorm_fp32=True, master_weights=True),
+    )
+}
+
+
+def initialize(  # noqa: PLR0913, Apex's signature
     models: nn.Module | list[nn.Module],
     optimizers: Optimizer | list[Optimizer] | None = None,
     enabled: bool = True,
@@ -30,49 +60,34 @@ def initialize(
     verbosity: int = 1,
     min_loss_scale: float | None = None,
     max_loss_scale: float = 2.0**24,
-) -> object:
-    """Readies models and optimizers for training at `opt_level`, in place.
+) -> Any:
+    """Prepare models and optimizers for training at `opt_level`, in place.
 
     Call it once, with the models on their device, and before any DistributedDataParallel.
-
-    ====== ============ ============== ======== ============ ==========
-    level  weights      functions cast BN fp32  fp32 masters loss scale
-    ====== ============ ============== ======== ============ ==========
-    O0     fp32         no             –        no           1.0
-    O1     as they are  to fp16        –        –            dynamic
-    O2     fp16         no             yes      yes          dynamic
-    O3     fp16         no             no       no           1.0
-    O4     as they are  to bf16        –        –            1.0
-    O5     bf16         no             yes      yes          1.0
-    ====== ============ ============== ======== ============ ==========
-
-    On a CPU that cannot compute in fp16, bfloat16 serves in its place, and fp32 where that is
-    missing too; one line says so.
+    README.md has a table of the levels. Types that a CPU cannot compute in are replaced.
 
     Args:
         models, optimizers: one, or a list; without optimizers, for inference only.
         enabled: False makes every call of amp do nothing.
         cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights, loss_scale:
-            override what the level says, where not None. loss_scale takes "dynamic", a number,
+            override the level's values, where not None. loss_scale takes "dynamic", a number,
             or a number in a string.
         cast_model_outputs: the type of the models' outputs (fp32 at levels that cast weights).
         num_losses: how many loss scalers to keep, for ``scale_loss(..., loss_id=...)``.
         verbosity: 0 silences amp.
         min_loss_scale, max_loss_scale: limits of a dynamic scale.
 
-    Returns:
-        The models, and the optimizers if any were given; each as a list if it came as one.
+    Returns the models, and the optimizers if any were given; each as a list if it came as one.
 
-    Raises:
-        RuntimeError: an unknown level, an override that contradicts it, a model that is fp16 or
-            wrapped for parallel training already, an optimizer that was given before.
-        TypeError: models or optimizers in another container than a list.
+    Raises RuntimeError for an unknown level, an override that contradicts it, a model that is fp16
+    or wrapped for parallel training already, and an optimizer that was given before; TypeError for
+    models or optimizers in another container than a list.
     """
     _amp_state.verbosity = verbosity
     if not enabled:
         _amp_state.opt_properties = Properties(opt_level, enabled=False)
         _amp_state.loss_scalers = []
-        set_function_casts(_amp_state.device_type, None)
+        set_function_casts(_amp_state.device_type, torch.float32)
         return models if optimizers is None else (models, optimizers)
 
     model_list = _as_list(models, nn.Module, "models")
@@ -85,40 +100,83 @@ def initialize(
         master_weights=master_weights,
         loss_scale=loss_scale,
     )
-    casting.check(model_list)
-    stepping.check(optimizer_list)
-    device = _device_of(model_list)
+    check_models(model_list)
+    check_optimizers(optimizer_list)
+    tensors = (tensor for model in model_list for tensor in model.parameters())
+    device = next(tensors, torch.empty(0)).device
     if cast_model_type is None:
         properties = _for_device(properties, device)
 
-    if properties.cast_model_type:
-        for model in model_list:
-            casting.cast_model(
-                model,
-                properties.cast_model_type,
-                bool(properties.keep_batchnorm_fp32),
-                cast_model_outputs or torch.float32,
-            )
-    elif cast_model_outputs is not None:
-        for model in model_list:
-            casting.cast_outputs(model, cast_model_outputs)
+    if properties.cast_model_type is not None:
+        cast_model_outputs = cast_model_outputs or torch.float32
+    for model in model_list:
+        if properties.cast_model_type is not None:
+            cast_model(model, properties.cast_model_type, bool(properties.keep_batchnorm_fp32))
+        if cast_model_outputs is not None:
+            model.register_forward_hook(partial(cast_output, dtype=cast_model_outputs))
     for optimizer in optimizer_list:
-        stepping.prepare(optimizer, bool(properties.master_weights))
-
-    casts_functions = properties.patch_torch_functions and properties.function_type != torch.float32
-    set_function_casts(device.type, properties.function_type if casts_functions else None)
-    if casts_functions:
-        apply_registered()
+        prepare_optimizer(optimizer, bool(properties.master_weights))
+    function_type = properties.function_type if properties.patch_torch_functions else torch.float32
+    set_function_casts(device.type, function_type)
     _amp_state.opt_properties = properties
     _amp_state.models = weakref.WeakSet(model_list)
+    limits = (min_loss_scale or 0.0, max_loss_scale)
     _amp_state.loss_scalers = [
-        LossScaler(properties.loss_scale, device, index, min_loss_scale, max_loss_scale)
-        for index in range(num_losses)
+        LossScaler(properties.loss_scale, device, index, limits) for index in range(num_losses)
     ]
     return models if optimizers is None else (models, optimizers)
 
 
-def _as_list(value: object, kind: type, name: str) -> list:
+def properties_for(opt_level: str, **overrides: Any) -> Properties:
+    """Return the properties of `opt_level`, with every override that is not None applied."""
+    if opt_level not in OPT_LEVELS:
+        raise RuntimeError(
+            f"Unexpected optimization level {opt_level!r}: use one of {', '.join(OPT_LEVELS)} "
+            "(the letter O, then a digit)."
+        )
+    level = OPT_LEVELS[opt_level]
+    given = {name: value for name, value in overrides.items() if value is not None}
+
+    if level.patch_torch_functions:
+        if given.get("cast_model_type") in (False, torch.float32):
+            del given["cast_model_type"]
+        for name in ("cast_model_type", "keep_batchnorm_fp32", "master_weights"):
+            if name in given:
+                raise RuntimeError(
+                    f"{name} has no meaning at {opt_level}, which casts functions and leaves the "
+                    f"weights in fp32: leave {name} out, or use a level that casts the model."
+                )
+    elif given.get("patch_torch_functions"):
+        raise RuntimeError("patch_torch_functions=True goes with opt_level O1 or O4 only.")
+
+    if given.get("cast_model_type") is False:
+        given["cast_model_type"] = None
+    return replace(level, **_parse_overrides(given))
+
+
+def _parse_overrides(given: dict[str, Any]) -> dict[str, Any]:
+    """Convert the spellings that command lines bring ("False", "128.0") to values."""
+    if "keep_batchnorm_fp32" in given:
+        value = given["keep_batchnorm_fp32"]
+        if value not in (True, False, "True", "False"):
+            raise RuntimeError(
+                f"keep_batchnorm_fp32 must be True, False, 'True' or 'False', not {value!r}."
+            )
+        given["keep_batchnorm_fp32"] = value in (True, "True")
+    if given.get("loss_scale", "dynamic") != "dynamic":
+        try:
+            value = float(given["loss_scale"])
+        except (TypeError, ValueError):
+            value = math.nan
+        if not 0 < value < math.inf:
+            raise RuntimeError(
+                f"loss_scale must be 'dynamic' or a number above 0, not {given['loss_scale']!r}."
+            )
+        given["loss_scale"] = value
+    return given
+
+
+def _as_list(value: Any, kind: type, name: str) -> list:
     if isinstance(value, kind):
         return [value]
     if isinstance(value, list) and all(isinstance(item, kind) for item in value):
@@ -129,25 +187,12 @@ def _as_list(value: object, kind: type, name: str) -> list:
     )
 
 
-def _device_of(models: list[nn.Module]) -> torch.device:
-    tensors = (tensor for model in models for tensor in model.parameters())
-    return next(tensors, torch.empty(0)).device
-
-
 def _for_device(properties: Properties, device: torch.device) -> Properties:
-    """`properties` with the half type that `device` computes with, saying so if it is another."""
-    is_cast = properties.patch_torch_functions
-    wanted = properties.function_type if is_cast else properties.cast_model_type
-    if wanted is None:
-        return properties
-    served = casting.half_type(wanted, device)
-    if served != wanted:
-        say_if_verbose(
-            f"amp: {properties.opt_level} computes in {_name(served)} on this CPU, "
-            f"not in {_name(wanted)}"
-        )
-    return replace(properties, **{"function_type" if is_cast else "cast_model_type": served})
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    """Replace the half type of `properties` by the one that `device` computes with, if another."""
+    field = "function_type" if properties.patch_torch_functions else "cast_model_type"
+    wanted = getattr(properties, field)
+    used = half_type(wanted, device)
+    if used != wanted:
+        message = f"amp: {properties.opt_level} computes in {used} on this CPU, not in {wanted}"
+        log_if_verbose(message.replace("torch.", ""))
+    return replace(properties, **{field: used})  # type: ignore[arg-type]

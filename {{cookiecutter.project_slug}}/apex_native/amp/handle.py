@@ -1,15 +1,37 @@
-"""``scale_loss``, the one call of amp in the training loop."""
+"""``scale_loss``, and what it needs of an optimizer: masters, stashed gradients, skipped steps."""
 
 import contextlib
+import types
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ._state import _amp_state, disable_casts
-from .optimizer import after_backward, after_failure, before_backward
+from .casting import HALF_TYPES, current_master, disable_casts, make_master, mark_up_to_date
+from .state import LossScaler, _amp_state
+
+
+@dataclass(eq=False)
+class AmpStash:
+    """State that ``scale_loss`` and ``step`` keep for one optimizer, as its ``_amp_stash``."""
+
+    masters: dict[Tensor, Tensor] = field(default_factory=dict)  # fp32, of half parameters
+    plain: list[Tensor] = field(default_factory=list)  # parameters that are stepped as they are
+    # Gradients of earlier backward passes, unscaled, set aside during this one.
+    stashed: dict[Tensor, Tensor] = field(default_factory=dict)
+    # 1 if a gradient since the last step overflowed, else 0; None if nothing was checked.
+    found_inf: Tensor | None = None
+    # Scaler of blocks with ``delay_unscale`` whose gradients are still scaled.
+    delayed_by: LossScaler | None = None
+
+
+def master_pairs(optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:
+    """Return the model's half parameters and their fp32 masters, if `optimizer` steps any."""
+    return list(getattr(optimizer, "_amp_stash", AmpStash()).masters.items())
 
 
 @contextlib.contextmanager
@@ -21,7 +43,7 @@ def scale_loss(
     delay_unscale: bool = False,
     delay_overflow_check: bool = False,
 ) -> Iterator[Tensor]:
-    """Yields ``loss.float() × scale`` for the backward pass, and makes its gradients true again.
+    """Yield ``loss.float() × scale`` for the backward pass, and unscale its gradients.
 
     On leaving, the new gradients are divided by the scale and added to those that were there
     before, so that they can be clipped, accumulated and stepped as if there were no scale; and
@@ -32,87 +54,92 @@ def scale_loss(
         optimizers: those whose parameters this backward pass gives gradients to.
         loss_id: which of the ``num_losses`` scalers of ``initialize`` to use.
         model: accepted as in Apex, and unused.
-        delay_unscale: leaves the gradients scaled; a later block without it unscales them all.
-            So it is under ``no_sync()`` of this package's DistributedDataParallel.
-        delay_overflow_check: leaves the scale as it is, and skips no step.
+        delay_unscale: leave the gradients scaled; a later block without it unscales them all.
+            This is implied by ``no_sync()`` of this package's DistributedDataParallel.
+        delay_overflow_check: leave the scale unchanged, and skip no step.
 
     Raises RuntimeError if ``initialize`` was not called, or not with one of `optimizers`, and
     FloatingPointError, where Apex halves the scale for ever, if every gradient overflows.
     """
-    properties = _amp_state.opt_properties
-    if properties is None:
-        raise RuntimeError("amp.scale_loss needs amp.initialize(model, optimizer) to come first.")
-    if not properties.enabled:
+    level = _amp_state.opt_properties
+    if level is None:
+        raise RuntimeError("amp.scale_loss needs amp.initialize(model, optimizer) first.")
+    if not level.enabled:
         yield loss
         return
 
-    optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
-    for optimizer in optimizers:
-        if not hasattr(optimizer, "_amp_stash"):
-            raise RuntimeError(
-                "amp.scale_loss was given an optimizer that amp.initialize did not return."
-            )
-    if not optimizers:
-        raise RuntimeError("amp.scale_loss was given no optimizer.")
-    if not 0 <= loss_id < len(_amp_state.loss_scalers):
-        raise RuntimeError(
-            f"amp.scale_loss was given loss_id={loss_id}, and amp.initialize "
-            f"num_losses={len(_amp_state.loss_scalers)}: ids begin at 0."
-        )
-    # Gradients that wait to be unscaled are unscaled with these, by one scale.
-    delaying = filter(None, (optimizer._amp_stash.delayed_by for optimizer in optimizers))
-    scaler = next(delaying, _amp_state.loss_scalers[loss_id])
-
+    stashes = _stashes_of(optimizers)
+    scaler = _scaler_for(stashes, loss_id)
     # The gradients' types were settled in the forward pass: the backward pass runs without casts.
-    if not (scaler.dynamic or properties.master_weights) and scaler.factor == 1.0:
+    if not (scaler.dynamic or level.master_weights) and scaler.factor == 1.0:
         with disable_casts():
             yield loss.float()
         return
 
     scaler.report()
-    # What is unscaled is set aside in the next backward pass, and would miss its reduction.
-    delay_unscale = delay_unscale or any(_holds_unsynced(optimizer) for optimizer in optimizers)
-    fresh = [optimizer for optimizer in optimizers if not optimizer._amp_stash.delayed_by]
-    for optimizer in fresh:
-        before_backward(optimizer)
-
+    delay_unscale = delay_unscale or _holds_unsynced(stashes)
+    fresh = [stash for stash in stashes if not stash.delayed_by]
+    for stash in fresh:
+        _before_backward(stash)
     try:
         with disable_casts():
             yield loss.float() * scaler.factor
     except BaseException:
-        for optimizer in fresh:
-            after_failure(optimizer)
+        for stash in fresh:
+            _after_failure(stash)
         raise
 
     if delay_unscale:
-        for optimizer in optimizers:
-            optimizer._amp_stash.delayed_by = scaler
+        for stash in stashes:
+            stash.delayed_by = scaler
         return
+    found: list[Any] = [_after_backward(stash, scaler) for stash in stashes]
+    if scaler.dynamic and not delay_overflow_check:
+        _check_overflow(stashes, scaler, reduce(torch.maximum, found))
 
-    found = [after_backward(optimizer, scaler) for optimizer in optimizers]
-    if delay_overflow_check:
-        return
-    found_inf = reduce(torch.maximum, found) if scaler.dynamic else None
+
+def _stashes_of(optimizers: Optimizer | list[Optimizer]) -> list[AmpStash]:
+    """Return amp's state of each optimizer. Raises RuntimeError if one has none."""
+    given: list[Any] = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+    if not given:
+        raise RuntimeError("amp.scale_loss was given no optimizer.")
+    if not all(hasattr(optimizer, "_amp_stash") for optimizer in given):
+        raise RuntimeError("amp.scale_loss needs optimizers that amp.initialize returned.")
+    return [optimizer._amp_stash for optimizer in given]
+
+
+def _scaler_for(stashes: list[AmpStash], loss_id: int) -> LossScaler:
+    """Return the scaler of that loss, or that of earlier gradients that are still scaled."""
+    scalers = _amp_state.loss_scalers
+    if not 0 <= loss_id < len(scalers):
+        raise RuntimeError(
+            f"amp.scale_loss was given loss_id={loss_id}, and amp.initialize "
+            f"num_losses={len(scalers)}: ids start at 0."
+        )
+    delaying = (stash.delayed_by for stash in stashes if stash.delayed_by)
+    return next(delaying, scalers[loss_id])
+
+
+def _holds_unsynced(stashes: list[AmpStash]) -> bool:
+    """Return whether gradients of these optimizers wait for the end of a ``no_sync()``."""
+    unsynced = {parameter for module in _amp_state.unsynced for parameter in module.parameters()}
+    if not unsynced:  # as at nearly every step
+        return False
+    return any(not unsynced.isdisjoint((*stash.plain, *stash.masters)) for stash in stashes)
+
+
+def _check_overflow(stashes: list[AmpStash], scaler: LossScaler, found_inf: Tensor) -> None:
+    """Update the scale, and have the optimizers skip their next step if a gradient overflowed."""
     scaler.update_(found_inf)
-    if scaler.is_exhausted:
+    if scaler.overflows_in_a_row >= scaler.PATIENCE:
         raise FloatingPointError(
             f"{scaler.PATIENCE} backward passes in a row gave gradients that are not finite, and "
-            f"the loss scale is down to {scaler.loss_scale():g}: no scale will mend that. The "
-            f"first of them is that of {_first_non_finite_gradient()}."
+            f"the loss scale is down to {scaler.loss_scale():g}: a lower scale will not help. The "
+            f"first gradient that is not finite is that of {_first_non_finite_gradient()}."
         )
-    if scaler.dynamic:
-        for stash in (optimizer._amp_stash for optimizer in optimizers):
-            earlier = stash.found_inf
-            stash.found_inf = found_inf if earlier is None else earlier.maximum(found_inf)
-
-
-def _holds_unsynced(optimizer: Optimizer) -> bool:
-    """Whether gradients of `optimizer` wait for the end of a ``no_sync()``."""
-    if not _amp_state.unsynced:  # as at nearly every step
-        return False
-    unsynced = {parameter for module in _amp_state.unsynced for parameter in module.parameters()}
-    stash = optimizer._amp_stash
-    return not unsynced.isdisjoint((*stash.plain, *(half for half, _ in stash.masters)))
+    for stash in stashes:
+        earlier = stash.found_inf
+        stash.found_inf = found_inf if earlier is None else earlier.maximum(found_inf)
 
 
 def _first_non_finite_gradient() -> str:
@@ -121,3 +148,167 @@ def _first_non_finite_gradient() -> str:
             if parameter.grad is not None and not parameter.grad.isfinite().all():
                 return name
     return "a parameter outside the models"
+
+
+def check_optimizers(optimizers: list[Optimizer]) -> None:
+    """Raise RuntimeError for an optimizer that was initialized before, or is given twice."""
+    if len(set(optimizers)) < len(optimizers) or any(hasattr(o, "_amp_stash") for o in optimizers):
+        raise RuntimeError("An optimizer can be passed through amp.initialize only once.")
+
+
+def prepare_optimizer(optimizer: Any, master_weights: bool) -> None:
+    """Extend `optimizer` for amp, in place."""
+    optimizer._amp_stash = AmpStash()
+    for group in optimizer.param_groups:
+        _adopt(optimizer, group, master_weights)
+    if optimizer.state:
+        # Loading casts what is there to the parameters' types, which may be others by now.
+        optimizer.load_state_dict(optimizer.state_dict())
+
+    plain_step, plain_zero_grad = optimizer.step, optimizer.zero_grad
+    plain_add_param_group = optimizer.add_param_group
+
+    def step(self: Optimizer, closure: object = None) -> object:
+        return _step(self, plain_step, closure)
+
+    def zero_grad(self: Any, *args: object, **kwargs: object) -> None:
+        plain_zero_grad(*args, **kwargs)
+        self._amp_stash.stashed.clear()
+        self._amp_stash.delayed_by = None
+        for parameter in self._amp_stash.masters:
+            parameter.grad = None
+
+    def add_param_group(self: Optimizer, group: dict) -> None:
+        plain_add_param_group(group)
+        _adopt(self, self.param_groups[-1], master_weights)
+
+    # Bound methods, as learning rate schedulers expect to find them.
+    optimizer.step = types.MethodType(step, optimizer)
+    optimizer.zero_grad = types.MethodType(zero_grad, optimizer)
+    optimizer.add_param_group = types.MethodType(add_param_group, optimizer)
+    # Scripts call this before they load an optimizer, because Apex creates masters late.
+    optimizer._lazy_init_maybe_master_weights = lambda: None
+
+
+def _adopt(optimizer: Any, group: dict, master_weights: bool) -> None:
+    """Record the parameters of `group`, replacing half parameters by masters."""
+    stash: AmpStash = optimizer._amp_stash
+    for index, parameter in enumerate(group["params"]):
+        if master_weights and parameter.requires_grad and parameter.dtype in HALF_TYPES:
+            master = make_master(parameter)
+            group["params"][index] = master
+            stash.masters[parameter] = master
+            if parameter in optimizer.state:
+                optimizer.state[master] = optimizer.state.pop(parameter)
+        else:
+            stash.plain.append(parameter)
+
+
+def _before_backward(stash: AmpStash) -> None:
+    """Set existing gradients, which are unscaled, aside from the scaled ones that follow."""
+    for parameter in stash.masters:
+        parameter.grad = None  # what it held is in the master's gradient already
+    for parameter in stash.plain:
+        if parameter.grad is not None:
+            # DistributedDataParallel would overwrite a gradient that is a view of its bucket. No
+            # public function finds views; without this one, every gradient is copied.
+            is_view = getattr(parameter.grad, "_is_view", lambda: True)
+            stash.stashed[parameter] = parameter.grad.clone() if is_view() else parameter.grad
+            parameter.grad = None
+
+
+def _after_backward(stash: AmpStash, scaler: LossScaler) -> Tensor | None:
+    """Unscale the new gradients and add them to those set aside; return what `unscale_` does."""
+    new = [(master, half.grad) for half, master in stash.masters.items() if half.grad is not None]
+    master_grads = [torch.empty_like(master) for master, _ in new]
+    if new:
+        dense = [grad.to_dense() if grad.is_sparse else grad for _, grad in new]
+        torch._foreach_copy_(master_grads, dense)
+    plain_grads = [parameter.grad for parameter in stash.plain if parameter.grad is not None]
+    found_inf = scaler.unscale_(master_grads + plain_grads)
+
+    for (master, _), grad in zip(new, master_grads, strict=True):
+        master.grad = grad if master.grad is None else master.grad.add_(grad)
+    for parameter, grad in stash.stashed.items():
+        parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
+    stash.stashed.clear()
+    stash.delayed_by = None
+    return found_inf
+
+
+def _after_failure(stash: AmpStash) -> None:
+    """Drop the gradients of a failed backward pass, and restore those set aside."""
+    for parameter in stash.masters:
+        parameter.grad = None
+    for parameter in stash.plain:
+        parameter.grad = stash.stashed.pop(parameter, None)
+
+
+def _skips_on_device(optimizer: Optimizer) -> bool:
+    """Prepare the next step; return whether its kernel skips it where `found_inf` is set."""
+    if isinstance(optimizer, torch.optim.SGD):
+        ready = [_prepare_sgd(optimizer, group) for group in optimizer.param_groups]
+        if not all(ready):
+            return False
+    return getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
+def _prepare_sgd(optimizer: torch.optim.SGD, group: dict) -> bool:
+    """Prepare a group of torch's SGD for its next step; return whether it skips that correctly.
+
+    SGD(fused=True) claims to skip, but leaves its momentum buffers uninitialized when it skips its
+    first step, and the weights turn to nan at the second. So it is relied on only once it has them
+    all. And it fails where a parameter has its first gradient after others of its group: that one
+    gets a momentum of zeros.
+    """
+    if not group["fused"] or not group["momentum"]:
+        return group["fused"]
+    stepped = [p for p in group["params"] if p.grad is not None]
+    new = [p for p in stepped if optimizer.state.get(p, {}).get("momentum_buffer") is None]
+    if len(new) < len(stepped) and not group["dampening"]:
+        for parameter in new:
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        return True
+    return not new
+
+
+def _step(optimizer: Any, plain_step: types.MethodType, closure: object) -> object:
+    """Take a step of `optimizer`, unless a gradient overflowed, and copy masters to the model."""
+    stash: AmpStash = optimizer._amp_stash
+    if stash.delayed_by:
+        raise RuntimeError(
+            "optimizer.step() was called while gradients are still scaled: after blocks with "
+            "delay_unscale=True or under no_sync(), take one more amp.scale_loss without them."
+        )
+    found_inf, stash.found_inf = stash.found_inf, None
+    for parameter in stash.masters:
+        current_master(parameter)
+    if closure is not None and (found_inf is not None or stash.masters):
+        raise RuntimeError("amp does not support optimizer.step(closure): call step() without it.")
+    arguments = () if closure is None else (closure,)
+    skips_on_device = _skips_on_device(optimizer)
+
+    result = None
+    with disable_casts():
+        if found_inf is None:
+            result = plain_step(*arguments)
+        elif skips_on_device:
+            optimizer.grad_scale, optimizer.found_inf = None, found_inf
+            try:
+                result = plain_step()
+            finally:
+                del optimizer.grad_scale, optimizer.found_inf
+        elif not found_inf.item():  # the CPU waits here, as it does in torch.amp.GradScaler.step
+            result = plain_step()
+    if stash.masters:
+        _copy_masters(stash.masters)
+    return result
+
+
+@torch.no_grad()
+def _copy_masters(masters: dict[Tensor, Tensor]) -> None:
+    """Copy the masters to the model, and drop their gradients."""
+    torch._foreach_copy_(list(masters), list(masters.values()))
+    for parameter, master in masters.items():
+        mark_up_to_date(parameter)
+        master.grad = None  # the user's model.zero_grad() would not reach it

@@ -1,26 +1,28 @@
-"""LARC, around any optimizer. The module has the name that Apex's has."""
+"""LARC around any optimizer. The module is named as in Apex."""
+
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 
 class LARC(Optimizer):
-    """Scales each tensor's gradient so that no update is large against the tensor itself.
+    """Optimizer wrapper that limits the update of each tensor relative to the tensor's norm.
 
     With ‖p‖ and ‖g‖ the norms of a parameter and of its gradient, both above 0, and wd the weight
-    decay, which is taken over from `optimizer` for the step::
+    decay, which is taken from `optimizer` for the step::
 
         a = trust_coefficient · ‖p‖ / (‖g‖ + wd·‖p‖ + eps)
         a = min(a / lr, 1)        if clip (LARC; without it the rule is LARS)
         g = (g + wd·p) · a
 
     Args:
-        optimizer: the one that then takes the step. Its groups and state are those of LARC.
+        optimizer: takes the step. Its groups and state are those of LARC.
 
     Source: You et al., "Large Batch Training of Convolutional Networks", 2017 (arXiv 1708.03888).
     """
 
-    # Were it the optimizer's own answer, amp would give found_inf to LARC, which has no kernel.
+    # With the optimizer's own value, amp would set found_inf on LARC, which has no kernel.
     _step_supports_amp_scaling = False
 
     def __init__(
@@ -30,15 +32,15 @@ class LARC(Optimizer):
         clip: bool = True,
         eps: float = 1e-8,
     ) -> None:
-        # Not super().__init__, which would make groups and state of its own.
+        # Not super().__init__, which would create groups and state of its own.
         self.optim = optimizer
         self.trust_coefficient = trust_coefficient
         self.clip = clip
         self.eps = eps
 
     def __getattr__(self, name: str) -> object:
-        """Whatever else is asked for is the optimizer's."""
-        if name == "optim":  # not there yet, while being copied or unpickled
+        """Return an attribute of the optimizer."""
+        if name == "optim":  # not set yet, while being copied or unpickled
             raise AttributeError(name)
         return getattr(self.optim, name)
 
@@ -48,28 +50,21 @@ class LARC(Optimizer):
     def __setstate__(self, state: dict) -> None:
         self.__dict__.update(state)
 
-    def __repr__(self) -> str:
-        return f"LARC({self.optim!r})"
-
     def state_dict(self) -> dict:
-        """The optimizer's."""
         return self.optim.state_dict()
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Into the optimizer."""
         self.optim.load_state_dict(state_dict)
 
-    def zero_grad(self, *args: object, **kwargs: object) -> None:
-        """The optimizer's."""
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         self.optim.zero_grad(*args, **kwargs)
 
     def add_param_group(self, param_group: dict) -> None:
-        """To the optimizer."""
         self.optim.add_param_group(param_group)
 
     @torch.no_grad()
-    def step(self) -> object:
-        """Scales the gradients in place, then lets the optimizer step."""
+    def step(self) -> Any:  # type: ignore[override]
+        """Scale the gradients in place, then take a step of the optimizer."""
         decays = [group.get("weight_decay", 0) for group in self.optim.param_groups]
         for group, decay in zip(self.optim.param_groups, decays, strict=True):
             group["weight_decay"] = 0
@@ -88,6 +83,6 @@ class LARC(Optimizer):
             rate = self.trust_coefficient * size / (length + size * decay + self.eps)
             if self.clip:
                 rate = (rate / group["lr"]).clamp(max=1)
-            counts = (size > 0) & (length > 0)  # on the device: the CPU need not know
+            counts = (size > 0) & (length > 0)  # on the device: the CPU does not wait
             parameter.grad.add_(parameter * torch.where(counts, decay, 0.0))
             parameter.grad.mul_(torch.where(counts, rate, 1.0))

@@ -1,0 +1,18 @@
+"""Run mypy on the project that the default answers generate, as its owner's CI does."""
+
+import shutil
+import subprocess
+import sys
+
+from demo import ROOT, generate
+
+
+def main() -> int:
+    folder = ROOT / "build" / "types"
+    shutil.rmtree(folder, ignore_errors=True)
+    project = generate(folder)
+    return subprocess.run([sys.executable, "-m", "mypy"], cwd=project, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,229 @@
+"""amp.scale_loss: unscaled gradients, accumulation, delayed unscaling, failed passes."""
+
+import pytest
+import torch
+from amp_helpers import (
+    FP16,
+    FP32,
+    Net,
+    alone,
+    backward,
+    gradients,
+    initialize,
+    prepare,
+    same,
+    scale,
+    set_scale,
+    sgd,
+    two_losses,
+    weights,
+)
+from apex_native import amp
+from torch import nn
+
+
+def test_scaled_loss_is_fp32():
+    _, optimizer = prepare("O1")
+    with amp.scale_loss(torch.full((2,), 3.0, dtype=FP16), optimizer) as scaled_loss:
+        assert scaled_loss.dtype == FP32
+        assert scaled_loss.tolist() == [3 * 65536.0] * 2
+
+
+@pytest.mark.parametrize("loss_scale", ["dynamic", 128.0, 1.0])
+def test_gradients_are_unscaled(loss_scale):
+    model = Net()
+    first, _ = two_losses(model)
+    first().backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+
+    _, optimizer = initialize(model, sgd(model), "O0", loss_scale=loss_scale)
+    backward(first(), optimizer)
+    assert same(gradients(optimizer), expected)
+
+
+@pytest.mark.parametrize("loss_scale", ["dynamic", 128.0, 1.0])
+def test_gradients_of_masters_are_unscaled(loss_scale):
+    model = Net()
+    first, _ = two_losses(model)
+    first().backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+
+    options = {"cast_model_type": FP16, "loss_scale": loss_scale}
+    _, optimizer = initialize(model, sgd(model), "O2", **options)
+    backward(first(), optimizer)
+    for gradient, wanted in zip(gradients(optimizer), expected, strict=True):
+        assert gradient.dtype == FP32
+        torch.testing.assert_close(gradient, wanted, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_gradients_accumulate_across_a_change_of_scale(level):
+    model, optimizer = prepare(level, loss_scale="dynamic")
+    losses = two_losses(model)
+    set_scale(256.0)
+    first, second = alone(optimizer, losses)
+
+    backward(losses[0](), optimizer)
+    set_scale(4096.0)
+    backward(losses[1](), optimizer)
+    assert same(gradients(optimizer), [a + b for a, b in zip(first, second, strict=True)])
+
+
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])  # torch adds no sparse half
+def test_sparse_gradients_are_unscaled_and_added(level, dense):
+    """Gradients of the embedding stay sparse without masters; those of masters are dense."""
+    torch.manual_seed(0)
+    model = nn.Embedding(5, 3, sparse=not dense)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"cast_model_type": FP16} if level in ("O2", "O3") else {}
+    initialize(model, optimizer, level, loss_scale="dynamic", **options)
+    set_scale(16.0)
+    before = model.weight.detach().clone().float()
+    for _ in range(2):
+        backward(model(torch.tensor([0, 2, 2])).sum(), optimizer)
+    optimizer.step()
+    moved = before - model.weight.detach().float()
+    expected = torch.tensor([0.2, 0.0, 0.4, 0.0, 0.0]).view(5, 1).expand(5, 3)
+    torch.testing.assert_close(moved, expected, rtol=0.02, atol=0.01)
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_clipping_after_scale_loss_bounds_the_step(level):
+    model, optimizer = prepare(level, lambda model: sgd(model, lr=1.0), loss_scale="dynamic")
+    set_scale(256.0)
+    first, _ = two_losses(model)
+    before = [parameter.detach().clone() for parameter in amp.master_params(optimizer)]
+    backward(first() * 100, optimizer)
+    torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 0.5)
+    optimizer.step()
+    after = zip(amp.master_params(optimizer), before, strict=True)
+    moved = torch.cat([(parameter - old).flatten() for parameter, old in after])
+    assert moved.norm().item() == pytest.approx(0.5, rel=1e-4)
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_delay_unscale(level):
+    model, optimizer = prepare(level, loss_scale="dynamic")
+    losses = two_losses(model)
+    set_scale(256.0)
+    first, second = alone(optimizer, losses)
+
+    backward(losses[0](), optimizer, delay_unscale=True)
+    scaled = [parameter.grad.float() for parameter in model.parameters()]
+    assert same(scaled, [256.0 * gradient for gradient in first])
+    backward(losses[1](), optimizer)
+    backward(losses[0](), optimizer)
+    for gradient, a, b in zip(gradients(optimizer), first, second, strict=True):
+        torch.testing.assert_close(gradient, 2 * a + b, rtol=2e-3, atol=1e-5)
+    before = weights(model)
+    optimizer.step()
+    assert not same(weights(model), before)
+    assert scale() == 256.0
+
+
+def test_delay_overflow_check(capsys):
+    model, optimizer = prepare("O1", verbosity=1)
+    capsys.readouterr()
+    backward(model(torch.randn(4, 4)).sum() * float("inf"), optimizer, delay_overflow_check=True)
+    optimizer.step()
+    assert not model.last.weight.isfinite().all()
+    assert scale() == 65536.0
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_failed_backward_pass_keeps_earlier_gradients(level):
+    model, optimizer = prepare(level, loss_scale="dynamic")
+    set_scale(256.0)
+    losses = two_losses(model)
+    first, second = alone(optimizer, losses)
+    backward(losses[0](), optimizer)
+    with (
+        pytest.raises(ZeroDivisionError),
+        amp.scale_loss(losses[0](), optimizer) as scaled_loss,
+    ):
+        scaled_loss.backward()
+        raise ZeroDivisionError
+    assert same(gradients(optimizer), first)
+    backward(losses[1](), optimizer)
+    assert same(gradients(optimizer), [a + b for a, b in zip(first, second, strict=True)])
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_step_with_scaled_gradients_raises(level):
+    model, optimizer = prepare(level, loss_scale="dynamic")
+    backward(two_losses(model)[0](), optimizer, delay_unscale=True)
+    with pytest.raises(RuntimeError, match="gradients are still scaled"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_zero_grad_drops_delayed_and_stashed_gradients(level):
+    model, optimizer = prepare(level, loss_scale="dynamic")
+    losses = two_losses(model)
+    _, second = alone(optimizer, losses)
+    backward(losses[0](), optimizer)
+    backward(losses[0](), optimizer, delay_unscale=True)
+    optimizer.zero_grad()
+    backward(losses[1](), optimizer)
+    assert same(gradients(optimizer), second)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_delayed_gradients_keep_their_scale_and_are_added(level):
+    """A plain block, one that delays at another scale, one of another loss that unscales."""
+    model, optimizer = prepare(level, loss_scale="dynamic", num_losses=2)
+    for scaler, loss_scale in zip(amp._amp_state.loss_scalers, (256.0, 16.0), strict=True):
+        scaler._loss_scale = loss_scale
+    losses = two_losses(model)
+    first, second = alone(optimizer, losses)
+    backward(losses[0](), optimizer, loss_id=1)
+    backward(losses[1](), optimizer, loss_id=0, delay_unscale=True)
+    backward(losses[1](), optimizer, loss_id=1)
+    expected = [one + 2 * other for one, other in zip(first, second, strict=True)]
+    torch.testing.assert_close(gradients(optimizer), expected, rtol=1e-3, atol=1e-4)
+
+
+def test_failed_backward_pass_leaves_no_gradients():
+    model, optimizer = prepare("O0", loss_scale="dynamic")
+    losses = two_losses(model)
+    _, expected = alone(optimizer, losses)
+    backward(losses[0](), optimizer)
+    with pytest.raises(ZeroDivisionError), amp.scale_loss(losses[0](), optimizer):
+        raise ZeroDivisionError
+    optimizer.zero_grad()
+    backward(losses[1](), optimizer)
+    assert same(gradients(optimizer), expected)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_closures_raise(level):
+    model, optimizer = prepare(level)
+    backward(model(torch.randn(2, 4)).sum(), optimizer)
+    with pytest.raises(RuntimeError, match="closure"):
+        optimizer.step(lambda: None)
+
+
+def test_initialize_with_enabled_false():
+    """Everything passes through, and nothing is left of an earlier call."""
+    initialize(Net())
+    model = Net()
+    optimizer = sgd(model)
+    before, step = weights(model), optimizer.step
+    assert amp.initialize(model, optimizer, enabled=False, opt_level="O2") == (model, optimizer)
+    assert amp.initialize([model], enabled=False) == [model]
+    assert same(weights(model), before)
+    assert optimizer.step == step
+    assert amp.state_dict() == {}
+    amp.load_state_dict({})
+    loss = model(torch.randn(2, 4)).sum()
+    assert loss.dtype == FP32
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        assert scaled_loss is loss
+        scaled_loss.backward()
+    optimizer.step()
+    assert not same(weights(model), before)

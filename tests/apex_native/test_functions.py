@@ -1,0 +1,122 @@
+"""Casts for functions of the user's own, and where casts end."""
+
+import threading
+import types
+
+import pytest
+import torch
+from apex_native import amp
+from torch import nn
+from torch.utils.data import DataLoader
+
+HALF = torch.bfloat16  # the type of O4, on any device
+
+
+def seen(*tensors):
+    """Return the types of the arguments."""
+    return [tensor.dtype for tensor in tensors if isinstance(tensor, torch.Tensor)]
+
+
+@pytest.mark.parametrize(
+    ("decorate", "given", "expected"),
+    [
+        (amp.half_function, torch.float32, HALF),
+        (amp.bfloat16_function, torch.float32, HALF),
+        (amp.float_function, HALF, torch.float32),
+        (amp.promote_function, HALF, HALF),
+    ],
+)
+def test_decorated_function_is_cast_at_o4_only(decorate, given, expected):
+    function = decorate(seen)
+    tensor = torch.ones(2, dtype=given)
+    assert function(tensor, 3, "word") == [given]  # before initialize
+    amp.initialize(nn.Linear(1, 1), opt_level="O4", verbosity=0)
+    assert function(tensor, 3, "word") == [expected]
+    with amp.disable_casts():
+        assert function(tensor) == [given]
+    amp.initialize(nn.Linear(1, 1), opt_level="O0", verbosity=0)
+    assert function(tensor) == [given]
+
+
+def test_promote_function_uses_the_widest_type():
+    amp.initialize(nn.Linear(1, 1), opt_level="O4", verbosity=0)
+    function = amp.promote_function(lambda tensors, other: seen(*tensors, other))
+    half, single = torch.ones(1, dtype=HALF), torch.ones(1)
+    assert function([half, half], half) == [HALF] * 3
+    assert function([half, half], single) == [torch.float32] * 3
+    assert function([half, torch.ones(1, dtype=torch.float16)], half) == [torch.float32] * 3
+    assert function([torch.ones(1, dtype=torch.int64)], half) == [torch.int64, HALF]
+
+
+@pytest.mark.parametrize("decorate", [amp.half_function, amp.promote_function])
+def test_tensors_on_another_device_are_not_cast(decorate):
+    amp.initialize(nn.Linear(1, 1), opt_level="O4", verbosity=0)
+    function = decorate(lambda tensors, other: seen(*tensors, other))
+    here, elsewhere = torch.ones(1, dtype=HALF), torch.ones(1, device="meta")
+    expected = HALF if decorate is amp.half_function else torch.float32
+    assert function([here, elsewhere], other=elsewhere) == [expected, torch.float32, torch.float32]
+
+
+@pytest.mark.parametrize("name", ["half", "float", "promote", "bfloat16"])
+def test_register_half_function(name):
+    module = types.SimpleNamespace(function=seen)
+    register = getattr(amp, f"register_{name}_function")
+    register(module, "function")
+    assert module.function is seen
+    amp.initialize(nn.Linear(1, 1), opt_level="O4", verbosity=0)
+    mixed = torch.ones(1, dtype=HALF), torch.ones(1)
+    expected = HALF if name in ("half", "bfloat16") else torch.float32
+    assert module.function(*mixed) == [expected] * 2
+    with pytest.raises(ValueError, match="no function absent"):
+        register(module, "absent")
+
+
+def test_register_float_function():
+    amp.initialize(nn.Linear(1, 1), opt_level="O4", verbosity=0)
+    layer, x = nn.Linear(4, 4), torch.randn(2, 4)
+    assert layer(x).dtype == HALF
+    assert amp.float_function(layer.forward)(x).dtype == torch.float32
+
+
+def test_casts_apply_to_the_thread_that_called_initialize():
+    """Unlike Apex's, which are of the process."""
+    layer = torch.nn.Linear(2, 2)
+    amp.initialize(layer, opt_level="O4", verbosity=0)
+    seen = []
+    thread = threading.Thread(target=lambda: seen.append(torch.is_autocast_enabled("cpu")))
+    thread.start()
+    thread.join()
+    assert seen == [False]
+
+
+class Product(torch.utils.data.Dataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return torch.ones(2, 2) @ torch.ones(2, 2)
+
+
+def test_data_loader_workers_compute_without_casts():
+    amp.initialize(nn.Linear(1, 1), opt_level="O4", verbosity=0)
+    assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == HALF
+    (batch,) = DataLoader(Product(), batch_size=2, num_workers=1)
+    assert batch.dtype == torch.float32
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_permanent_overflow_raises_and_names_the_gradient(level):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model[0].weight.register_hook(lambda grad: grad * float("nan"))
+
+    def train():
+        for _ in range(100):
+            optimizer.zero_grad()
+            with amp.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+
+    with pytest.raises(FloatingPointError, match=r"32 backward passes.* that of 0\.weight"):
+        train()

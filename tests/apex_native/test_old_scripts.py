@@ -1,0 +1,343 @@
+"""``python -m apex_native`` runs scripts that were written for Apex."""
+
+import inspect
+import multiprocessing
+import os
+import re
+import runpy
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from apex_native import amp, normalization, optimizers, parallel
+from apex_native import compat as fp16_utils
+from fresh import TEMPLATE
+from processes import fork_server
+from torch import nn
+
+PROJECT = TEMPLATE
+
+OLD_SCRIPT = """
+import argparse
+import time
+import torch
+import torch.distributed as dist
+import apex
+from apex import amp
+from apex.fp16_utils import *
+from apex.multi_tensor_apply import multi_tensor_applier
+from apex.normalization import FusedLayerNorm
+from apex.optimizers import FusedAdam, FusedLAMB
+from apex.parallel import DistributedDataParallel as DDP, convert_syncbn_model
+from apex.parallel.LARC import LARC
+import helper
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--local_rank", default=-1, type=int)
+parser.add_argument("--opt-level", default="O1")
+args = parser.parse_args()
+dist.init_process_group("gloo", init_method="env://")
+torch.manual_seed(args.local_rank)
+model = convert_syncbn_model(torch.nn.Sequential(torch.nn.Linear(4, 8), FusedLayerNorm(8),
+                                                 torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1)))
+optimizer = LARC(FusedAdam(model.parameters(), lr=0.01))
+model, optimizer = amp.initialize(model, optimizer, opt_level=args.opt_level, verbosity=0)
+model = DDP(model, delay_allreduce=True)
+losses = []
+for _ in range(20):
+    x = torch.randn(16, 4)
+    loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+    optimizer.zero_grad()
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
+    optimizer.step()
+    losses.append(to_python_float(loss))
+assert losses[-1] < losses[0]
+assert apex.amp is amp and helper.amp is amp and not multi_tensor_applier.available
+time.sleep(0.2)  # gloo's threads, still at the last gradients, must not outlive the interpreter
+print(f"rank {args.local_rank} done")
+destroy = dist.destroy_process_group
+dist.destroy_process_group = lambda: (destroy(), print(f"rank {args.local_rank} closed"))
+"""
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    """Run ``python -m apex_native`` in tmp_path, or a launcher of it.
+
+    It is a fork of a process that has imported torch, and so saves seconds. Options are variables
+    of its environment.
+    """
+    monkeypatch.chdir(tmp_path)
+
+    def start(*arguments, launcher=(), **variables):
+        command = [*launcher, *(["-m"] if launcher else []), "apex_native", *arguments]
+        process = fork_server().Process(target=run, args=(tmp_path, command, variables))
+        process.start()
+        process.join(120)
+        process.kill()
+        said = [(tmp_path / name).read_text() for name in ("stdout", "stderr")]
+        return subprocess.CompletedProcess(command, process.exitcode, *said)
+
+    return start
+
+
+def run(folder, command, variables):
+    """Run the command as ``python -m`` does; its output goes to files."""
+    os.chdir(folder)
+    multiprocessing.process.ORIGINAL_DIR = str(folder)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    os.environ |= {"PYTHONPATH": str(PROJECT), "CUDA_VISIBLE_DEVICES": "", **variables}
+    sys.path.insert(0, str(folder))
+    sys.argv = command
+    runpy.run_module(command[0], run_name="__main__", alter_sys=True)
+
+
+def test_old_script_runs_unchanged_under_torchrun(start, tmp_path):
+    (tmp_path / "helper.py").write_text("from apex import amp")
+    (tmp_path / "old_script.py").write_text(OLD_SCRIPT)
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = start("old_script.py", "--opt-level", "O2", launcher=torchrun)
+    assert done.returncode == 0, done.stderr
+    for event in ("done", "closed"):  # the process group that it left open
+        assert [done.stdout.count(f"rank {rank} {event}") for rank in range(2)] == [1, 1]
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_process_group_is_closed_unless_the_script_failed(monkeypatch, failed):
+    from apex_native.__main__ import destroy_process_group  # not in the processes that run it
+
+    if failed:
+        monkeypatch.setattr(sys, "last_value", ValueError(), raising=False)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    destroy_process_group()
+    assert dist.is_initialized() == failed
+    if failed:
+        dist.destroy_process_group()
+
+
+MISSING = {
+    "import amp_C": "use torch's _foreach functions",
+    "import apex.RNN": "use torch.nn.LSTM",
+    "import apex; apex.RNN.LSTM(2, 3)": "use torch.nn.LSTM",
+    "import apex; apex.mlp.MLP([2, 3])": "use torch.nn.Sequential",
+    "from apex import pyprof": "use torch.profiler",
+    "from apex import (\n    amp,\n    pyprof,\n)": "use torch.profiler",
+    "from apex.contrib import xentropy": "use torch.nn.functional.cross_entropy",
+    "from apex.contrib.clip_grad import (\n    clip_grad_norm_,\n)": "use torch.nn.utils.clip_grad",
+    "from apex.contrib.optimizers import FP16_Optimizer": 'initialize with opt_level="O2"',
+    "from apex.fp16_utils import FP16_Optimizer": 'initialize with opt_level="O2"',
+    "from apex.fp16_utils.loss_scaler import DynamicLossScaler": "use apex.amp.scale_loss",
+    "from apex.normalization import manual_rms_norm": "use torch.nn.functional.rms_norm",
+}
+UNCHANGED = {
+    "from apex.contrib.peer_memory import PeerMemoryPool": "No module named 'apex.contrib'",
+    "import apex; apex.amp.scale": "module 'apex_native.amp' has no attribute 'scale'",
+    "import torch; torch.mlp": "module 'torch' has no attribute 'mlp'",
+}
+EXPLAINING = """
+import runpy
+import sys
+from apex_native.__main__ import explain
+
+for path in sys.argv[1:]:
+    try:
+        runpy.run_path(path)
+    except (ImportError, AttributeError) as error:
+        explain(error)
+        print(error)
+"""
+
+
+def test_errors_about_missing_names_state_the_equivalent(start, tmp_path):
+    (tmp_path / "old_script.py").write_text(EXPLAINING)
+    cases = MISSING | UNCHANGED
+    paths = [tmp_path / f"{index}.py" for index in range(len(cases))]
+    for path, code in zip(paths, cases, strict=True):
+        path.write_text(code)
+    done = start("old_script.py", *map(str, paths))
+    assert done.returncode == 0, done.stderr
+    for (code, expected), error in zip(cases.items(), done.stdout.splitlines(), strict=True):
+        assert error == expected if code in UNCHANGED else expected in error, code
+
+
+def test_uncaught_error_about_a_missing_name_states_the_equivalent(start, tmp_path):
+    (tmp_path / "old_script.py").write_text("import apex.mlp")
+    done = start("old_script.py")
+    assert done.returncode == 1
+    assert "does not have apex.mlp; use torch.nn.Seq" in done.stderr.splitlines()[-1]
+
+
+def test_find_spec_of_a_missing_module_is_none(start, tmp_path):
+    (tmp_path / "old_script.py").write_text(
+        "import importlib.util\n"
+        "for name in ('apex.contrib', 'apex.fp16_utils.loss_scaler', 'amp_C', 'apex.compat'):\n"
+        "    assert importlib.util.find_spec(name) is None, name\n"
+        "assert importlib.util.find_spec('apex.optimizers.fused_adam')\n"
+    )
+    done = start("old_script.py")
+    assert done.returncode == 0, done.stderr
+
+
+# fmt: off
+SIGNATURES = [
+    (amp.initialize, lambda models, optimizers=None, enabled=True, opt_level="O1",
+        cast_model_type=None, patch_torch_functions=None, keep_batchnorm_fp32=None,
+        master_weights=None, loss_scale=None, cast_model_outputs=None, num_losses=1, verbosity=1,
+        min_loss_scale=None, max_loss_scale=2.0**24: None),
+    (amp.scale_loss, lambda loss, optimizers, loss_id=0, model=None, delay_unscale=False,
+        delay_overflow_check=False: None),
+    (parallel.DistributedDataParallel, lambda module, message_size=10000000,
+        delay_allreduce=False, shared_param=None, allreduce_trigger_params=None,
+        retain_allreduce_buffers=False, allreduce_always_fp32=False, num_allreduce_streams=1,
+        allreduce_communicators=None, gradient_average=True, gradient_predivide_factor=1.0,
+        gradient_average_split_factor=None, prof=False: None),
+    (parallel.convert_syncbn_model, lambda module, process_group=None, channel_last=False: None),
+    (parallel.create_syncbn_process_group, lambda group_size: None),
+    (parallel.SyncBatchNorm, lambda num_features, eps=1e-5, momentum=0.1, affine=True,
+        track_running_stats=True, process_group=None, channel_last=False, fuse_relu=False: None),
+    (parallel.LARC.LARC, lambda optimizer, trust_coefficient=0.02, clip=True, eps=1e-8: None),
+    (optimizers.FusedAdam, lambda params, lr=1e-3, bias_correction=True, betas=(0.9, 0.999),
+        eps=1e-8, adam_w_mode=True, weight_decay=0.0, amsgrad=False, set_grad_none=True,
+        capturable=False, master_weights=False: None),
+    (optimizers.FusedSGD, lambda params, lr, momentum=0.0, dampening=0.0, weight_decay=0.0,
+        nesterov=False, wd_after_momentum=False, materialize_master_grads=True,
+        set_grad_none=False: None),
+    (normalization.FusedLayerNorm, lambda normalized_shape, eps=1e-5, elementwise_affine=True,
+        memory_efficient=False: None),
+    (normalization.FusedRMSNorm, lambda normalized_shape, eps=1e-5, elementwise_affine=True,
+        memory_efficient=False: None),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("call", "apexs"), SIGNATURES, ids=[c.__name__ for c, _ in SIGNATURES])
+def test_signatures_equal_apex(call, apexs):
+    ours, theirs = (
+        [
+            (parameter.name, parameter.default)
+            for parameter in inspect.signature(one).parameters.values()
+        ]
+        for one in (call, apexs)
+    )
+    assert ours == theirs
+
+
+SPAWNING = """
+import torch.multiprocessing as mp
+from apex.normalization.fused_layer_norm import FusedLayerNorm
+
+def work(rank):
+    from apex import amp
+    print(amp.__name__, FusedLayerNorm(2).eps, flush=True)
+
+if __name__ == "__main__":
+    mp.spawn(work)
+"""
+
+
+@pytest.mark.parametrize("as_module", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_spawned_processes_import_apex(start, tmp_path, as_module):
+    (tmp_path / "spawning.py").write_text(SPAWNING)
+    done = start(*(["-m", "spawning"] if as_module else ["spawning.py"]))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["apex_native.amp", "1e-05"]
+
+
+OTHER_SPELLINGS = """# -*- coding: latin-1 -*-
+# caf\xe9
+import argparse
+import apex.normalization.fused_layer_norm as norms
+from apex.amp._amp_state import _amp_state, master_params
+from apex.fp16_utils import clip_grad_norm
+from apex.amp.scaler import LossScaler
+from apex.multi_tensor_apply.multi_tensor_apply import MultiTensorApply
+from apex.optimizers.fused_adagrad import FusedAdagrad
+from apex.optimizers.fused_adam import FusedAdam
+from apex.optimizers.fused_lamb import FusedLAMB
+from apex.optimizers.fused_novograd import FusedNovoGrad
+from apex.optimizers.fused_sgd import FusedSGD
+from apex.parallel import optimized_sync_batchnorm
+from apex.parallel.distributed import DistributedDataParallel, Reducer
+from apex.parallel.sync_batchnorm import SyncBatchNorm
+import apex
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--local_rank", type=int)
+assert norms is apex.normalization.fused_layer_norm
+print(f"local rank {parser.parse_args().local_rank}")
+"""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param(["old.py"], id="torchrun"),
+        pytest.param(["-m", "old"], id="module"),
+        pytest.param(["-m", "package"], id="package"),
+        pytest.param(["old.py", "--local_rank=1"], id="given"),
+        pytest.param(["--local-rank=1", "old.py"], id="launch"),
+    ],
+)
+def test_script_gets_the_local_rank(start, tmp_path, arguments):
+    """Of the arguments that launchers pass, or from the variable that they set."""
+    (tmp_path / "old.py").write_bytes(OTHER_SPELLINGS.encode("latin-1"))
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").touch()
+    (tmp_path / "package" / "__main__.py").write_bytes(OTHER_SPELLINGS.encode("latin-1"))
+    is_given = any("=1" in argument for argument in arguments)
+    done = start(*arguments, **({} if is_given else {"LOCAL_RANK": "1"}))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "local rank 1\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launcher", "arguments"),
+    [
+        (["torch.distributed.launch", "--nproc-per-node=2"], ["old.py"]),
+        (["torch.distributed.run", "--nproc-per-node=2"], ["-m", "old"]),
+    ],
+    ids=["launch", "module"],
+)
+def test_every_launcher_passes_the_local_rank(start, tmp_path, launcher, arguments):
+    (tmp_path / "old.py").write_bytes(OTHER_SPELLINGS.encode("latin-1"))
+    done = start(*arguments, launcher=[launcher[0], "--standalone", *launcher[1:]])
+    assert done.returncode == 0, done.stderr
+    # torchrun's -u writes each piece that print is given: two processes' pieces may alternate.
+    said = sorted(re.findall(r"local rank \d", done.stdout))
+    assert said == ["local rank 0", "local rank 1"]
+
+
+def test_usage_without_a_script(start):
+    done = start("missing.py")
+    assert done.returncode == 1
+    assert done.stderr.startswith("usage: python -m apex_native")
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_fp16_utils_master_params(flat):
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)).bfloat16()
+    parameters, masters = fp16_utils.prep_param_lists(model, flat)
+    assert len(masters) == (1 if flat else 4)
+    optimizer = torch.optim.SGD(masters, lr=0.5)
+    before = [parameter.detach().float() for parameter in parameters]
+    model(torch.ones(4, 2, dtype=torch.bfloat16)).sum().backward()
+    fp16_utils.model_grads_to_master_grads(parameters, masters, flat)
+    optimizer.step()
+    fp16_utils.master_params_to_model_params(parameters, masters, flat)
+    for parameter, old in zip(parameters, before, strict=True):
+        expected = (old - 0.5 * parameter.grad.float()).bfloat16()
+        assert torch.equal(parameter.detach(), expected)
+
+
+def test_fp16_utils_keep_batch_norms_in_fp32():
+    network = fp16_utils.network_to_half(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    assert network[1][0].weight.dtype == torch.float16
+    assert network[1][1].weight.dtype == torch.float32
+    converted = fp16_utils.convert_network(nn.Sequential(nn.Linear(2, 2)), torch.bfloat16)
+    assert converted[0].weight.dtype == torch.bfloat16

@@ -1,0 +1,231 @@
+"""SyncBatchNorm: conversion, arguments, and batch norm in one process.
+
+Functions named `on_each_rank_…` run in each of the processes.
+"""
+
+import contextlib
+import io
+
+import pytest
+import torch
+import torch.distributed as dist
+from amp_helpers import BF16, FP16, FP32, same
+from apex_native.parallel import (
+    DistributedDataParallel,
+    SyncBatchNorm,
+    convert_syncbn_model,
+    create_syncbn_process_group,
+    revert_syncbn_model,
+)
+from torch import nn
+from torch.nn import functional as F
+
+
+def on_each_rank_make_groups(sizes):
+    groups = [create_syncbn_process_group(size) for size in sizes]
+    return [group and dist.get_process_group_ranks(group) for group in groups]
+
+
+def test_create_syncbn_process_group(two_processes):
+    results = two_processes(on_each_rank_make_groups, [0, 1, 2])
+    assert results == [[None, [0], [0, 1]], [None, [1], [0, 1]]]
+    with pytest.raises(Exception, match="group_size 3 does not divide 2 processes"):
+        two_processes(on_each_rank_make_groups, [3])
+
+
+def conv_net():
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Sequential(nn.BatchNorm2d(4))
+    )
+
+
+def test_conversion_keeps_parameters_buffers_and_modes():
+    model = conv_net()
+    model[1].weight.requires_grad_(False)
+    model[1].eval()
+    model[3][0] = nn.BatchNorm2d(4, eps=0.1, momentum=None, affine=False)
+    model.append(nn.BatchNorm1d(4, track_running_stats=False))
+    tensors = model.state_dict(keep_vars=True)
+    converted = convert_syncbn_model(model)
+
+    assert converted is model
+    after = model.state_dict(keep_vars=True)
+    assert list(after) == list(tensors)
+    assert all(after[name] is tensor for name, tensor in tensors.items())
+    assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["1.weight"]
+    norms = [module for module in model.modules() if isinstance(module, SyncBatchNorm)]
+    assert [norm.training for norm in norms] == [False, True, True]
+    assert [(norm.eps, norm.momentum, norm.affine) for norm in norms] == [
+        (1e-5, 0.1, True),
+        (0.1, None, False),
+        (1e-5, 0.1, True),
+    ]
+    assert [norm.track_running_stats for norm in norms] == [True, True, False]
+    assert not any(type(module).__name__.startswith("BatchNorm") for module in model.modules())
+
+
+class NormAndReLU(nn.BatchNorm2d):
+    def forward(self, x):
+        return super().forward(x).relu()
+
+
+def test_norms_with_their_own_forward_are_not_converted(capsys):
+    model = nn.Sequential(nn.BatchNorm2d(3), NormAndReLU(3)).eval()
+    x = torch.randn(2, 3, 4, 4)
+    before = model(x)
+    assert list(map(type, convert_syncbn_model(model))) == [SyncBatchNorm, NormAndReLU]
+    assert torch.equal(model(x), before)
+    assert "NormAndReLU overrides forward and is not converted" in capsys.readouterr().out
+
+
+def test_conversion_of_a_batch_norm_itself():
+    norm = nn.BatchNorm1d(3)
+    converted = convert_syncbn_model(norm, channel_last=True)
+    assert isinstance(converted, SyncBatchNorm) and converted.weight is norm.weight
+    assert converted.channel_last
+
+
+def on_each_rank_convert():
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        convert_syncbn_model(conv_net())
+    return text.getvalue()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says it where there is no GPU")
+def test_rank_zero_logs_local_statistics_on_the_cpu(two_processes):
+    first, second = two_processes(on_each_rank_convert)
+    assert first == "SyncBatchNorm: on the CPU each process normalizes over its own batch\n"
+    assert second == ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [
+        (nn.BatchNorm1d, (5, 3)),
+        (nn.BatchNorm1d, (5, 3, 4)),
+        (nn.BatchNorm2d, (5, 3, 4, 4)),
+        (nn.BatchNorm3d, (5, 3, 2, 2, 2)),
+    ],
+)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"momentum": None}, {"affine": False}, {"track_running_stats": False}, {"eps": 0.1}],
+    ids=str,
+)
+def test_equals_batch_norm_in_one_process(kind, shape, options):
+    plain = kind(3, **options)
+    synced = SyncBatchNorm(3, **options)
+    x, y = torch.randn(2, *shape) * 2 + 1
+    x_too = x.clone().requires_grad_()
+    x.requires_grad_()
+    outputs = [norm(first) for norm, first in ((plain, x), (synced, x_too))]
+    for output in outputs:
+        (output.cumsum(0) ** 2).sum().backward()
+    assert same(*[[output] for output in outputs])
+    assert torch.equal(x.grad, x_too.grad)
+    assert same(plain.state_dict().values(), synced.state_dict().values())
+    assert torch.equal(plain(y), synced(y))
+    assert torch.equal(plain.eval()(y), synced.eval()(y))
+    assert same(plain.state_dict().values(), synced.state_dict().values())
+
+
+def test_fuse_relu_and_addition():
+    norm, x, z = SyncBatchNorm(3, fuse_relu=True), torch.randn(4, 3), torch.randn(4, 3)
+    plain = F.batch_norm(x, None, None, training=True)
+    torch.testing.assert_close(norm(x), plain.relu())
+    torch.testing.assert_close(norm(x, z), (plain + z).relu())
+    norm.fuse_relu = False
+    torch.testing.assert_close(norm(x, z), plain + z)
+
+
+def test_invalid_dimensions_raise():
+    for shape in ((3,), (2, 3, 1, 1, 1, 1)):
+        with pytest.raises(ValueError, match=f"not {len(shape)}-D"):
+            SyncBatchNorm(3)(torch.ones(shape))
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+def test_half_input_gives_half_output_from_fp32_statistics(device, dtype):
+    norm = SyncBatchNorm(3).to(device)
+    x = torch.randn(64, 3, device=device) + 3
+    output = norm(x.to(dtype))
+    assert output.dtype == dtype
+    assert norm.weight.dtype == norm.running_mean.dtype == FP32
+    expected = nn.BatchNorm1d(3).to(device)(x)
+    torch.testing.assert_close(output.float(), expected, rtol=0.02, atol=0.02)
+
+
+def on_each_rank_train_synced(data):
+    torch.manual_seed(0)
+    model = DistributedDataParallel(convert_syncbn_model(conv_net()))
+    x = data[dist.get_rank()]
+    model(x).square().mean().backward()
+    return model(x).detach(), [buffer.clone() for buffer in model.module.buffers()]
+
+
+def test_cpu_processes_normalize_their_own_batches(two_processes):
+    """DistributedDataParallel refuses torch's own SyncBatchNorm there."""
+    data = torch.randn(2, 4, 3, 6, 6)
+    for x, (output, buffers) in zip(
+        data, two_processes(on_each_rank_train_synced, data), strict=True
+    ):
+        torch.manual_seed(0)
+        model = conv_net()
+        model(x)
+        torch.testing.assert_close(output, model(x))
+        torch.testing.assert_close(buffers, list(model.buffers()))
+
+
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d])
+def test_revert_restores_the_batch_norms(kind):
+    model = nn.Sequential(nn.Sequential(kind(4, eps=0.1, momentum=None)), nn.ReLU())
+    model[0][0].weight.requires_grad_(False)
+    model[0][0].eval()
+    tensors = model.state_dict(keep_vars=True)
+    assert revert_syncbn_model(convert_syncbn_model(model)) is model
+    norm = model[0][0]
+    assert type(norm) is kind
+    assert (norm.eps, norm.momentum, norm.training) == (0.1, None, False)
+    after = model.state_dict(keep_vars=True)
+    assert all(after[name] is tensor for name, tensor in tensors.items())
+    assert not norm.weight.requires_grad
+
+
+def test_conversion_is_idempotent():
+    once = convert_syncbn_model(nn.BatchNorm1d(3))
+    twice = convert_syncbn_model(once)
+    assert type(revert_syncbn_model(twice)) is nn.BatchNorm1d
+    assert convert_syncbn_model(SyncBatchNorm(3, fuse_relu=True)).fuse_relu
+
+
+@pytest.mark.parametrize("input", [torch.ones(2, 5), torch.ones(2, 3, dtype=torch.int64)])
+def test_other_channels_and_integers_raise(input):
+    with pytest.raises(ValueError, match="takes 3 channels of a floating-point type"):
+        SyncBatchNorm(3).forward_synced(input)
+
+
+def test_revert_with_fuse_relu_raises():
+    with pytest.raises(ValueError, match="fuse_relu=True"):
+        revert_syncbn_model(nn.Sequential(SyncBatchNorm(3, fuse_relu=True)))
+
+
+def test_shared_batch_norm_is_converted_under_both_names():
+    norm = nn.BatchNorm1d(2)
+    model = convert_syncbn_model(nn.Sequential(norm, nn.ReLU(), norm))
+    assert isinstance(model[0], SyncBatchNorm) and isinstance(model[2], SyncBatchNorm)
+    assert model[0].weight is model[2].weight is norm.weight
+    assert model[0].running_mean is model[2].running_mean
+
+
+def test_conversion_passes_the_process_group():
+    group = object()
+    model = convert_syncbn_model(conv_net(), group)
+    assert model[1].process_group is model[3][0].process_group is group
+
+
+def test_channel_last_does_not_move_the_channels(device):
+    """Apex takes the last dimension for the channels with channel_last=True."""
+    x = torch.randn(4, 3, 5, 5, device=device).to(memory_format=torch.channels_last)
+    output = SyncBatchNorm(3, channel_last=True).to(device)(x)
+    torch.testing.assert_close(output, nn.BatchNorm2d(3).to(device)(x))
+    assert output.is_contiguous(memory_format=torch.channels_last)

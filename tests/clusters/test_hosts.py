@@ -1,0 +1,518 @@
+"""Training on several hosts: network namespaces, each with an address of its own."""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from running import SCREENED, Run, assert_same_run, run
+
+pytestmark = pytest.mark.xdist_group("faults")
+# Eleven steps in an epoch. Three processes and more need --deterministic for the same bits.
+SMALL = ("--arch", "shufflenet_v2_x0_5", "--batch-size", 64, "--epochs", 2, "--deterministic")
+SWITCH = f"s{os.getpid()}"
+
+
+def ip(*words):
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+def space_of(number):
+    return f"h{os.getpid()}-{number}"
+
+
+class Host:
+    """A network namespace with a name and an address, on a cable to the switch."""
+
+    def __init__(self, number):
+        self.number, self.space, self.cable = number, space_of(number), f"port{number}"
+        ip("netns", "add", self.space)
+        ip("-n", self.space, "link", "set", "lo", "up")
+        ends = ("eth0", "netns", self.space, "type", "veth", "peer", "name", self.cable)
+        ip("link", "add", *ends, "netns", SWITCH)
+        ip("-n", SWITCH, "link", "set", self.cable, "master", "bridge", "up")
+        ip("-n", self.space, "address", "add", f"10.0.0.{number + 1}/24", "dev", "eth0")
+        ip("-n", self.space, "link", "set", "eth0", "up")
+
+    def command(self, before="true"):
+        """What starts a command here, after `before`."""
+        script = f'hostname host{self.number} && {before} && exec "$@"'
+        return "ip", "netns", "exec", self.space, "unshare", "--uts", "sh", "-c", script, "sh"
+
+    def start(self, project, *flags, before="true", **variables):
+        """``./run.sh`` with one process, as one of two hosts unless `variables` say otherwise."""
+        defaults = {"NPROC": "1", "NNODES": "2", "MASTER_ADDR": "10.0.0.1"}
+        defaults |= {"CUDA_VISIBLE_DEVICES": "", "NODE_WAIT": "60"}
+        return Run(project, *flags, prefix=self.command(before), **defaults | variables)
+
+    def has_port_open(self, address, port):
+        """Return whether a connection from here succeeds."""
+        code = f"import socket; socket.create_connection(({address!r}, {port}), 5)"
+        done = subprocess.run([*self.command(), sys.executable, "-c", code], capture_output=True)
+        return done.returncode == 0
+
+    def unplug(self):
+        ip("-n", SWITCH, "link", "set", self.cable, "down")
+
+    def lose(self):
+        """All processes die, and nobody is told: the cable is out."""
+        self.unplug()
+        done = subprocess.run(["ip", "netns", "pids", self.space], capture_output=True, text=True)
+        for process in done.stdout.split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(process), signal.SIGKILL)
+
+    def come_back(self):
+        ip("-n", SWITCH, "link", "set", self.cable, "up")
+
+
+@pytest.fixture(scope="module")
+def hosts():
+    """Three of them, on one switch."""
+    if os.geteuid() or not all(map(shutil.which, ("ip", "unshare", "hostname"))):
+        pytest.skip("hosts are network namespaces, which need root and iproute2")
+    try:
+        ip("netns", "add", SWITCH)
+        ip("-n", SWITCH, "link", "add", "bridge", "type", "bridge")
+        ip("-n", SWITCH, "link", "set", "bridge", "up")
+        yield [Host(number) for number in range(3)]
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"no network namespace can be made here: {error.stderr.decode().strip()}")
+    finally:
+        for space in (*map(space_of, range(3)), SWITCH):
+            subprocess.run(["ip", "netns", "del", space], check=False, capture_output=True)
+
+
+@pytest.fixture(scope="module")
+def project(bake):
+    return bake()
+
+
+@pytest.fixture(scope="module")
+def idle(project, tmp_path_factory):
+    """A project whose processes say who they are, and do nothing."""
+    folder = tmp_path_factory.mktemp("idle")
+    shutil.copytree(project / "engine", folder / "engine")
+    shutil.copy(project / "run.sh", folder)
+    (folder / "main.py").write_text(
+        "import os, sys, time\n"
+        "print('rank', os.environ['RANK'], os.environ['TORCHELASTIC_RESTART_COUNT'], flush=True)\n"
+        "time.sleep(float(sys.argv[3]))\n"
+        "sys.exit(int(sys.argv[4]) if sys.argv[4:] else 0)\n"
+    )
+    return folder
+
+
+@contextlib.contextmanager
+def all_of(*runs):
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(one) for one in runs]
+
+
+def errors(*runs):
+    """Return the exit statuses, and the last error message of each run; "" if it has none."""
+    statuses = [one.end(90)[0] for one in runs]
+    for one in runs:
+        assert "Traceback" not in one.said
+    found = [re.findall(r"^error: (.*)", one.said, re.MULTILINE) for one in runs]
+    return statuses, [messages[-1] if messages else "" for messages in found]
+
+
+# Launchers
+
+
+def test_hosts_that_do_not_join_are_reported(hosts, idle, tmp_path):
+    wait = {"NODE_WAIT": "2"}
+    with all_of(
+        hosts[0].start(idle, "--output", tmp_path / "0", 9, NNODES="3", **wait),
+        hosts[1].start(idle, "--output", tmp_path / "1", 9, MASTER_ADDR="10.0.0.3", **wait),
+    ) as runs:
+        statuses, (of_first, of_second) = errors(*runs)
+    assert statuses == [1, 1]
+    assert "waiting for 3 hosts at 10.0.0.1, port 29500" in runs[0].said
+    assert of_first.startswith("fewer than NNODES=3 hosts joined within 2 s (NODE_WAIT): start")
+    assert of_second.startswith(
+        "the store at MASTER_ADDR=10.0.0.3 does not answer (The client socket has timed out"
+    )
+
+
+@pytest.mark.slow
+def test_signal_before_all_hosts_have_joined_is_delivered_later(hosts, idle, tmp_path):
+    with hosts[0].start(idle, "--output", tmp_path / "0", 3) as first:
+        first.wait_for("waiting for 2 hosts")
+        os.kill(first.process.pid, signal.SIGUSR1)
+        with hosts[1].start(idle, "--output", tmp_path / "1", 3) as second:
+            assert [one.end()[0] for one in (first, second)] == [0, 0]  # nothing was left to save
+    assert "rank 0 0" in first.said
+
+
+@pytest.mark.slow
+def test_signal_between_two_starts_is_delivered_after_the_second(hosts, idle, tmp_path):
+    with all_of(
+        hosts[0].start(idle, "--output", tmp_path / "0", 9, MAX_RESTARTS="1"),
+        hosts[1].start(idle, "--output", tmp_path / "1", 0, 1, MAX_RESTARTS="1"),
+    ) as (_, second):
+        second.wait_for("rank 1 0")
+        second.wait_until(lambda: not second.ranks())
+        os.kill(second.process.pid, signal.SIGUSR1)
+        second.end()
+    assert "rank 1 1" in second.said
+
+
+@pytest.mark.slow
+def test_host_that_has_finished_waits_for_the_other(hosts, idle, tmp_path):
+    with all_of(
+        hosts[0].start(idle, "--output", tmp_path / "0", 0),
+        hosts[1].start(idle, "--output", tmp_path / "1", 3),
+    ) as runs:
+        runs[0].wait_for("rank 0")
+        runs[0].wait_until(lambda: not runs[0].ranks())
+        assert runs[0].process.poll() is None
+        assert [one.end()[0] for one in runs] == [0, 0]
+
+
+def test_another_number_of_hosts_is_refused(hosts, idle, tmp_path):
+    first = hosts[0].start(idle, "--output", tmp_path / "0", 9, NODE_WAIT="5")
+    with first:
+        first.wait_for("waiting for")
+        with hosts[1].start(idle, "--output", tmp_path / "1", 9, NNODES="3") as second:
+            statuses, said = errors(second)
+    assert statuses == [2]
+    assert said[0].startswith("NNODES=3, torch ")
+    assert "on host1, but NNODES=2, torch " in said[0]
+
+
+@pytest.mark.slow
+def test_port_in_use_is_refused(hosts, idle, tmp_path):
+    with (
+        hosts[0].start(idle, "--output", tmp_path / "0", 9) as first,
+        contextlib.ExitStack() as stack,
+    ):
+        first.wait_for("waiting for")
+        second = stack.enter_context(hosts[0].start(idle, "--output", tmp_path / "1", 9))
+        statuses, said = errors(second)
+    assert statuses == [2]
+    assert said[0].startswith("MASTER_ADDR=10.0.0.1, MASTER_PORT=29500 can't be used on this host")
+
+
+@pytest.mark.slow
+def test_rank_0_of_the_hosts_need_not_serve_the_store(hosts, idle, tmp_path):
+    runs = [
+        host.start(idle, "--output", tmp_path / f"{host.number}", 3, MASTER_ADDR="10.0.0.2")
+        for host in hosts[:2]
+    ]
+    with all_of(*runs):
+        assert [one.end()[0] for one in runs] == [0, 0]
+    assert "rank 0 0" in runs[0].said
+
+
+STRANGER = """
+import socket, time
+texts = [b"", b"GET / HTTP/1.0\\r\\n\\r\\n", bytes(range(256)) * 100]
+strangers = [socket.create_connection(("10.0.0.1", 29500)) for _ in texts]
+for stranger, text in zip(strangers, texts):
+    stranger.sendall(text)
+print("sent", flush=True)
+time.sleep(60)  # with the connections open
+"""
+
+
+def test_strangers_at_the_port_of_the_store_do_not_disturb_a_job(hosts, idle, tmp_path):
+    with hosts[0].start(idle, "--output", tmp_path / "0", 1) as first:
+        first.wait_for("waiting for 2 hosts")
+        first.wait_until(lambda: hosts[1].has_port_open("10.0.0.1", 29500))
+        command = [*hosts[2].command(), sys.executable, "-c", STRANGER]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as stranger:
+            assert stranger.stdout.readline() == "sent\n"
+            with hosts[1].start(idle, "--output", tmp_path / "1", 1) as second:
+                assert [one.end()[0] for one in (first, second)] == [0, 0]
+            stranger.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("lost", "who"), [(0, "rank 0 on 10.0.0.1"), (1, "rank 1 on host1")])
+def test_lost_host_ends_the_job_with_one_message(hosts, project, tmp_path, lost, who):
+    flags = (*SMALL, "--epochs", 50, "--output")
+    runs = [host.start(project, *flags, tmp_path / f"{host.number}") for host in hosts[:2]]
+    with all_of(*runs):
+        runs[0].wait_for("loss_scale images")
+        hosts[lost].lose()
+        try:
+            runs[1 - lost].wait_until(lambda: not runs[1 - lost].ranks(), 15)
+            statuses, _ = errors(runs[1 - lost])
+        finally:
+            hosts[lost].come_back()
+    assert statuses == [1]
+    assert f"error: {who} has ended without a message, or is out of reach" in runs[1 - lost].said
+
+
+# Training
+
+
+def ends_well(*runs):
+    for one in runs:
+        assert one.end(120)[0] == 0, one.said
+
+
+@pytest.fixture(scope="module")
+def whole(project, tmp_path_factory):
+    """The folder of a run of two processes on one host."""
+    output = tmp_path_factory.mktemp("whole")
+    done = run(project, *SMALL, "--output", output, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stderr
+    return output
+
+
+@pytest.mark.slow
+def test_two_hosts_started_as_the_readme_says(hosts, project, whole, tmp_path):
+    """With one process each, they train what two processes of one host do."""
+    lines = re.findall(r"^    (NNODES=.*? \./run\.sh)", (project / "README.md").read_text(), re.M)
+    assert lines
+    runs = []
+    for host, line in zip(hosts, (lines * 2)[:2], strict=False):
+        command = f'{line} "$@"'
+        flags = (*SMALL, "--output", tmp_path / f"{host.number}")
+        runs.append(
+            subprocess.Popen(
+                [*host.command(), "sh", "-c", command, "sh", *map(str, flags)],
+                env=SCREENED | {"NPROC": "1"},
+                cwd=project,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    for one in runs:
+        said, _ = one.communicate(timeout=120)
+        assert one.returncode == 0, said
+    assert_same_run(tmp_path / "0", whole)
+    assert not (tmp_path / "1").exists()
+
+
+@pytest.mark.slow
+def test_three_hosts(hosts, project, tmp_path):
+    flags = (*SMALL, "--steps", 11, "--output")
+    with all_of(
+        *(h.start(project, *flags, tmp_path / f"{h.number}", NNODES="3") for h in hosts)
+    ) as runs:
+        ends_well(*runs)
+    one = tmp_path / "one"
+    done = run(project, *flags, one, nproc=3, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stderr
+    assert_same_run(tmp_path / "0", one)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shared", [True, False], ids=["shared disk", "separate disks"])
+def test_run_resumes_when_lost_hosts_return(hosts, project, whole, tmp_path, shared):
+    """First the host without checkpoints, then the one that serves the store.
+
+    The launcher of the other one ends with the store, and is started again as a cluster does.
+    """
+    disk = tmp_path / "disk"
+    disk.mkdir()
+
+    def start(host):
+        flags = (*SMALL, "--output", disk / f"{host.number}", "--save-every", 4, "--resume", "auto")
+        before = f"mount -t tmpfs none '{disk}'" if host.number and not shared else "true"
+        return host.start(project, *flags, before=before, MAX_RESTARTS="2")
+
+    if shared:
+        (disk / "0").mkdir()
+        (disk / "1").symlink_to(disk / "0")
+    output = disk / "0"
+    first, second = [start(host) for host in hosts[:2]]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(first)
+        stack.enter_context(second)
+        first.wait_until((output / "step-4.pt").exists, 120)
+        hosts[1].lose()
+        hosts[1].come_back()
+        second = stack.enter_context(start(hosts[1]))
+        first.wait_until((output / "step-16.pt").exists, 120)
+        hosts[0].lose()
+        hosts[0].come_back()
+        assert second.end(90)[0] == 1
+        assert "start ./run.sh on all hosts again, with --resume auto" in second.said
+        first, second = [stack.enter_context(start(host)) for host in hosts[:2]]
+        ends_well(first, second)
+    assert "resumed" in first.said
+    assert_same_run(output, whole)
+
+
+RECORD = """
+import json, os, runpy, sys, time
+from pathlib import Path
+from engine import checkpoint, data
+folder = Path(sys.argv[sys.argv.index("--output") + 1]).parent
+end_step, take = checkpoint.CheckpointManager.end_step, data.SeededDataset.__getitems__
+
+def take_and_keep(self, indices):
+    self.__class__.taken = list(indices)
+    return take(self, indices)
+
+def end_step_and_record(self, meter):
+    progress, lr = self.state.progress, self.state.optimizer.param_groups[0]["lr"]
+    line = [time.time(), progress.step, progress.epoch, int(os.environ["WORLD_SIZE"]), lr]
+    with (folder / f"{os.getpid()}.jsonl").open("a") as file:
+        print(json.dumps([*line, data.SeededDataset.taken]), file=file)
+    time.sleep(0 if (folder / "finish").exists() else 1)
+    return end_step(self, meter)
+
+data.SeededDataset.__getitems__ = take_and_keep
+checkpoint.CheckpointManager.end_step = end_step_and_record
+runpy.run_path(str(Path(__file__).with_name("kept.py")), run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+def test_elastic_run_trains_each_sample_once(hosts, project, tmp_path):
+    """2, 1, 2, then 3 processes; the learning rate is proportional to them with --scale-lr."""
+    copied = shutil.copytree(project, tmp_path / "project")
+    (copied / "main.py").rename(copied / "kept.py")
+    (copied / "main.py").write_text(RECORD)
+    flags = (*SMALL, "--epochs", 8, "--workers", 0, "--save-every", 2, "--schedule", "none")
+    flags += ("--warmup-epochs", 0, "--lr", 0.001, "--scale-lr", 64, "--seed", 3, "--output")
+
+    def start(host):
+        return host.start(
+            copied, *flags, tmp_path / f"{host.number}", NNODES="1:3", MAX_RESTARTS="3"
+        )
+
+    def records():
+        lines = [line for path in tmp_path.glob("*.jsonl") for line in path.open()]
+        return sorted(json.loads(line) for line in lines if line.endswith("\n"))
+
+    def wait_for_processes(one, number):
+        count = len(records())
+        one.wait_until(lambda: [r[3] for r in records()[count:]][-4:] == [number] * 4, 120)
+
+    with contextlib.ExitStack() as stack:
+        first, second = [stack.enter_context(start(host)) for host in hosts[:2]]
+        wait_for_processes(first, 2)
+        hosts[1].lose()
+        hosts[1].come_back()
+        wait_for_processes(first, 1)
+        second = stack.enter_context(start(hosts[1]))
+        wait_for_processes(first, 2)
+        third = stack.enter_context(start(hosts[2]))
+        wait_for_processes(first, 3)
+        (tmp_path / "finish").touch()
+        ends_well(first, second, third)
+    restarts = re.findall(r"restarted: (.*?); 1 of MAX_RESTARTS=3 are used", first.said)
+    assert re.fullmatch(r"process \d+ exited with status 1", restarts[0])
+    assert restarts[1:] == 2 * ["a host has joined or left"]
+    steps = {}  # the records of each step, of the last time that it was trained
+    for record in records():
+        _, step, _, processes, _, _ = record
+        steps.setdefault(step, []).append(record)
+        steps[step] = [one for one in steps[step] if one[3] == processes][-processes:]
+    assert sorted(steps) == list(range(1, len(steps) + 1))
+    epochs = {}
+    for step in sorted(steps):
+        assert len(steps[step]) == steps[step][0][3]
+        for _, _, epoch, processes, lr, indices in steps[step]:
+            assert lr == pytest.approx(0.001 * processes)
+            epochs.setdefault(epoch, []).extend(indices)
+    assert sorted(epochs) == list(range(8))
+    for epoch, indices in epochs.items():
+        order = torch.randperm(1437, generator=torch.Generator().manual_seed(3 + epoch)).tolist()
+        assert len(order) - len(indices) < 64 * 3
+        assert sorted(indices) == sorted(order[: len(indices)])
+
+
+@pytest.mark.slow
+def test_run_resumes_after_the_network_was_partitioned(hosts, project, whole, tmp_path):
+    """For 20 s: the launcher without the store ends, and is started again."""
+    flags = (*SMALL, "--save-every", 4, "--resume", "auto", "--output")
+
+    def start(host):
+        return host.start(project, *flags, tmp_path / f"{host.number}", MAX_RESTARTS="2")
+
+    with contextlib.ExitStack() as stack:
+        first, second = [stack.enter_context(start(host)) for host in hosts[:2]]
+        first.wait_until((tmp_path / "0" / "step-4.pt").exists, 120)
+        hosts[1].unplug()
+        second.wait_until(lambda: not second.ranks(), 15)
+        time.sleep(10)
+        hosts[1].come_back()
+        assert errors(second)[0] == [1]
+        assert "error: the store at MASTER_ADDR=10.0.0.1 is lost: start ./run.sh" in second.said
+        second = stack.enter_context(start(hosts[1]))
+        ends_well(first, second)
+    assert_same_run(tmp_path / "0", whole)
+
+
+@pytest.mark.slow
+def test_signal_on_one_host_stops_the_run_on_all(hosts, project, tmp_path):
+    flags = (*SMALL, "--epochs", 50, "--output")
+    runs = [
+        host.start(project, *flags, tmp_path / f"{host.number}", MAX_RESTARTS="1")
+        for host in hosts[:2]
+    ]
+    with all_of(*runs):
+        runs[0].wait_for("loss_scale images")
+        os.kill(runs[1].process.pid, signal.SIGTERM)
+        assert [one.end()[0] for one in runs] == [128 + signal.SIGTERM] * 2
+    assert "stopped after step" in runs[0].said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("file", "line", "words"),
+    [
+        (
+            "main.py",
+            "import torch; torch.__version__ = '2.5'",
+            "torch is 2.5 on host1 (rank 1) but ",
+        ),
+        ("task.py", "# Edited here alone.", "task.py is "),
+    ],
+    ids=["torch", "code"],
+)
+def test_different_hosts_are_refused(hosts, project, tmp_path, file, line, words):
+    """tests/engine/test_consistency.py has the rest."""
+    copied = shutil.copytree(project, tmp_path / "project")
+    (copied / file).write_text(f"{line}\n{(copied / file).read_text()}")
+    first = hosts[0].start(project, *SMALL, "--output", tmp_path / "0")
+    second = hosts[1].start(copied, *SMALL, "--output", tmp_path / "1")
+    with all_of(first, second):
+        statuses, said = errors(first, second)
+    assert statuses == [2, 2]
+    assert [text.startswith(words) for text in said].count(True) == 1  # the first one logs it
+
+
+@pytest.mark.slow
+def test_the_newest_checkpoint_of_another_host_is_resumed(hosts, project, tmp_path):
+    alone = run(project, *SMALL, "--output", tmp_path / "1", "--steps", 7, nproc=0)
+    assert alone.returncode == 0, alone.stderr
+    flags = (*SMALL, "--resume", "auto", "--steps", 9, "--output")
+    with all_of(
+        *(host.start(project, *flags, tmp_path / f"{host.number}") for host in hosts[:2])
+    ) as runs:
+        assert [one.end(180)[0] for one in runs] == [0, 0], runs[0].said
+    resumed = f"resumed {tmp_path}/1/last.pt after 0 epochs, 7 steps, from the host of rank 1"
+    assert resumed in runs[0].said
+    assert (tmp_path / "0" / "step-9.pt").exists()  # rank 0 writes
+
+
+@pytest.mark.slow
+def test_check(hosts, project, tmp_path):
+    with all_of(
+        *(
+            h.start(
+                project, "--check", "--output", tmp_path / f"{h.number}", NODE_RANK=str(h.number)
+            )
+            for h in hosts[:2]
+        )
+    ) as runs:
+        ends_well(*runs)
+    assert re.search(r"✓ rendezvous +2 hosts, at 10.0.0.1, port 29500", runs[0].said)
+    assert re.search(r"✓ all-reduce .* over gloo in .* 2 ranks", runs[0].said)

@@ -1,0 +1,200 @@
+"""Files that are damaged, hostile or gone: errors with their names, --skip-broken, verify."""
+
+import contextlib
+import os
+import random
+import struct
+import sys
+import zlib
+from functools import partial
+from pathlib import Path
+
+import pytest
+import task
+import template_task_contrastive as task_contrastive
+import template_task_segmentation as task_segmentation
+import torch
+from engine import UserError
+from engine.data import SeededDataset, build_loader, images, verify
+from engine.data.files import FileError, read_file
+from engine.data.skipping import RECORD, SkippingDataset, skip_broken
+from PIL import Image
+from torchvision import tv_tensors
+
+CPU = torch.device("cpu")
+
+
+def write_bomb(path: Path) -> None:
+    """Write a PNG of a few bytes, and gigabytes of pixels."""
+    Image.new("L", (1, 1)).save(path, "PNG")
+    data = bytearray(path.read_bytes())
+    data[16:24] = struct.pack(">II", 50_000, 50_000)
+    data[29:33] = struct.pack(">I", zlib.crc32(data[12:29]))
+    path.write_bytes(data)
+
+
+HOSTILE = {
+    "device": (lambda path: path.symlink_to("/dev/zero"), "it is not a regular file"),
+    "fifo": (os.mkfifo, "it is not a regular file"),
+    "folder": (Path.mkdir, "it is not a regular file"),
+    "gone": (lambda path: path.symlink_to("nothing"), "No such file or directory"),
+    "loop": (lambda path: path.symlink_to(path.name), "Too many levels of symbolic links"),
+    "text": (lambda path: path.write_text("no image"), "cannot identify image file"),
+    "postscript": (lambda path: path.write_text("%!PS-Adobe-3.0 EPSF"), "cannot identify"),
+    "huge": (lambda path: (path.touch(), os.truncate(path, 2**40)), "more than 1073741824"),
+    "bomb": (write_bomb, "could be decompression bomb DOS attack."),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_hostile_file_is_an_error_with_its_name(tmp_path, kind):
+    make, reason = HOSTILE[kind]
+    path = tmp_path / "a\nb.jpg"
+    make(path)
+    readers = images.read_image, partial(task_segmentation.read_labels), task.read_center_crop
+    for read in (*readers, task_contrastive.read_center_crop):
+        with pytest.raises(FileError) as caught:
+            read(path)
+        message = str(caught.value)
+        assert message.startswith(rf"{tmp_path}/a\nb.jpg can't be read as a")
+        assert reason in message and "_io" not in message
+    assert task_segmentation.odd_sizes((path, path)) == ""
+
+
+@pytest.mark.parametrize("suffix", ["jpg", "png", "tif", "webp", "gif", "bmp", "ppm"])
+def test_altered_bytes_raise_no_other_error(tmp_path, suffix):
+    chance = random.Random(0)
+    path = tmp_path / f"image.{suffix}"
+    Image.effect_noise((40, 30), 50).convert("RGB").save(path)
+    intact = path.read_bytes()
+    for _ in range(60):
+        data = bytearray(intact)
+        for _ in range(chance.choice((1, 3, 20))):
+            data[chance.randrange(chance.choice((30, len(data))))] = chance.choice((0, 127, 255))
+        path.write_bytes(data[: chance.choice((len(data), chance.randrange(len(data))))])
+        with contextlib.suppress(FileError):
+            images.read_image(path)
+
+
+def test_file_is_read_up_to_its_size(tmp_path):
+    (tmp_path / "a").write_bytes(b"data")
+    assert read_file(tmp_path / "a") == b"data"
+    assert read_file("/proc/self/pagemap") == b""  # it has no end
+
+
+@pytest.mark.parametrize("size", [(60_000, 1), (1, 60_000)])
+def test_long_image_takes_little_memory(tmp_path, size):
+    path = tmp_path / "long.png"
+    Image.new("RGB", size, "red").save(path)
+    for read in (task.read_center_crop, task_contrastive.read_center_crop):
+        crop = read(path)
+        assert crop.shape == (3, 224, 224) and (crop[0] == 255).all()
+    image = tv_tensors.Image(images.read_image(path))
+    mask = tv_tensors.Mask(torch.zeros(size[::-1], dtype=torch.uint8))
+    image, mask = task_segmentation.augment(image, mask)
+    assert image.shape == (3, 512, 512) and mask.shape == (512, 512)
+
+
+# --skip-broken
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Eight images of one class, each of another grey; 2, 3 and 6 are damaged."""
+    folder = tmp_path / "data" / "cat"
+    folder.mkdir(parents=True)
+    for number in range(8):
+        Image.new("RGB", (30, 20), (10 * number,) * 3).save(folder / f"{number}.png")
+    for number in (2, 6):
+        path = folder / f"{number}.png"
+        path.write_bytes(path.read_bytes()[:-20])
+    (folder / "3.png").write_bytes(b"")
+    return folder
+
+
+def skipping(folder: Path, limit: int) -> SkippingDataset:
+    return skip_broken(task.Images(folder.parent, task.center_crop), limit, folder.parent / "run")
+
+
+def greys(dataset: SkippingDataset, workers: int) -> list[list[int]]:
+    loader = build_loader(
+        SeededDataset(dataset, 0), range(8), batch_size=4, workers=workers, device=CPU
+    )
+    return [(batch[0].flatten(1)[:, 0] // 10).tolist() for batch in loader]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_unreadable_samples_are_replaced_by_the_next_and_listed(folder, capfd, workers):
+    dataset = skipping(folder, 3)
+    for _ in range(2):
+        assert greys(dataset, workers) == [[0, 1, 4, 4], [4, 5, 7, 7]]
+    listed = (folder.parent / "run" / RECORD).read_text().splitlines()
+    assert sorted(listed) == [str(folder / f"{number}.png") for number in (2, 3, 6)]
+    warnings = capfd.readouterr().err.splitlines()
+    assert len(warnings) == 3  # in the first epoch
+    assert all(line.startswith(f"warning: {folder}") for line in warnings)
+    assert warnings[-1].endswith("skipped, 3 of at most 3")
+    assert dataset.classes == ["cat"]
+
+
+def test_one_unreadable_file_too_many_is_an_error(folder):
+    with pytest.raises(UserError, match=r"6.png can't be read .* lists 2 more, as many as --skip-"):
+        greys(skipping(folder, 2), 0)
+    assert len((folder.parent / "run" / RECORD).read_text().splitlines()) == 2
+    with pytest.raises(FileError, match="2.png|3.png"):
+        greys(skipping(folder, 0), 0)
+
+
+def test_files_that_the_gpu_does_not_decode_are_tested_on_the_cpu(folder):
+    dataset = SkippingDataset(
+        task.Images(folder.parent, task.center_crop, "gpu"), 3, folder / RECORD
+    )
+    assert [Path(dataset[index][0].path).stem for index in (1, 2, 6)] == ["1", "4", "7"]
+
+
+def test_skipping_dataset_can_be_sent_to_workers(folder, monkeypatch):
+    import pickle
+
+    monkeypatch.setitem(sys.modules, "task", task)  # other tests load a project's
+    copy = pickle.loads(pickle.dumps(skipping(folder, 3)))
+    assert len(copy) == 8 and copy.classes == ["cat"]
+
+
+def test_file_that_vanishes_during_training_is_named(folder):
+    dataset = task.Images(folder.parent, task.center_crop)
+    (folder / "0.png").unlink()
+    with pytest.raises(FileError, match=r"0.png can't be read as an image \(No such file"):
+        dataset[0]
+
+
+# python -m engine.data.verify
+
+
+def run_verify(monkeypatch, *arguments: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["verify", *map(str, arguments), "--threads=2"])
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    with pytest.raises(SystemExit) as end:
+        verify.main()
+    return int(end.value.code)
+
+
+def test_verify_names_all_unreadable_files(folder, monkeypatch, capsys):
+    (folder / "pipe").symlink_to("/dev/zero")
+    os.mkfifo(folder / "pipe.png")
+    assert run_verify(monkeypatch, folder.parent) == 1
+    said = capsys.readouterr()
+    names = ("2.png", "3.png", "6.png", "pipe.png")
+    lines = said.out.splitlines()
+    assert [line.split(" can't")[0] for line in lines] == [str(folder / name) for name in names]
+    assert "9 files, 4 unreadable" in said.err
+    for name in names:
+        (folder / name).unlink()
+    assert run_verify(monkeypatch, folder) == 0
+    assert "5 files, 0 unreadable" in capsys.readouterr().err
+
+
+def test_verify_of_a_missing_or_empty_folder_is_an_error(tmp_path, monkeypatch):
+    for folder in (tmp_path, tmp_path / "none"):
+        monkeypatch.setattr(sys, "argv", ["verify", str(folder)])
+        with pytest.raises(UserError, match="holds no images|there is no such folder"):
+            verify.main()

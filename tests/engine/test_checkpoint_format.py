@@ -1,0 +1,366 @@
+"""Checkpoint files: reading, validation and writing."""
+
+import copy
+import errno
+import os
+import re
+import time
+import zipfile
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from apex_native import amp
+from engine import UserError, backend, replacing
+from engine.checkpoint import TrainingState
+from engine.checkpoint import format as checkpoint
+from engine.checkpoint.restore import restore
+from torch import nn
+
+NATIVE = backend.load_backend("native", "O1")
+
+
+def small() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a model and an optimizer that has taken a step."""
+    model = nn.Linear(40, 40)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(2, 40)).square().mean().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> TrainingState:
+    return TrainingState(model, optimizer, NATIVE)
+
+
+def entries_of(model: nn.Module, optimizer: torch.optim.Optimizer, step: int = 1) -> dict:
+    """Return all entries of a run's checkpoint."""
+    rest = {"epoch": 0, "step": step, "samples": 2, "best": 0.5, "ranks": []}
+    return checkpoint.collect(state_of(model, optimizer)) | rest
+
+
+@pytest.fixture
+def whole(tmp_path: Path) -> Path:
+    checkpoint.write(tmp_path / "step-1.pt", entries_of(*small()))
+    return tmp_path / "step-1.pt"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("saved", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("loaded", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("kind", ["Adam", "SGD"])
+def test_moments_have_the_layout_of_their_parameters_and_adams_are_fp32(
+    tmp_path: Path,
+    kind: str,
+    dtype: torch.dtype,
+    saved: torch.memory_format,
+    loaded: torch.memory_format,
+) -> None:
+    """Fused kernels assume both. Real Apex's FusedAdam loads as torch's AdamW does."""
+    make, names, moments = {
+        "Adam": (torch.optim.AdamW, ("exp_avg", "exp_avg_sq"), torch.float32),
+        "SGD": (partial(torch.optim.SGD, lr=0.1, momentum=0.9), ("momentum_buffer",), dtype),
+    }[kind]
+    model = nn.Conv2d(3, 4, 3).to(memory_format=saved)
+    optimizer = make(model.parameters())
+    model(torch.randn(2, 3, 8, 8)).square().mean().backward()
+    optimizer.step()
+    checkpoint.write(tmp_path / "last.pt", checkpoint.collect(state_of(model, optimizer)))
+    expected = copy.deepcopy(optimizer.state_dict()["state"])
+
+    model = nn.Conv2d(3, 4, 3).to(dtype, memory_format=loaded)
+    optimizer = make(model.parameters())
+    restore(tmp_path / "last.pt", checkpoint.load(tmp_path / "last.pt"), state_of(model, optimizer))
+    for index, parameter in enumerate(model.parameters()):
+        for name in names:
+            moment = optimizer.state[parameter][name]
+            assert moment.dtype == moments
+            assert moment.stride() == parameter.stride()
+            assert torch.equal(moment, expected[index][name].to(moments))
+
+
+@pytest.mark.parametrize("has_own_form", [True, False])
+@pytest.mark.parametrize(
+    ("before", "after", "resumed"),
+    [
+        ({"opt_level": "O4"}, {"opt_level": "O1"}, 2.0**16),
+        ({"opt_level": "O1"}, {"opt_level": "O4"}, 1.0),
+        ({"opt_level": "O1"}, {"opt_level": "O1", "loss_scale": 128.0}, 128.0),
+        ({"opt_level": "O1"}, {"opt_level": "O2"}, 2.0**10),
+    ],
+    ids=["to_dynamic", "to_static", "to_another", "dynamic"],
+)
+def test_the_loss_scale_is_restored_only_if_both_are_dynamic(
+    whole: Path, before: dict, after: dict, resumed: float, has_own_form: bool
+) -> None:
+    def initialized(options: dict) -> tuple[nn.Module, torch.optim.Optimizer]:
+        return amp.initialize(*small(), verbosity=0, **options)
+
+    model = initialized(before)
+    if before["opt_level"] == "O1":
+        amp.load_state_dict({"loss_scaler0": {"loss_scale": 2.0**10, "unskipped": 7}})
+    entries = entries_of(*model)
+    if not has_own_form:  # but that of Apex
+        del entries["scale_is_dynamic"]
+    checkpoint.write(whole, entries)
+    restore(whole, checkpoint.load(whole), state_of(*initialized(after)))
+    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == resumed
+
+
+def test_a_static_loss_scale_of_real_apex_is_not_overwritten(whole: Path) -> None:
+    """Its load_state_dict accepts any scale."""
+    checkpoint.write(whole, entries_of(*amp.initialize(*small(), opt_level="O1", verbosity=0)))
+    amp_state = mock.Mock(loss_scalers=[mock.Mock(dynamic=False)])
+    amp_state.opt_properties.master_weights = False
+    apex = mock.Mock(amp=mock.Mock(_amp_state=amp_state))
+    real = backend.ApexBackend(apex, "")
+    restore(whole, checkpoint.load(whole), TrainingState(*small(), real))
+    assert not apex.amp.load_state_dict.called
+
+
+def test_a_truncated_file_is_rejected(whole: Path) -> None:
+    """Truncate at every 512 bytes."""
+    data = whole.read_bytes()
+    for length in (1, *range(0, len(data), 512), len(data) - 1):
+        whole.write_bytes(data[:length])
+        with pytest.raises(UserError, match="torn"):
+            checkpoint.load(whole)
+
+
+def test_a_flipped_bit_is_detected_or_has_no_effect(whole: Path) -> None:
+    """Flip one at every 512 bytes, and all over the archive's directory, which is at the end."""
+    data, state = whole.read_bytes(), checkpoint.load(whole)
+    del state["origin"]
+    found = 0
+    directory = data.index(b"PK\x01\x02")
+    for position in [*range(0, directory, 512), *range(directory, len(data), 3)]:
+        altered = bytearray(data)
+        altered[position] ^= 1 << position % 8
+        whole.write_bytes(altered)
+        try:
+            again = checkpoint.load(whole)
+        except UserError:
+            found += 1
+        else:
+            assert again.pop("origin") == {}
+            torch.testing.assert_close(again, state, rtol=0, atol=0)
+    assert found > 30
+
+
+def test_a_tensor_marked_as_a_directory_is_rejected(whole: Path) -> None:
+    """torch reads nothing of it, and keeps what was in memory before."""
+    data = whole.read_bytes()
+    entries = re.finditer(rb"PK\x01\x02", data)
+    places = [entry.start() + 38 for entry in entries]  # of the attributes
+    assert len(places) > 6
+    for place in places:
+        altered = bytearray(data)
+        altered[place] ^= 0x10
+        whole.write_bytes(altered)
+        with pytest.raises(UserError, match="torn"):
+            checkpoint.load(whole)
+
+
+def test_a_compressed_archive_is_rejected(whole: Path) -> None:
+    with zipfile.ZipFile(whole, "a", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data/9", bytes(10_000_000))
+    with pytest.raises(UserError, match="unpacks to more"):
+        checkpoint.load(whole)
+
+
+def test_nan_is_neither_written_nor_read(whole: Path) -> None:
+    model, optimizer = small()
+    average = {"bias": torch.zeros(40)}
+    for tensor in (model.bias.data, optimizer.state[model.bias]["exp_avg"], average["bias"]):
+        before = whole.read_bytes()
+        kept, tensor[3] = tensor[3].item(), float("nan")
+        entries = entries_of(model, optimizer) | {"ema": average}
+        with pytest.raises(ValueError, match="not finite"):
+            checkpoint.write(whole, entries)
+        assert whole.read_bytes() == before
+        torch.save(entries, whole.with_name("bad.pt"))
+        with pytest.raises(UserError, match="not finite"):
+            checkpoint.load(whole.with_name("bad.pt"))
+        tensor[3] = kept
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"optimizer": {"state": [1]}},
+        {"optimizer": {"state": {0: [1]}}},
+        {"epoch": -1},
+        {"samples": "many"},
+        {"best": None},
+        {"ranks": 2},
+        {"best": float("nan")},
+        {"amp": [1]},
+        {"amp": {"loss_scaler0": {"loss_scale": float("nan"), "unskipped": 0}}},
+        {"amp": {"loss_scaler0": {"loss_scale": 0.0, "unskipped": 0}}},
+        {"history": {}},
+        {"history": [{"epoch": 1}]},
+        {"history": [{"epoch": 1, "step": "1"}]},
+        {"history": [{"epoch": 1, "step": 1, "val_loss": [1]}]},
+        {"metadata": [1]},
+        {"metadata": {"arch": 18}},
+        {"metadata": {"classes": "ab"}},
+        {"metadata": {"classes": ["a", 1]}},
+        {"metadata": {"samples": 40}},
+        {"model": {"weight": torch.zeros(1).expand(10**6, 10**6)}},
+        {"model": {"weight": torch.zeros(9, device="meta")}},
+        {"model": {"weight": torch.eye(3).to_sparse()}},
+    ],
+)
+def test_invalid_values_are_rejected(whole: Path, change: dict) -> None:
+    torch.save(checkpoint.load(whole) | change, whole)
+    with pytest.raises(UserError, match="use another one"):
+        checkpoint.load(whole)
+
+
+@pytest.mark.parametrize("part", ["weight", "moment"])
+def test_another_shape_is_rejected(whole: Path, part: str) -> None:
+    """Reject one that could be broadcast, too."""
+    model, optimizer = small()
+    entries = entries_of(model, optimizer)
+    if part == "weight":
+        entries["model"]["bias"] = torch.ones(1)
+    else:
+        entries["optimizer"]["state"][0]["exp_avg"] = torch.ones(1)
+    checkpoint.write(whole, entries)
+    with pytest.raises(UserError, match="does not fit"):
+        restore(whole, checkpoint.load(whole), state_of(model, optimizer))
+
+
+def test_metadata_of_version_0_9_is_read(whole: Path) -> None:
+    metadata = {"arch": "resnet18", "metric": "val_accuracy", "classes": ["cat", "dog"]}
+    for name in ("about", "metadata"):  # as version 0.9 called it, and as it is called now
+        torch.save(entries_of(*small()) | {name: metadata}, whole)
+        entries = checkpoint.load(whole)
+        assert entries["metadata"] == metadata
+        assert "about" not in entries
+
+
+@pytest.mark.parametrize("version", [10**9, "new"])
+def test_a_newer_format_is_rejected(whole: Path, version: object) -> None:
+    assert torch.load(whole, weights_only=True)["format_version"] == checkpoint.FORMAT_VERSION
+    torch.save(torch.load(whole, weights_only=True) | {"format_version": version}, whole)
+    with pytest.raises(UserError, match="its format .* is newer than"):
+        checkpoint.load(whole)
+
+
+def test_a_failed_write_leaves_the_previous_file(
+    whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = whole.read_bytes()
+
+    def fill(state: object, file: object) -> None:
+        file.write(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", fill)
+    with pytest.raises(OSError, match="No space"):
+        checkpoint.write(whole, entries_of(*small()))
+    assert [path.name for path in whole.parent.iterdir()] == ["step-1.pt"]
+    assert whole.read_bytes() == before
+
+
+def test_a_killed_writer_leaves_the_previous_file(whole: Path) -> None:
+    before = whole.read_bytes()
+    if os.fork() == 0:
+        with replacing(whole) as temporary:
+            temporary.write_bytes(b"half")
+            os._exit(0)
+    os.wait()
+    assert whole.read_bytes() == before
+    with replacing(whole) as temporary:  # replaces the incomplete file, too
+        temporary.write_bytes(b"new")
+    assert whole.read_bytes() == b"new"
+
+
+def in_the_form_of_apexs_example(model: nn.Module, optimizer: object, prefix: str) -> dict:
+    """Return what NVIDIA's examples/imagenet/main_amp.py saves after three epochs."""
+    return {
+        "epoch": 3,
+        "arch": "resnet50",
+        "state_dict": {prefix + name: value for name, value in model.state_dict().items()},
+        "best_prec1": torch.tensor(71.5),
+        "optimizer": optimizer.state_dict(),
+    }
+
+
+@pytest.mark.parametrize("prefix", ["", "module."])
+@pytest.mark.parametrize("fits", [True, False])
+def test_checkpoint_of_apexs_example_is_restored(whole: Path, prefix: str, fits: bool) -> None:
+    """Its optimizer is left out if it is of another kind or has other groups."""
+    theirs, adam = small()
+    sgd = torch.optim.SGD(theirs.parameters(), 0.1, momentum=0.9)
+    saved = adam if fits else sgd
+    torch.save(in_the_form_of_apexs_example(theirs, saved, prefix), whole)
+    ours, optimizer = small()
+    optimizer = torch.optim.AdamW(ours.parameters(), weight_decay=0.25)
+    entries = checkpoint.load(whole)
+    restore(whole, entries, state_of(ours, optimizer))
+    torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=0, atol=0)
+    assert (entries["epoch"], entries["step"], entries["samples"]) == (3, None, 0)
+    taken = "optimizer, epoch; it has no loss scale"
+    if not fits:
+        taken = "epoch; it has no loss scale and no fitting optimizer"
+    expected = f", a checkpoint of another script: its weights, {taken}"
+    assert checkpoint.describe_origin(entries["origin"]) == expected
+    assert bool(optimizer.state) == fits
+    assert optimizer.param_groups[0]["weight_decay"] == 0.25
+    ours(torch.ones(1, 40)).sum().backward()
+    optimizer.step()
+
+
+def nested(depth: int, width: int) -> list:
+    """Return a list of `width` times the same list, and so on."""
+    value: list = []
+    for _ in range(depth):
+        value = [value] * width
+    return value
+
+
+def overlapping() -> list:
+    """Return lists, each of which holds the one before it deeply."""
+    values = [nested(90, 1)]
+    for _ in range(50):
+        value = values[-1]
+        for _ in range(90):
+            value = [value]
+        values.append(value)
+    return values
+
+
+def in_itself() -> list:
+    value: list = []
+    value.append({"a": (value,)})
+    return value
+
+
+@pytest.mark.parametrize(
+    "value",
+    [in_itself(), nested(40, 2), nested(9, 10), nested(300, 1), overlapping()],
+    ids=["cycle", "halves", "tenths", "deep", "overlapping"],
+)
+@pytest.mark.parametrize("key", ["ranks", "model", "other"])
+def test_structures_that_can_not_be_visited_are_rejected(
+    whole: Path, value: list, key: str
+) -> None:
+    torch.save(checkpoint.load(whole) | {key: {"a": value}}, whole)
+    began = time.monotonic()
+    with pytest.raises(UserError, match="its structure is altered"):
+        checkpoint.load(whole)
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("number", [10**400, -(10**400), 2**63, -1])
+@pytest.mark.parametrize("key", ["epoch", "step", "samples", "best"])
+def test_huge_and_negative_numbers_are_rejected(whole: Path, key: str, number: int) -> None:
+    if (key, number) == ("best", -1):
+        pytest.skip("a metric may be negative")
+    torch.save(checkpoint.load(whole) | {key: number}, whole)
+    with pytest.raises(UserError, match="use another one"):
+        checkpoint.load(whole)

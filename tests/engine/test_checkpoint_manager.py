@@ -1,0 +1,719 @@
+"""CheckpointManager: saving, resuming, the newest checkpoint of several hosts, failed writes."""
+
+import contextlib
+import errno
+import json
+import os
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from apex_native import amp
+from engine import UserError, backend, link
+from engine.checkpoint import CheckpointManager, TrainingState, selection
+from engine.checkpoint import format as checkpoint
+from engine.data import mix_seeds, seed_everything
+from engine.distributed import watchdog
+from engine.distributed.watchdog import StopSignals
+from engine.monitoring.meter import Meter
+from engine.monitoring.metric import Metric
+from engine.optim import Ema
+from processes import Processes
+from torch import nn
+
+NATIVE = backend.load_backend("native", "O1")
+
+
+ACCURACY = Metric("val_accuracy")
+
+
+class Messages(list):
+    """Logger that keeps its messages."""
+
+    def __init__(self, metric: Metric = ACCURACY) -> None:
+        super().__init__()
+        self.metric = metric
+        self.rows: list[dict[str, float]] = []
+
+    def info(self, message: str) -> None:
+        self.append(message)
+
+    def lock(self) -> None:
+        """Do nothing: a test has the folder for itself."""
+
+    def warning(self, message: str) -> None:
+        self.append(f"warning: {message}")
+
+
+def draws() -> list[float]:
+    return [random.random(), np.random.random(), torch.rand(()).item()]
+
+
+def meter_on(device: str = "cpu") -> Meter:
+    return Meter(torch.device(device), 1)
+
+
+def manager_of(
+    folder: str | Path,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    **changed: object,
+) -> CheckpointManager:
+    model = model or nn.Linear(3, 3)
+    optimizer = optimizer or torch.optim.SGD(model.parameters())
+    values = {
+        "folder": Path(folder),
+        "keep": 2,
+        "save_every": None,
+        "timeout_s": 60.0,
+        "state": TrainingState(model, optimizer, NATIVE),
+        "metadata": {"arch": "linear"},
+        "data_sets": {},
+        "settings": {},
+        "logger": Messages(),
+        "stop_signals": StopSignals(),  # not started: the signals of a test are its own
+    }
+    return CheckpointManager(**values | changed)
+
+
+def saved_and_resumed(folder: str) -> tuple[list, list, float]:
+    """Return what each rank draws next, before and after a resume, and its mean loss after it."""
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    manager = manager_of(folder, model, optimizer, save_every="2")
+    progress = manager.state.progress
+    seed_everything(mix_seeds(0, dist.get_rank()))
+    meter = meter_on()
+    manager.start_epoch(meter)
+    for _ in range(4):
+        meter.update(torch.tensor(dist.get_rank() + 0.5))
+        progress.step += 1
+        progress.samples += 8
+        draws()
+        assert manager.end_step(meter) == 0
+    manager.finish()
+    dist.barrier()
+    expected = draws()
+    seed_everything(99)
+
+    again = manager_of(folder, model, optimizer, save_every="2")
+    again.resume(Path("auto"), 10)
+    assert vars(again.state.progress) == {
+        "epoch": 0,
+        "step": 4,
+        "samples": 32,
+        "best": -float("inf"),
+        "weights": "model",
+        "scores": [],
+        "unvalidated": {},
+    }
+    meter = meter_on()
+    again.start_epoch(meter)
+    return expected, draws(), meter.results()["train_loss"]
+
+
+def test_each_rank_resumes_its_own_random_numbers_and_losses(
+    two_processes: Processes, tmp_path: Path
+) -> None:
+    ranks = two_processes(saved_and_resumed, str(tmp_path))
+    for expected, resumed, loss in ranks:
+        assert resumed == expected
+        assert loss == 1.0
+    assert ranks[0][0] != ranks[1][0]
+    assert {path.name for path in tmp_path.iterdir()} == {"step-2.pt", "step-4.pt", "last.pt"}
+
+
+@pytest.mark.gpu
+def test_saving_allocates_pinned_memory_only_once(tmp_path: Path) -> None:
+    """Allocating it takes as long as some steps; that of the first step is used again."""
+    if not hasattr(torch.cuda, "host_memory_stats"):
+        pytest.skip("torch 2.6 does not count pinned memory")
+    processes = Processes("nccl", 1)
+    try:
+        [(first, later)] = processes(pinned_blocks, str(tmp_path))
+    finally:
+        processes.stop()
+    assert later == first > 0
+
+
+def pinned_blocks(folder: str) -> tuple[int, int]:
+    """Return the number of pinned blocks after the first step, and after the last save."""
+    model = nn.Sequential(nn.Linear(300, 500), nn.Linear(500, 3)).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    manager = manager_of(folder, model, optimizer, save_every="2")
+    meter = meter_on("cuda")
+    counts = []
+    for _ in range(7):
+        counts.append(torch.cuda.host_memory_stats()["num_host_alloc"])
+        loss = 1e-3 * model(torch.randn(4, 300).cuda()).sum()  # no overflow skips the first step
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        manager.state.progress.step += 1
+        manager.end_step(meter)
+        manager.wait()
+    return counts[1], counts[-1]
+
+
+def best_after_a_resume(folder: str, other: str) -> list[float]:
+    """Return the best metric after a resume in the same folder and in another one."""
+    bests = []
+    for output in (folder, folder, other):
+        manager = manager_of(output)
+        if not bests:
+            manager.save({"val_accuracy": 0.75})
+            manager.finish()
+            dist.barrier()
+        else:
+            manager.resume(Path(folder, "last.pt"), 10)
+        bests.append(manager.state.progress.best)
+    return bests
+
+
+def test_a_run_that_resumes_in_another_folder_has_a_best_of_its_own(
+    two_processes: Processes, tmp_path: Path
+) -> None:
+    folders = [tmp_path / "there", tmp_path / "here"]
+    for folder in folders:
+        folder.mkdir()
+    bests, _ = two_processes(best_after_a_resume, *map(str, folders))
+    assert bests == [0.75, 0.75, -float("inf")]
+
+
+def warned_of_old_torch(folder: str, output: str) -> list[bool]:
+    """Return whether resuming warns, in the folder of the checkpoint and in another one."""
+    found = []
+    for own in (folder, output):
+        manager = manager_of(own)
+        if own == folder:
+            manager.save()
+            manager.finish()
+            dist.barrier()
+        with mock.patch.object(torch, "__version__", "2.9.1"):
+            manager.resume(Path(folder, "last.pt"), 10)
+        found.append(any("CVE-2026-24747" in message for message in manager.logger))
+    return found
+
+
+def test_old_torch_warns_of_checkpoints_from_another_folder(
+    two_processes: Processes, tmp_path: Path
+) -> None:
+    folders = [tmp_path / "there", tmp_path / "here"]
+    for folder in folders:
+        folder.mkdir()
+    assert two_processes(warned_of_old_torch, *map(str, folders)) == [[False, True]] * 2
+
+
+def best_after_a_failed_write(folder: str) -> tuple[float, float, list[str], str]:
+    manager = manager_of(folder, save_every="1m")
+    failing = mock.Mock(side_effect=OSError(errno.ENOSPC, "full"))
+    for step, metric in enumerate((0.5, 0.9, 0.8), 1):
+        manager.state.progress.step = step
+        write = failing if metric == 0.9 else checkpoint.write
+        with mock.patch.object(checkpoint, "write", write):
+            manager.save({"val_accuracy": metric})
+            manager.wait()
+        if metric == 0.9 and dist.get_rank() == 0:
+            with pytest.raises(UserError, match="step-2.pt could not be written"):
+                manager.finish()
+    manager.finish()
+    dist.barrier()
+    best = torch.load(Path(folder, "best.pt"), weights_only=True)
+    return best["best"], manager.state.progress.best, manager.logger, str(best["metadata"])
+
+
+def test_best_is_the_best_checkpoint_on_the_disk(two_processes: Processes, tmp_path: Path) -> None:
+    (saved, known, said, metadata), _ = two_processes(best_after_a_failed_write, str(tmp_path))
+    assert saved == known == 0.8
+    assert len(said) == 1 and "step-2.pt could not be written (full)" in said[0]
+    assert metadata == "{'arch': 'linear', 'samples': {}}"
+
+
+class Disk:
+    """Full disk, on which `size` checkpoints have room; best.pt takes none if it is a link."""
+
+    def __init__(self, folder: Path, size: int) -> None:
+        self.folder, self.size = folder, size
+
+    def write(self, path: Path, entries: dict, write: Callable = checkpoint.write) -> None:
+        files = {file.stat().st_ino for file in self.folder.glob("*.pt")}
+        if len(files) >= self.size:
+            raise OSError(errno.ENOSPC, "full")
+        write(path, entries)
+
+
+def kept_on_a_small_disk(folder: str, size: int, metrics: list[float]) -> tuple[list, list]:
+    """Return the files after saves with these metrics, and the messages."""
+    manager = manager_of(folder, keep=3)
+    with mock.patch.object(checkpoint, "write", Disk(Path(folder), size).write):
+        for step, metric in enumerate(metrics, 1):
+            manager.state.progress.step = step
+            manager.save({"val_accuracy": metric})
+            manager.wait()
+    dist.barrier()
+    return sorted(path.name for path in Path(folder).glob("*.pt")), list(manager.logger)
+
+
+@pytest.mark.parametrize(
+    ("size", "kept", "removed"),
+    [
+        (9, ["best.pt", "last.pt", "step-2.pt", "step-3.pt", "step-4.pt"], []),
+        (3, ["best.pt", "last.pt", "step-1.pt", "step-3.pt", "step-4.pt"], [2]),  # 1 is best.pt
+        (2, ["best.pt", "last.pt", "step-1.pt", "step-2.pt"], []),  # the newest is not removed
+    ],
+)
+def test_a_full_disk_costs_the_oldest_checkpoint(
+    two_processes: Processes, tmp_path: Path, size: int, kept: list[str], removed: list[int]
+) -> None:
+    metrics = [0.9, 0.5, 0.6, 0.7]
+    (names, said), _ = two_processes(kept_on_a_small_disk, str(tmp_path), size, metrics)
+    assert names == kept
+    messages = [message for message in said if "removed" in message]
+    assert [f"removed {tmp_path}/step-{step}.pt" in messages[0] for step in removed] == [
+        True for _ in removed
+    ]
+    assert any("could not be written (full)" in message for message in said) == (size == 2)
+    assert checkpoint.load(tmp_path / "best.pt")["step"] == 1
+
+
+def history_of_a_resumed_run(folder: str) -> list[dict[str, float]]:
+    manager = manager_of(folder)
+    manager.logger.rows = [{"epoch": 1, "step": 10, "val_loss": 0.5}]
+    manager.save()
+    manager.finish()
+    manager.logger.rows.append({"epoch": 2, "step": 20, "val_loss": 0.25})
+    dist.barrier()
+    again = manager_of(folder)
+    again.resume(Path("auto"), 10)
+    return again.logger.rows
+
+
+def test_metrics_are_resumed_on_all_ranks(two_processes: Processes, tmp_path: Path) -> None:
+    """Any of them may be rank 0 of the next run."""
+    for rows in two_processes(history_of_a_resumed_run, str(tmp_path)):
+        assert rows == [{"epoch": 1, "step": 10, "val_loss": 0.5}]
+
+
+def steps_of_saves(folder: str) -> list[str]:
+    """Return the checkpoints after ten steps of a quarter of a minute each, one a minute."""
+    manager = manager_of(folder, save_every="1m", keep=9)
+    meter = meter_on()
+    for _ in range(10):
+        meter.update(torch.tensor(1.0))
+        manager.state.progress.step += 1
+        manager.saved_at -= 15
+        manager.end_step(meter)
+    manager.finish()
+    dist.barrier()
+    return sorted(path.name for path in Path(folder).glob("step-*.pt"))
+
+
+def test_checkpoints_can_be_saved_by_the_clock(two_processes: Processes, tmp_path: Path) -> None:
+    """All ranks agree on it after the next step."""
+    names, _ = two_processes(steps_of_saves, str(tmp_path))
+    assert names == ["step-10.pt", "step-5.pt"]
+
+
+def steps_until_the_signal(folder: str) -> tuple[list[int], list[int], list[str]]:
+    """Return what `end_step` returns if rank 1 receives a signal in step 2, and how it exits."""
+    manager = manager_of(folder)
+    returned = []
+    for step in range(1, 4):
+        manager.state.progress.step = step
+        manager.stop_signals.requested = 15 if dist.get_rank() == 1 and step >= 2 else 0
+        returned.append(manager.end_step(meter_on()))
+    leave = mock.Mock(side_effect=SystemExit)
+    with mock.patch.object(watchdog, "exit_process", leave), pytest.raises(SystemExit):
+        manager.save_and_exit(returned[-1])
+    return returned, list(leave.call_args.args), list(manager.logger)
+
+
+def test_all_ranks_stop_after_the_same_step(two_processes: Processes, tmp_path: Path) -> None:
+    (first, *ended), (second, *others) = two_processes(steps_until_the_signal, str(tmp_path))
+    assert first == second == [0, 0, 15]
+    assert ended == [[143], ["stopped after step 3; add --resume auto to continue"]]
+    assert others[0] == [143]
+    assert checkpoint.load(tmp_path / "last.pt")["step"] == 3
+
+
+def validated(folder: str, lengths: tuple[int, int], signal_at: int) -> tuple[list, list, int]:
+    """Return the batches until rank 1 receives a signal, how it exits, and the number of saves.
+
+    Args:
+        lengths: numbers of batches of the two ranks.
+        signal_at: number of the batch, or -1 for none.
+    """
+    manager = manager_of(folder)
+    manager.state.progress.step = 7
+    manager.save()
+    seen = []
+    leave = mock.Mock(side_effect=SystemExit)
+    with (
+        mock.patch.object(watchdog, "exit_process", leave),
+        mock.patch.object(manager, "save") as save,
+        contextlib.suppress(SystemExit),
+    ):
+        for batch in manager.until_stopped(range(lengths[dist.get_rank()])):
+            seen.append(batch)
+            if dist.get_rank() == 1 and batch == signal_at:
+                manager.stop_signals.requested = 15
+    exits = [call.args[0] for call in leave.call_args_list]
+    return seen, exits, save.call_count
+
+
+@pytest.mark.parametrize("lengths", [(3, 3), (4, 3), (3, 4), (0, 1)])
+def test_ranks_may_validate_different_numbers_of_batches(
+    two_processes: Processes, tmp_path: Path, lengths: tuple[int, int]
+) -> None:
+    found = two_processes(validated, str(tmp_path), lengths, -1)
+    assert found == [(list(range(length)), [], 0) for length in lengths]
+
+
+def test_a_signal_stops_the_validation_of_all_ranks(
+    two_processes: Processes, tmp_path: Path
+) -> None:
+    """After the next batch; the epoch is saved before its validation, and not once more."""
+    found = two_processes(validated, str(tmp_path), (9, 9), 2)
+    assert found == [([0, 1, 2, 3], [143], 0)] * 2
+    assert checkpoint.load(tmp_path / "last.pt")["step"] == 7
+
+
+def better_weights(folder: str) -> tuple[int, str, dict]:
+    """Return the step, the weights and the results of best.pt, where lower is better."""
+    manager = manager_of(folder, logger=Messages(Metric("mae", "min")))
+    results = ({"mae": 3.0, "mae_ema": 5.0}, {"mae": 4.0, "mae_ema": 2.0}, {"mae": float("nan")})
+    for step, row in enumerate(results, 1):
+        manager.state.progress.step = step
+        manager.save(row)
+    manager.finish()
+    dist.barrier()
+    best = torch.load(Path(folder, "best.pt"), weights_only=True)
+    return best["step"], best["weights"], best["results"]
+
+
+def test_best_is_the_lowest_of_the_model_and_its_average(
+    two_processes: Processes, tmp_path: Path
+) -> None:
+    found = two_processes(better_weights, str(tmp_path))
+    assert found == [(2, "ema", {"mae": 4.0, "mae_ema": 2.0})] * 2
+
+
+def test_incomplete_files_of_a_killed_process_are_removed(
+    two_processes: Processes, tmp_path: Path
+) -> None:
+    (tmp_path / "step-1.pt.tmp").write_bytes(b"half")
+    two_processes(saved_once, str(tmp_path), 3)
+    assert {path.name for path in tmp_path.iterdir()} == {"step-3.pt", "last.pt"}
+
+
+def newest_after_an_early_step(folder: str) -> tuple[list[str], int]:
+    """Return the files after a save of a run that resumed from step 10, and the step resumed."""
+    manager = manager_of(folder)
+    manager.resume(Path(folder, "step-10.pt"), 10)
+    manager.state.progress.step = 12
+    manager.save()
+    manager.finish()
+    dist.barrier()
+    again = manager_of(folder)
+    again.resume(Path("auto"), 10)
+    return sorted(path.name for path in Path(folder).glob("*.pt")), again.state.progress.step
+
+
+def test_a_run_that_resumes_from_an_early_step_removes_later_ones(
+    two_processes: Processes, tmp_path: Path
+) -> None:
+    """Or they would be the newest of all."""
+    for step in (10, 20, 30):
+        prepared(tmp_path, {step: 0.0})
+        link(tmp_path / f"step-{step}.pt", tmp_path / "last.pt")
+    for files, step in two_processes(newest_after_an_early_step, str(tmp_path)):
+        assert (files, step) == (["last.pt", "step-10.pt", "step-12.pt"], 12)
+
+
+def saved_once(folder: str, step: int) -> None:
+    manager = manager_of(folder)
+    manager.state.progress.step = step
+    manager.save()
+    manager.finish()
+    dist.barrier()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"meter": 5}, {"meter": {"a": ("many", 1)}}, {"rng": 5}, {"rng": {"python": 2**70}}],
+)
+def test_an_altered_state_of_a_process_is_rejected(
+    two_processes: Processes, tmp_path: Path, change: dict
+) -> None:
+    with pytest.raises(AssertionError, match="the state of its processes, or .* use another one"):
+        two_processes(resumed_with, str(tmp_path), change)
+
+
+def resumed_with(folder: str, change: dict) -> None:
+    saved_once(folder, 1)
+    path = Path(folder, "last.pt")
+    state = torch.load(path, weights_only=True)
+    state["ranks"] = [rank | change for rank in state["ranks"]]
+    own = path.with_name(f"{dist.get_rank()}.pt")
+    torch.save(state, own)
+    manager_of(folder).resume(own, 10)
+
+
+def resumed_average(folder: str, has_average: bool) -> tuple[float, list[str]]:
+    """Return a value of the resumed average, and the messages."""
+    model = nn.Linear(3, 3)
+    manager = manager_of(folder, model)
+    if has_average:
+        manager.state.ema = Ema(model, 0.9)
+        manager.state.ema.module.bias.fill_(7.0)
+    with torch.no_grad():
+        model.bias.fill_(5.0)
+    manager.save()
+    manager.finish()
+    dist.barrier()
+    again = manager_of(folder)
+    again.state.ema = Ema(again.state.model, 0.9)
+    again.resume(Path("auto"), 10)
+    return again.state.ema.module.bias[0].item(), again.logger
+
+
+def test_the_average_of_the_weights_is_resumed(two_processes: Processes, tmp_path: Path) -> None:
+    """Or it starts with the weights of a run that had none."""
+    for has_average, expected in ((True, 7.0), (False, 5.0)):
+        for value, [said] in two_processes(resumed_average, str(tmp_path), has_average):
+            assert value == expected
+            assert ("it has no average of the weights" in said) == (not has_average)
+
+
+# What is resumed
+
+
+class Labels(list):
+    def reorder_classes(self, classes: list[str]) -> None:
+        self[:] = [classes.index("ab"[label]) for label in self]
+
+
+def resumed_on_other_data(folder: str, is_evaluation: bool) -> tuple[list, dict, list[str]]:
+    """Return the labels, the metadata and the messages of a run with other data and opt_level."""
+    there = {"train": range(9), "val": range(4)}
+    manager = manager_of(
+        folder, metadata={"classes": ["b", "a"], "opt_level": "O1"}, data_sets=there
+    )
+    manager.save()
+    manager.finish()
+    dist.barrier()
+    here = {"train": Labels([0, 1, 0]), "val": Labels([1, 0, 0, 1])}
+    again = manager_of(folder, metadata={"classes": ["a", "b"], "opt_level": "O2"}, data_sets=here)
+    again.resume(Path(folder, "last.pt"), 10, required=is_evaluation)
+    return [*here["train"], *here["val"]], again.metadata, list(again.logger)
+
+
+@pytest.mark.parametrize("is_evaluation", [False, True])
+def test_resume_compares_classes_samples_and_opt_level(
+    two_processes: Processes, tmp_path: Path, is_evaluation: bool
+) -> None:
+    for labels, metadata, said in two_processes(
+        resumed_on_other_data, str(tmp_path), is_evaluation
+    ):
+        assert labels == [1, 0, 1, 0, 1, 1, 0]
+        assert metadata == {
+            "classes": ["b", "a"],  # those of the next checkpoint, too
+            "opt_level": "O2",
+            "samples": {"train": 3, "val": 4},
+        }
+        assert said[-1].endswith(
+            ", with the labels of the data in its order of the classes, saved at O1"
+        )
+        changes = "the data has changed (train: 9 samples there, 3 here)"
+        assert sum(changes in message for message in said) == (not is_evaluation)
+
+
+SETTINGS = {"lr": 0.1, "steps": 5, "workers": 4}
+
+
+def resumed_after_restart(folder: str, choice: Path | None, **changed: object) -> tuple:
+    """Return the path and the messages of a process that replaces a failed one."""
+    manager = manager_of(folder, settings=SETTINGS | changed)
+    with mock.patch.dict(os.environ, {"TORCHELASTIC_RESTART_COUNT": "1"}):
+        path = manager.resume(choice, 10)
+    return path, list(manager.logger)
+
+
+@pytest.mark.parametrize("choice", [None, Path("auto"), Path("other.pt")])
+def test_a_restart_resumes_the_newest_checkpoint(
+    two_processes: Processes, tmp_path: Path, choice: Path | None
+) -> None:
+    two_processes(saved_once, str(tmp_path), 3)
+    (tmp_path / "config.json").write_text(json.dumps(SETTINGS))
+    host_changes = {"workers": 2, "steps": 9}  # which may differ
+    for path, _ in two_processes(resumed_after_restart, str(tmp_path), choice, **host_changes):
+        assert path == tmp_path / "last.pt"
+
+
+def test_a_restart_without_a_checkpoint_starts_over(
+    two_processes: Processes, tmp_path: Path
+) -> None:
+    for choice in (None, Path("auto")):
+        for path, [said] in two_processes(resumed_after_restart, str(tmp_path), choice):
+            assert path is None
+            assert said == f"{tmp_path} has no checkpoint: the run starts over"
+
+
+def test_a_restart_in_the_folder_of_another_run_is_an_error(
+    two_processes: Processes, tmp_path: Path
+) -> None:
+    two_processes(saved_once, str(tmp_path), 3)
+    (tmp_path / "config.json").write_text(json.dumps(SETTINGS))
+    with pytest.raises(AssertionError, match="holds another run, of lr 0.1 and not 0.2: add"):
+        two_processes(resumed_after_restart, str(tmp_path), None, lr=0.2)
+    for path, _ in two_processes(resumed_after_restart, str(tmp_path), Path("auto"), lr=0.2):
+        assert path == tmp_path / "last.pt"
+
+
+def found_in_a_locked_folder(folder: str, is_evaluation: bool) -> int:
+    """Return the step that is resumed if the run before this one ends when its lock is taken."""
+    manager = manager_of(folder)
+
+    def saved_meanwhile() -> None:
+        if dist.get_rank() == 0:
+            prepared(Path(folder), {2: 0.0})
+
+    with mock.patch.object(manager.logger, "lock", saved_meanwhile, create=True):
+        manager.resume(Path("auto"), 10, required=is_evaluation)
+    return manager.state.progress.step
+
+
+def test_folder_is_locked_before_a_checkpoint_is_chosen(
+    two_processes: Processes, tmp_path: Path
+) -> None:
+    """Validation reads a folder whose run may continue, and takes no lock."""
+    prepared(tmp_path, {1: 0.0})
+    assert two_processes(found_in_a_locked_folder, str(tmp_path), True) == [1, 1]
+    assert two_processes(found_in_a_locked_folder, str(tmp_path), False) == [2, 2]
+
+
+def resumed_to_validate(folder: str, choice: Path | None) -> str:
+    with mock.patch.dict(os.environ, {"TORCHELASTIC_RESTART_COUNT": "1"}):
+        return str(manager_of(folder).resume(choice, 10, required=True))
+
+
+def test_eval_only_requires_a_checkpoint_and_uses_the_given_one(
+    two_processes: Processes, tmp_path: Path
+) -> None:
+    for step in (3, 4):
+        two_processes(saved_once, str(tmp_path), step)
+    for choice, name in ((Path("auto"), "last.pt"), (tmp_path / "step-3.pt", "step-3.pt")):
+        found = two_processes(resumed_to_validate, str(tmp_path), choice)
+        assert found == [str(tmp_path / name)] * 2
+    with pytest.raises(AssertionError, match="--eval-only needs --resume with a checkpoint"):
+        two_processes(resumed_to_validate, str(tmp_path), None)
+
+
+# Hosts with folders of their own. Each of the two processes takes the place of a host.
+
+
+def on_two_hosts(function: Callable, *args: object) -> object:
+    two_hosts = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+    with mock.patch.dict(os.environ, two_hosts):
+        return function(*args)
+
+
+def prepared(folder: Path, steps: dict[int, float]) -> None:
+    """Write a checkpoint for each step, at the given age in seconds, whose bias is the step."""
+    folder.mkdir(exist_ok=True)
+    now = time.time()
+    for step, age in steps.items():
+        model = nn.Linear(3, 3)
+        nn.init.constant_(model.bias, step)
+        state = TrainingState(model, torch.optim.SGD(model.parameters()), NATIVE)
+        rest = {"epoch": 0, "step": step, "samples": 8, "best": 0.5, "ranks": []}
+        path = folder / f"step-{step}.pt"
+        checkpoint.write(path, checkpoint.collect(state) | rest)
+        os.utime(path, (now - age, now - age))
+
+
+def resumed_bias(folders: list[Path], choice: Path) -> tuple[str, float, int, list[str], int]:
+    """Return the path, the bias and the step resumed, the messages, and the reads of this rank."""
+    rank = dist.get_rank()
+    manager = manager_of(folders[rank])
+    with mock.patch.object(selection, "load", wraps=checkpoint.load) as load:
+        path = on_two_hosts(manager.resume, choice, 10)
+    progress, bias = manager.state.progress, manager.state.model.bias[0].item()
+    return str(path), bias, progress.step, list(manager.logger), load.call_count
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "owner", "step"),
+    [
+        ({3: 5.0}, {}, 0, 3),
+        ({}, {3: 5.0}, 1, 3),
+        ({3: 5.0}, {2: 9.0}, 0, 3),
+        ({2: 9.0}, {3: 5.0}, 1, 3),
+        ({9: 9.0}, {2: 5.0}, 0, 9),  # whatever the clocks say
+    ],
+)
+def test_the_newest_checkpoint_of_any_host_is_resumed_on_all(
+    two_processes: Processes, tmp_path: Path, first: dict, second: dict, owner: int, step: int
+) -> None:
+    folders = [tmp_path / "0", tmp_path / "1"]
+    prepared(folders[0], first)
+    prepared(folders[1], second)
+    for path, bias, resumed, said, _ in two_processes(resumed_bias, folders, Path("auto")):
+        assert path == str(folders[owner] / f"step-{step}.pt")
+        assert bias == resumed == step
+        assert ("from the host of rank 1" in said[-1]) == (owner == 1)
+
+
+def test_an_invalid_checkpoint_on_another_host_is_skipped(
+    two_processes: Processes, tmp_path: Path
+) -> None:
+    folders = [tmp_path / "0", tmp_path / "1"]
+    prepared(folders[0], {3: 9.0})
+    prepared(folders[1], {4: 5.0})
+    (folders[1] / "step-4.pt").write_bytes(b"torn")
+    for path, bias, _, said, _ in two_processes(resumed_bias, folders, Path("auto")):
+        assert (path, bias) == (str(folders[0] / "step-3.pt"), 3)
+        assert said[0].startswith(f"warning: {folders[1] / 'step-4.pt'}: it is torn")
+    (folders[0] / "step-3.pt").write_bytes(b"torn")
+    with pytest.raises(AssertionError) as failed:
+        two_processes(resumed_bias, folders, Path("auto"))
+    assert str(failed.value).count("UserError: --resume auto: no checkpoint in") == 2
+
+
+def test_a_shared_folder_is_read_once(two_processes: Processes, tmp_path: Path) -> None:
+    prepared(tmp_path, {3: 9.0, 4: 5.0})
+    (tmp_path / "step-4.pt").write_bytes(b"torn")
+    ranks = two_processes(resumed_bias, [tmp_path, tmp_path], Path("auto"))
+    assert [path for path, *_ in ranks] == [str(tmp_path / "step-3.pt")] * 2
+    assert [reads for *_, reads in ranks] == [2, 0]
+
+
+def test_a_given_checkpoint_may_be_on_any_host(two_processes: Processes, tmp_path: Path) -> None:
+    folders = [tmp_path / "0", tmp_path / "1"]
+    prepared(folders[0], {})
+    prepared(folders[1], {3: 5.0})
+    path = folders[1] / "step-3.pt"
+    # Each process sees its own host's files alone.
+    for _, bias, *_ in two_processes(resumed_where_only_rank_1_has_it, folders, path):
+        assert bias == 3
+
+
+def resumed_where_only_rank_1_has_it(folders: list[Path], path: Path) -> tuple:
+    if dist.get_rank() == 1:
+        return resumed_bias(folders, path)
+    with mock.patch.object(Path, "is_file", return_value=False):
+        return resumed_bias(folders, path)
+
+
+def test_no_checkpoint_on_any_host(two_processes: Processes, tmp_path: Path) -> None:
+    folders = [tmp_path / "0", tmp_path / "1"]
+    for path, _, step, said, _ in two_processes(resumed_bias, folders, Path("auto")):
+        assert (path, step, said) == ("None", 0, [])

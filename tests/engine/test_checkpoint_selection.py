@@ -1,0 +1,110 @@
+"""Choice of the newest checkpoint, and removal of those that are not kept."""
+
+import os
+import shutil
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from engine import UserError, link
+from engine.checkpoint import format as checkpoint
+from engine.checkpoint.selection import newest
+
+ENTRIES = {
+    "model": {"weight": torch.zeros(2000)},
+    "optimizer": {"state": {}, "param_groups": []},
+    "amp": {},
+    "epoch": 0,
+    "samples": 0,
+    "best": 0.0,
+    "ranks": [],
+}
+
+
+def saved(folder: Path, step: int, age: float = 0.0, name: str | None = None) -> Path:
+    """Write the checkpoint of a step, as if that had been `age` seconds before the year 2030."""
+    path = folder / (name or f"step-{step}.pt")
+    checkpoint.write(path, ENTRIES | {"step": step})
+    os.utime(path, (1.9e9 - age,) * 2)
+    return path
+
+
+def damage(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(2000)
+        file.write(b"altered")
+
+
+def chosen(folder: Path) -> tuple[str, list[str]]:
+    """Return the name of the newest checkpoint, and those of the damaged ones."""
+    messages = []
+    source = newest(folder, messages.append)
+    return source.path.name, [Path(message.split(": ")[0]).name for message in messages]
+
+
+def test_highest_step_is_the_newest_whatever_the_clock_says(tmp_path: Path) -> None:
+    for step, age in ((9, 30.0), (10, 99.0), (2, 0.0)):  # set back before step 10
+        saved(tmp_path, step, age)
+    assert chosen(tmp_path) == ("step-10.pt", [])
+    link(tmp_path / "step-9.pt", tmp_path / "last.pt")  # killed before it was linked anew
+    assert chosen(tmp_path) == ("step-10.pt", [])
+    link(tmp_path / "step-10.pt", tmp_path / "last.pt")
+    assert chosen(tmp_path) == ("last.pt", [])
+
+
+def test_the_newest_valid_checkpoint_is_selected(tmp_path: Path) -> None:
+    for step in (4, 20, 30):
+        link(saved(tmp_path, step), tmp_path / "last.pt")
+    link(tmp_path / "step-4.pt", tmp_path / "best.pt")
+    for step in (30, 20):
+        damage(tmp_path / f"step-{step}.pt")  # and so last.pt
+    assert chosen(tmp_path) == ("step-4.pt", ["last.pt", "step-20.pt"])
+    (tmp_path / "step-4.pt").unlink()
+    assert chosen(tmp_path) == ("best.pt", ["last.pt", "step-20.pt"])
+    (tmp_path / "best.pt").write_bytes(b"")
+    with pytest.raises(UserError, match="no checkpoint in"):
+        newest(tmp_path, mock.Mock())
+    assert newest(tmp_path / "elsewhere", mock.Mock()) is None
+
+
+@pytest.mark.parametrize("name", ["last.pt", "best.pt"])
+def test_a_name_without_a_numbered_file_has_the_step_that_it_holds(
+    tmp_path: Path, name: str
+) -> None:
+    """A copy, or the only name that was not deleted."""
+    saved(tmp_path, 7, name=name)
+    for step, expected in ((6, name), (8, "step-8.pt")):
+        saved(tmp_path, step)
+        assert chosen(tmp_path) == (expected, [])
+
+
+def test_last_is_read_if_its_copy_is_damaged(tmp_path: Path) -> None:
+    """On a file system without hard links."""
+    for step in (6, 7):
+        shutil.copyfile(saved(tmp_path, step), tmp_path / "last.pt")
+    damage(tmp_path / "step-7.pt")
+    assert chosen(tmp_path) == ("last.pt", [])
+
+
+def test_pruning_keeps_the_highest_steps(tmp_path: Path) -> None:
+    for age, step in enumerate((50, 7, 60, 8)):
+        (tmp_path / f"step-{step}.pt").touch()
+        os.utime(tmp_path / f"step-{step}.pt", (100 - age, 100 - age))
+    (tmp_path / "step-by-step.pt").touch()
+    checkpoint.prune(tmp_path, 2)
+    assert {path.name for path in tmp_path.iterdir()} == {"step-60.pt", "step-50.pt"} | {
+        "step-by-step.pt"
+    }
+
+
+def test_later_checkpoints_are_removed(tmp_path: Path) -> None:
+    for step in (10, 20, 30):
+        link(saved(tmp_path, step), tmp_path / "last.pt")
+    checkpoint.remove_later(tmp_path, 30)
+    assert len(list(tmp_path.iterdir())) == 4
+    checkpoint.remove_later(tmp_path, 15)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-10.pt"]
+    link(tmp_path / "step-10.pt", tmp_path / "last.pt")
+    checkpoint.remove_later(tmp_path, 15)
+    assert len(list(tmp_path.iterdir())) == 2

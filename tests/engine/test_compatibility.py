@@ -1,0 +1,69 @@
+"""Comparison of a checkpoint with the data and the settings of the run that loads it."""
+
+from pathlib import Path
+
+import pytest
+from engine import UserError
+from engine.checkpoint.compatibility import adapt_classes, compare_samples, describe_difference
+
+PATH = Path("best.pt")
+
+
+class Labels(list):
+    """Data set of labels that can change the order of its classes."""
+
+    classes = ("cat", "dog", "owl")
+
+    def reorder_classes(self, classes: list[str]) -> None:
+        self[:] = [classes.index(self.classes[label]) for label in self]
+        self.classes = tuple(classes)
+
+
+class FixedLabels(list):
+    """Data set of labels that cannot."""
+
+
+def test_same_classes_need_no_change() -> None:
+    for saved in (["cat", "dog"], []):  # an old checkpoint does not name them
+        assert adapt_classes(PATH, saved, ["cat", "dog"], {"train": FixedLabels([0])}) == ""
+
+
+def test_labels_follow_the_order_of_the_checkpoint() -> None:
+    saved = ["owl", "cat", "dog"]
+    data_sets = {"train": Labels([0, 1, 2, 0]), "val": Labels([2, 1])}
+    note = adapt_classes(PATH, saved, list(Labels.classes), data_sets)
+    assert note == ", with the labels of the data in its order of the classes"
+    assert data_sets == {"train": [1, 2, 0, 1], "val": [0, 2]}
+    assert adapt_classes(PATH, saved, list(data_sets["val"].classes), data_sets) == ""
+
+
+@pytest.mark.parametrize(
+    ("saved", "own", "message"),
+    [
+        ("ab", "ac", r"\(only in the checkpoint: b; only in the data: c\).* --weights best.pt"),
+        ("ab", "abc", r"\(only in the data: c\)"),
+        ("abc", "ab", r"\(only in the checkpoint: c\)"),
+        ("ab", "", r"\(only in the checkpoint: a, b\)"),
+        ("aab", "abb", r"\(only in the checkpoint: a; only in the data: b\)"),
+        ("abcdef", "a", r"checkpoint: b, c, d and 2 more\)"),
+        ("cab", "cba", "class 1 is a there and b here; .* a method reorder_classes"),
+        (["a", "\x1b[2J"], "ab", r"only in the checkpoint: .x1b\[2J"),
+    ],
+)
+def test_other_classes_are_an_error(saved: str, own: str, message: str) -> None:
+    with pytest.raises(UserError, match=f"^--resume best.pt: .*{message}"):
+        adapt_classes(PATH, list(saved), list(own), {"train": FixedLabels()})
+
+
+def test_equal_names_have_no_order_to_restore() -> None:
+    with pytest.raises(UserError, match="class 1 is a there and b here"):
+        adapt_classes(PATH, list("aab"), list("aba"), {"train": Labels()})
+    assert describe_difference(list("aab"), list("aba")) == ""
+
+
+def test_another_number_of_samples_is_described() -> None:
+    own = {"train": 40, "val": 9}
+    for saved in ({}, own, {"train": 40}):
+        assert compare_samples(saved, own) == ""
+    assert compare_samples({"train": 41, "val": 9}, own) == "train: 41 samples there, 40 here"
+    assert compare_samples(own, {}) == ""  # of synthetic data

@@ -1,0 +1,138 @@
+"""Tests of engine.distributed: comparison of processes, rendezvous and exit."""
+
+import io
+import json
+import os
+import socket
+import sys
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from engine import UserError, distributed
+from engine.distributed import consistency
+from engine.distributed.consistency import collect_facts, find_difference, require_same_facts
+
+FACTS = {"torch": "2.6.0", "--lr": "0.1", "task.py": "0a1b"}
+CPU = torch.device("cpu")
+
+
+def test_difference_between_processes_is_reported_with_both_values() -> None:
+    def difference(**changes: str) -> str:
+        facts = ("a", FACTS), ("a", FACTS), ("b", {**FACTS, **changes})
+        return find_difference(dict(enumerate(facts)))
+
+    assert difference() == ""
+    assert difference(loaded_by_one="2c3d") == ""
+    for name in FACTS:
+        message = difference(**{name: "another"})
+        assert message.startswith(
+            f"{name} is another on b (rank 2) but {FACTS[name]} on a (rank 0)"
+        )
+
+
+def test_facts_include_flags_and_project_files() -> None:
+    facts = collect_facts(CPU, {"lr": 0.1, "data": "here", "batch_size": 2}, "apex")
+    assert facts["--lr"] == "0.1"
+    assert facts["--batch-size"] == "2"
+    assert "--data" not in facts
+    assert "engine/distributed/__init__.py" in facts
+    assert {"run.sh", "engine/launch.py"} <= facts.keys()  # not loaded by the processes
+    assert not [name for name in facts if "site-packages" in name]
+
+
+def test_different_devices_and_libraries_are_reported(monkeypatch) -> None:
+    def collect(device: str, apex: str, torchvision: str) -> tuple[str, dict[str, str]]:
+        monkeypatch.setattr(consistency, "version", lambda _: torchvision)
+        return device, collect_facts(torch.device(device), {}, apex)
+
+    first = collect("cpu", "apex", "0.21")
+    for other, message in (
+        (collect("cuda", "apex", "0.21"), "the kind of device is cuda on "),
+        (collect("cpu", "apex_native", "0.21"), "Apex's backend is apex_native on "),
+        (collect("cpu", "apex", "0.22"), "torchvision is 0.22 on "),
+    ):
+        assert find_difference({0: first, 1: other}).startswith(message)
+
+
+class Samples(list):
+    classes: str
+
+
+def compare_data(*sizes_and_classes: tuple[int, int, str]) -> str:
+    """Return the error message of this rank, if any."""
+    num_train, num_val, classes = sizes_and_classes[dist.get_rank()]
+    train_set, val_set = Samples(range(num_train)), Samples(range(num_val))
+    train_set.classes = classes
+    try:
+        consistency.require_same_data(train_set, val_set)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("theirs", "message"),
+    [
+        ((40, 9, "ab"), ""),
+        ((38, 9, "ab"), "the number of samples to train on is 38 on "),
+        ((40, 10, "ab"), "the number of samples to validate on is 10 on "),
+        ((40, 9, "abc"), "the number of classes is 3 on "),
+        ((40, 9, "ax"), "class 1 is x on "),
+        ((40, 9, "ba"), "class 0 is b on "),
+    ],
+)
+def test_different_data_is_reported_on_all_ranks(two_processes, theirs, message) -> None:
+    one, two = two_processes(compare_data, (40, 9, "ab"), theirs)
+    assert one == two
+    assert one.startswith(message) and bool(one) == bool(message)
+
+
+def test_terminals_that_lack_characters_are_supported(monkeypatch) -> None:
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stdout)
+    distributed.run(lambda: print("0.1 × 2", flush=True))
+    assert stdout.buffer.getvalue() == b"0.1 ? 2\n"
+
+
+def test_ranks_that_do_not_arrive_are_reported() -> None:
+    timeout = timedelta(seconds=0.5)
+    store = dist.TCPStore("localhost", 0, None, True, timeout, wait_for_workers=False)
+    store.set("facts 2", "")
+    with pytest.raises(UserError, match="^rank 1, 3 of 4 did not come: "):
+        require_same_facts(store, 0, 4, FACTS)
+    with pytest.raises(UserError, match="^rank 3 of 4 did not come: "):
+        require_same_facts(store, 1, 4, FACTS)
+
+
+@pytest.mark.parametrize(
+    ("rank", "message"),
+    [("0", "^rank 1 of 2 did not come"), ("1", "^MASTER_ADDR=localhost, .* does not answer")],
+)
+def test_process_without_the_others_reports_them(monkeypatch, rank, message) -> None:
+    with socket.create_server(("localhost", 0)) as free:
+        port = str(free.getsockname()[1])
+    for name, value in (("RANK", rank), ("WORLD_SIZE", "2"), ("MASTER_PORT", port)):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    with pytest.raises(UserError, match=message):
+        distributed.rendezvous(CPU, {}, "apex_native", timedelta(seconds=1))
+
+
+def test_clock_difference_is_a_warning(capsys, monkeypatch) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    for ahead, is_reported in ((0, False), (10, True)):
+        store = dist.HashStore()
+        store.set("difference", json.dumps([time.time() - ahead, ""]))
+        require_same_facts(store, 1, 2, FACTS)
+        assert ("is +10 s from rank 0's" in capsys.readouterr().err) == is_reported
+
+
+def test_gloo_does_not_use_the_loopback_interface_on_several_hosts(monkeypatch) -> None:
+    variables = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.1.1"}
+    monkeypatch.setattr(os, "environ", variables)
+    distributed.select_gloo_interface()
+    assert variables.get("GLOO_SOCKET_IFNAME") != "lo"

@@ -1,0 +1,71 @@
+"""TensorBoard events on a full disk: why the engine does not use torch's SummaryWriter."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from fresh import TEMPLATE
+
+SCRIPT = """
+import resource
+import sys
+import time
+from pathlib import Path
+
+
+def open_summary_writer(folder):
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(folder)
+    writer.flush()
+    return writer, lambda step: writer.add_scalar("loss", 1.0, step)
+
+
+def open_event_writer(folder):
+    from engine.monitoring.events import EventWriter
+
+    writer = EventWriter(folder, 0)
+    return writer, lambda step: writer.add_scalars("step", {"loss": 1.0}, step)
+
+
+folder = Path(sys.argv[2])
+writer, add = globals()[f"open_{sys.argv[1]}"](folder)
+(path,) = folder.glob("events.*")
+limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, limit[1]))
+for step in range(2):
+    try:
+        add(step)
+        time.sleep(0.5)
+        print("returned")
+    except OSError as error:
+        print(error.strerror)
+"""
+
+
+def add_to_full_disk(writer: str, folder: object) -> subprocess.CompletedProcess:
+    """Add two events to an event file that cannot grow."""
+    return subprocess.run(
+        [sys.executable, "-c", SCRIPT, writer, str(folder)],
+        env=os.environ | {"PYTHONPATH": str(TEMPLATE)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_event_writer_raises_in_the_failed_call(tmp_path):
+    done = add_to_full_disk("event_writer", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[0] == "File too large"
+    assert done.stderr == ""
+
+
+def test_summary_writer_prints_a_traceback_from_its_thread(tmp_path):
+    """If this fails, SummaryWriter has improved: see docs/decisions/0001-tensorboard-writer.md."""
+    pytest.importorskip("torch.utils.tensorboard")
+    done = add_to_full_disk("summary_writer", tmp_path)
+    assert done.stdout == "returned\nFile too large\n", done.stderr
+    assert done.stderr.startswith("Exception in thread")
+    assert "Traceback (most recent call last)" in done.stderr

@@ -1,0 +1,59 @@
+"""engine.export: files of a model for other programs."""
+
+import pytest
+import torch
+from engine import UserError, export
+from torch import nn
+
+
+class Pair(nn.Module):
+    """Two inputs and two outputs, of which one has a size of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4), nn.Conv2d(1, 2, 3)
+
+    def forward(self, inputs):
+        rows, images = inputs
+        return {"rows": self.first(rows), "images": self.second(images).relu()}
+
+
+def pair(batch_size: int) -> tuple:
+    return torch.randn(batch_size, 3), torch.randn(batch_size, 1, 4 + batch_size, 9)
+
+
+@pytest.mark.parametrize("suffix", export.FORMATS)
+def test_exported_file_equals_the_model_for_other_sizes(tmp_path, suffix):
+    if suffix == ".onnx":
+        pytest.importorskip("onnxruntime")
+        pytest.importorskip("onnxscript")
+    path = tmp_path / f"model{suffix}"
+    text = export.export_model(Pair().eval(), path, pair)
+    assert text.startswith(f"{path}: outputs as the model's")
+    assert path.stat().st_size > 1000
+
+
+def test_file_whose_outputs_differ_is_an_error(tmp_path):
+    class Counts(nn.Module):
+        """A model that the exporter can't capture: its output depends on the number of calls."""
+
+        calls = 0
+
+        def forward(self, inputs):
+            self.calls += 1
+            return inputs + self.calls
+
+    path = tmp_path / "model.pt2"
+    with pytest.raises(UserError, match=r"model\.pt2: its outputs differ .* do not use the file"):
+        export.export_model(Counts().eval(), path, lambda count: torch.zeros(count, 2))
+
+
+def test_unknown_format_is_an_error(tmp_path):
+    with pytest.raises(UserError, match=r"ends in \.onnx or \.pt2"):
+        export.export_model(nn.Identity(), tmp_path / "model.pkl", torch.ones)
+
+
+def test_missing_onnx_packages_are_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(export, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"onnxscript and onnxruntime: pip install -e \.\[onnx\]"):
+        export.export_model(nn.Identity(), tmp_path / "model.onnx", torch.ones)

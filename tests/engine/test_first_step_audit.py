@@ -1,0 +1,363 @@
+"""engine.diagnostics.first_step: mistakes are errors at the first step, with names and the fix."""
+
+import contextlib
+import importlib
+import io
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from engine import UserError, backend
+from engine.backend import ApexBackend, Backend
+from engine.diagnostics import first_step
+from engine.diagnostics.first_step import FirstStepAudit, check_trainable, device_identity
+from processes import Processes
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
+
+HAS_APEX = backend.problem_with_apex("O1", compiled=False) is None
+SAMPLES = 23  # 11 for each of two processes, in batches of 4
+
+
+class UnreadableDataset(Dataset):
+    """Dataset with a length only."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+
+class StreamDataset(IterableDataset):
+    """Dataset without indices."""
+
+    def __iter__(self) -> Iterator:
+        raise AssertionError("the audit reads no data")
+
+
+class Net(nn.Module):
+    """Model with a convolution, a batch norm, a linear layer, and one that is not always used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+        self.head, self.spare = nn.Linear(4, 2), nn.Linear(4, 2)
+        self.uses_spare = True
+
+    def forward(self, images: Tensor) -> Tensor:
+        features = self.norm(self.conv(images)).mean((2, 3))
+        return self.head(features) + (self.spare(features) if self.uses_spare else 0)
+
+
+class PrintLogger:
+    """Logger of the audit."""
+
+    def warning(self, message: str) -> None:
+        print(f"warning: {message}")
+
+
+class Run:
+    """Everything from which main.py constructs its audit, in one rank."""
+
+    def __init__(self, package: str, kind: str, level: str, ddp: str = "apex", **options) -> None:
+        rank = dist.get_rank()
+        self.apex = importlib.import_module(package)
+        self.device = torch.device(kind, rank if kind == "cuda" else None)
+        self.module = Net().to(self.device)
+        self.module.conv.requires_grad_(not options.get("frozen"))
+        model = nn.Sequential(self.module) if options.get("nested") else self.module
+        parameters = self.parts() if "leave_out" in options else self.module.parameters()
+        self.optimizer = self.apex.optimizers.FusedAdam(parameters)
+        # On the CPU, amp takes another type where there is no arithmetic in this one.
+        casts = {"cast_model_type": torch.bfloat16} if kind == "cpu" and level in "O2 O3 O5" else {}
+        self.model, _ = self.apex.amp.initialize(
+            model, self.optimizer, opt_level=level, verbosity=0, **casts
+        )
+        if ddp == "apex":
+            delay = options.get("accepts_unused", False)
+            self.model = self.apex.parallel.DistributedDataParallel(
+                self.model, delay_allreduce=delay
+            )
+        elif ddp == "torch":
+            self.model = nn.parallel.DistributedDataParallel(self.model)
+        sampler = DistributedSampler(UnreadableDataset(), drop_last=True)
+        self.batches = DataLoader(UnreadableDataset(), 4, sampler=sampler, drop_last=True)
+
+    def parts(self) -> list[nn.Parameter]:
+        return [*self.module.conv.parameters(), *self.module.norm.parameters()]
+
+    def audit(self) -> FirstStepAudit:
+        kind = Backend if self.apex.__name__ == "apex_native" else ApexBackend
+        backend = kind(self.apex, "")
+        return FirstStepAudit(self.model, self.optimizer, backend, self.batches, PrintLogger())
+
+    def train(self, audit: FirstStepAudit) -> None:
+        for _ in range(2):
+            loss = self.model(torch.randn(2, 3, 8, 8, device=self.device)).float().square().sum()
+            self.optimizer.zero_grad()
+            with self.apex.amp.scale_loss(loss, self.optimizer) as scaled_loss:
+                scaled_loss.backward()
+            audit.check_gradients()
+            self.optimizer.step()
+
+
+def audit_error(fault: Callable | None, *how: str, **options) -> str:
+    """Return the audit's error in this rank for a run that `fault` changes."""
+    run = Run(*how, **options)
+    try:
+        if fault:
+            fault(run)
+        run.train(run.audit())
+    except UserError as error:
+        return str(error)
+    finally:
+        first_step.device_identity = device_identity
+        if run.apex.__name__ == "apex_native":
+            run.apex.amp.initialize(nn.Identity(), enabled=False)
+    return ""
+
+
+needs_two_gpus = pytest.mark.gpu(2)
+needs_apex = pytest.mark.skipif(not HAS_APEX, reason="needs NVIDIA Apex")
+SETTINGS = [
+    pytest.param(("apex_native", "cpu"), id="cpu"),
+    pytest.param(("apex_native", "cuda"), marks=needs_two_gpus, id="gpu"),
+    pytest.param(("apex", "cuda"), marks=[needs_two_gpus, needs_apex], id="real_apex"),
+]
+
+
+@pytest.fixture(scope="session")
+def two_gpus_for_apex() -> Iterator[Processes]:
+    """Return processes of their own: Apex changes torch's functions for the rest of a process."""
+    processes = Processes("nccl")
+    yield processes
+    processes.stop()
+
+
+@pytest.fixture(params=SETTINGS)
+def setting(request: pytest.FixtureRequest) -> tuple[Processes, str, str]:
+    """Return the processes, the package, and the type of their devices."""
+    package, kind = request.param
+    on_gpus = "two_gpus_for_apex" if package == "apex" else "two_gpus"
+    processes = "two_processes" if kind == "cpu" else on_gpus
+    return request.getfixturevalue(processes), package, kind
+
+
+@pytest.mark.parametrize("ddp", ["apex", "torch"])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+def test_correct_run_passes(setting, level, ddp):
+    processes, package, kind = setting
+    if package == "apex" and level in ("O4", "O5"):
+        pytest.skip("NVIDIA's Apex has no such level")
+    assert processes(audit_error, None, package, kind, level, ddp) == ["", ""]
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O5"])
+def test_frozen_parameters_in_the_optimizer_pass(setting, level):
+    """They have no fp32 masters."""
+    processes, package, kind = setting
+    if package == "apex" and level == "O5":
+        pytest.skip("NVIDIA's Apex has no such level")
+    assert processes(audit_error, None, package, kind, level, frozen=True) == ["", ""]
+
+
+def weights_differ(run: Run) -> None:
+    with torch.no_grad():
+        run.module.head.weight += dist.get_rank()
+
+
+def same_gpu(run: Run) -> None:
+    first_step.device_identity = lambda device: "GPU-8a1b"
+
+
+def no_sampler(run: Run) -> None:
+    run.batches = DataLoader(UnreadableDataset(), 4, drop_last=True)
+
+
+def shuffled_without_sampler(run: Run) -> None:
+    run.batches = DataLoader(UnreadableDataset(), 4, shuffle=True, drop_last=True)
+
+
+def another_world(run: Run) -> None:
+    sampler = DistributedSampler(
+        UnreadableDataset(), num_replicas=8, rank=dist.get_rank(), drop_last=True
+    )
+    run.batches = DataLoader(UnreadableDataset(), 1, sampler=sampler)
+
+
+def uneven_shards(run: Run) -> None:
+    shard = range(dist.get_rank(), SAMPLES, 2)  # 12 and 11
+    run.batches = DataLoader(UnreadableDataset(), 4, sampler=shard, drop_last=True)
+
+
+def half_model(run: Run) -> None:
+    run.module.head.bfloat16()
+
+
+def half_norm(run: Run) -> None:
+    run.module.norm.bfloat16()
+
+
+def single_model(run: Run) -> None:
+    run.module.float()
+
+
+def half_masters(run: Run) -> None:
+    if hasattr(run.optimizer, "_amp_lazy_init"):
+        run.optimizer._amp_lazy_init()
+    # Real Apex can only make them of right weights, and single ones are their own masters.
+    weights = set(run.module.parameters())
+    for parameter in run.optimizer.param_groups[0]["params"]:
+        if parameter not in weights:
+            parameter.data = parameter.data.bfloat16()
+
+
+def unused(run: Run) -> None:
+    run.module.uses_spare = False
+
+
+FAULTS = [
+    (weights_differ, "O1", ["different weights (head.weight)", "the same file"]),
+    (same_gpu, "O1", ["ranks 0 and 1", "GPU-8a1b", "set_device(local_rank)"]),
+    (no_sampler, "O1", ["20 of 23 samples", "several processes", "DistributedSampler"]),
+    (another_world, "O1", ["19 of 23 samples", "no process", "number of processes"]),
+    (uneven_shards, "O1", ["2 batches", "3", "drop_last=True"]),
+    (half_model, "O1", ["head.weight (bfloat16, not float32)", "amp.initialize"]),
+    (half_norm, "O2", ["norm.weight (bfloat16, not float32)", "norm.bias"]),
+    (single_model, "O2", ["conv.weight (float32, not ", " and 3 more"]),
+    (half_norm, "O0", ["norm.weight (bfloat16, not float32)"]),
+    (half_masters, "O2", ["master weights (bfloat16, not float32)"]),
+    (unused, "O1", ["spare.weight, spare.bias", "requires_grad", "--delay-allreduce"]),
+    (unused, "O2", ["spare.weight, spare.bias"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("fault", "level", "words"), FAULTS, ids=[f"{f.__name__}-{level}" for f, level, _ in FAULTS]
+)
+def test_fault_is_an_error_with_its_fix_on_every_rank(setting, fault, level, words):
+    processes, package, kind = setting
+    for answer in processes(audit_error, fault, package, kind, level):
+        assert [part for part in words if part not in answer] == [], answer
+
+
+def test_shuffle_without_distributed_sampler_is_an_error(two_processes):
+    answers = two_processes(audit_error, shuffled_without_sampler, "apex_native", "cpu", "O0")
+    assert all("are read by several processes" in answer for answer in answers)
+
+
+def test_optimizer_without_some_parameters_is_an_error(setting):
+    processes, package, kind = setting
+    for level in ("O1", "O2"):
+        for answer in processes(audit_error, None, package, kind, level, leave_out=True):
+            assert answer.startswith("the optimizer does not train head.weight, head.bias, spare.w")
+
+
+def test_unused_parameters_with_torch_ddp_name_its_flag(two_processes):
+    answers = two_processes(audit_error, unused, "apex_native", "cpu", "O1", "torch")
+    assert all(answer.endswith("accept it with find_unused_parameters=True") for answer in answers)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_unused_parameters_are_accepted_with_delay_allreduce(setting, nested):
+    processes, package, kind = setting
+    options = {"accepts_unused": True, "nested": nested}
+    assert processes(audit_error, unused, package, kind, "O1", **options) == ["", ""]
+
+
+def test_unused_parameters_of_a_submodule_are_named(two_processes):
+    for answer in two_processes(audit_error, unused, "apex_native", "cpu", "O1", nested=True):
+        assert "no gradient reaches 0.spare.weight, 0.spare.bias" in answer
+
+
+def error_and_output(*how: str) -> tuple[str, str]:
+    """Return the audit's error and output for a run without DistributedDataParallel."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        raised = audit_error(unused, *how)
+    return raised, printed.getvalue()
+
+
+@pytest.fixture(scope="module")
+def one_process() -> Iterator[Processes]:
+    processes = Processes("gloo", 1)
+    yield processes
+    processes.stop()
+
+
+def test_unused_parameters_in_one_process_are_a_warning(one_process):
+    [(raised, printed)] = one_process(error_and_output, "apex_native", "cpu", "O1", "none")
+    assert raised == ""
+    assert printed.startswith("warning: no gradient reaches spare.weight, spare.bias: use them")
+    assert len(printed.splitlines()) == 1
+
+
+def padded(run: Run) -> None:
+    sampler = DistributedSampler(UnreadableDataset())
+    run.batches = DataLoader(UnreadableDataset(), 4, sampler=sampler)
+
+
+def stream(run: Run) -> None:
+    run.batches = DataLoader(StreamDataset(), 4)
+
+
+def no_loader(run: Run) -> None:
+    run.batches = [None] * 3
+
+
+@pytest.mark.parametrize("change", [padded, stream, no_loader])
+def test_valid_batches_pass(two_processes, change):
+    assert two_processes(audit_error, change, "apex_native", "cpu", "O0") == ["", ""]
+
+
+def check_random_numbers(run: Run) -> None:
+    run.batches = DataLoader(
+        UnreadableDataset(), 4, shuffle=True
+    )  # its sampler draws from torch's own
+    torch.manual_seed(0)
+    with pytest.raises(UserError):
+        run.audit()
+    assert torch.equal(torch.rand(1), torch.rand(1, generator=torch.Generator().manual_seed(0)))
+
+
+def test_audit_draws_no_random_numbers_of_the_training(two_processes):
+    two_processes(audit_error, check_random_numbers, "apex_native", "cpu", "O0")
+
+
+def prepare(batch: list[Tensor]) -> tuple[Tensor, Tensor]:
+    images, labels = batch
+    return images / 2, labels
+
+
+def test_trainable_model_passes_and_is_unchanged():
+    model = Net().eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    batch = [torch.randn(2, 3, 8, 8), torch.zeros(2, dtype=torch.long)]
+    check_trainable(model, nn.functional.cross_entropy, prepare, batch)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert not model.training
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("batch", "criterion", "reason"),
+    [
+        ([torch.randn(2, 3, 2, 2), torch.zeros(2)], nn.functional.cross_entropy, "Kernel size"),
+        ([torch.randn(1, 3, 3, 3), torch.zeros(1)], nn.functional.cross_entropy, "more than 1 val"),
+        (
+            [torch.randn(2, 3, 8, 8), torch.zeros(2)],
+            lambda output, _: output,
+            "the loss is not a single number",
+        ),
+    ],
+    ids=["small_images", "single_value", "no_scalar_loss"],
+)
+def test_untrainable_model_is_an_error(batch, criterion, reason):
+    with pytest.raises(UserError) as error:
+        check_trainable(Net(), criterion, prepare, batch)
+    shape = " × ".join(map(str, batch[0].shape))
+    start = (
+        f"this --arch can't train on a batch of {len(batch[0])} samples (tensors of shape {shape}"
+    )
+    assert str(error.value).startswith(start)
+    assert reason in str(error.value)
+    assert str(error.value).endswith("choose another --arch, or another --batch-size")

@@ -1,0 +1,117 @@
+"""engine.monitoring.image_grid and fonts: images with captions, headings and a legend."""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from engine.data.images import MEAN, STD
+from engine.monitoring import fonts
+from engine.monitoring.fonts import LINE_HEIGHT, choose_font
+from engine.monitoring.image_grid import (
+    COLUMNS,
+    MIN_WIDTH,
+    save_image_grid,
+    save_panels,
+)
+from matplotlib import font_manager
+from PIL import Image
+
+
+def test_grid_has_each_image_with_its_caption(tmp_path):
+    mean, std = torch.tensor([MEAN, STD]).view(2, 3, 1, 1)
+    colours = torch.rand(5, 3, 1, 1)
+    images = ((colours - mean) / std).expand(-1, -1, 32, 32)
+    captions = [("a", True), ("b", False), ("\u4e03", True), (100 * "long ", True), ("", True)]
+    save_image_grid(tmp_path / "new" / "grid.png", images, captions)
+    with Image.open(tmp_path / "new" / "grid.png") as picture:
+        pixels = np.array(picture)
+    cell = (MIN_WIDTH + 8, MIN_WIDTH + LINE_HEIGHT + 8)
+    assert pixels.shape == (2 * cell[1], COLUMNS * cell[0], 3)
+    for index, colour in enumerate(colours):
+        row, column = divmod(index, COLUMNS)
+        left, top = column * cell[0] + 4, row * cell[1] + 4
+        inside = pixels[top : top + MIN_WIDTH, left : left + MIN_WIDTH]
+        assert np.abs(inside - 255 * colour.flatten().numpy()).max() <= 1
+        below = pixels[top + MIN_WIDTH : top + MIN_WIDTH + LINE_HEIGHT, left:][:, :128]
+        is_red = (below[..., 0] > below[..., 1].astype(int) + 100).any()
+        assert is_red == (index == 1)
+        assert (below < 255).any() == (index != 4)
+
+
+def test_large_image_is_not_enlarged(tmp_path):
+    save_image_grid(tmp_path / "grid.png", torch.zeros(1, 3, 224, 224), [("a", True)])
+    with Image.open(tmp_path / "grid.png") as picture:
+        assert picture.size == (232, 224 + LINE_HEIGHT + 8)
+
+
+def test_second_line_of_a_caption_is_black_and_all_captions_have_its_height(tmp_path):
+    captions = [("wrong\nis right", False), ("right", True)]
+    save_image_grid(tmp_path / "grid.png", torch.zeros(2, 3, 128, 128), captions)
+    with Image.open(tmp_path / "grid.png") as picture:
+        assert picture.size == (2 * 136, 128 + 2 * LINE_HEIGHT + 8)
+        pixels = np.array(picture).astype(int)
+    first = pixels[132 : 132 + LINE_HEIGHT, 4:132]
+    second = pixels[132 + LINE_HEIGHT : 132 + 2 * LINE_HEIGHT, 4:132]
+    is_red = [(line[..., 0] > line[..., 1] + 100).any() for line in (first, second)]
+    assert is_red == [True, False] and (second < 100).any()
+
+
+def test_panels_have_headings_and_a_legend(tmp_path):
+    rows = [[torch.full((3, 32, 48), value, dtype=torch.uint8) for value in (0, 90)]]
+    legend = [(f"class {number}", (200, 30 * number, 0)) for number in range(4)]
+    save_panels(tmp_path / "new" / "panels.png", rows, ["image", "truth"], legend)
+    with Image.open(tmp_path / "new" / "panels.png") as picture:
+        pixels = np.array(picture)
+    width, height = 4 * 48 + 4, 4 * 32 + 4
+    assert pixels.shape == (height + 3 * LINE_HEIGHT + 8, 2 * width + 4, 3)  # two per row
+    for column in range(2):
+        assert (pixels[:LINE_HEIGHT, column * width : (column + 1) * width] < 100).any()
+        assert (pixels[LINE_HEIGHT + 9, column * width + 9] == 90 * column).all()
+    for _, colour in legend:
+        assert (pixels[height + LINE_HEIGHT :] == colour).all(axis=-1).any()
+
+
+def test_text_that_is_too_long_ends_with_an_ellipsis():
+    picture = Image.new("RGB", (300, LINE_HEIGHT), "white")
+    fonts.draw_text(picture, (0, 0), 100 * "W", 120)
+    columns = (np.array(picture).min(axis=(0, 2)) < 200).nonzero()[0]
+    assert 90 < columns.max() < 120
+
+
+@pytest.mark.parametrize("name", ["Straße", "кошка", "γάτα", "قطة", "naïve: 0.93 …"])
+def test_scripts_of_the_bundled_font(name):
+    text, font = choose_font(name)
+    assert text == name and "DejaVuSans" in font.path
+
+
+def test_other_scripts_use_an_installed_font_or_escapes(monkeypatch):
+    plain = str(Path(choose_font("a")[1].path))
+    has = {plain: frozenset("ab"), "bold": frozenset("ab七"), "broken": frozenset("八")}
+    listed = [SimpleNamespace(fname=name, name=name, style="normal", weight=400) for name in has]
+    truetype = fonts.ImageFont.truetype
+
+    def load(path, size):
+        if path == "broken":
+            raise OSError("invalid pixel size")
+        return truetype(plain, size) if path == plain else path
+
+    monkeypatch.setattr(fonts, "_characters", has.get)
+    monkeypatch.setattr(fonts.ImageFont, "truetype", load)
+    monkeypatch.setattr(font_manager.fontManager, "ttflist", listed)
+    fonts._find_font.cache_clear()
+    assert choose_font("a七") == ("a七", "bold")
+    assert choose_font("a八")[0] == r"a\u516b"
+    fonts._find_font.cache_clear()
+
+
+def test_boxes_of_the_last_resort_font_are_not_used():
+    assert not fonts._find_font(frozenset("\U0001f0ff"))  # no character
+
+
+def test_pictures_need_no_matplotlib(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert choose_font("ä七")[0] == r"ä\u4e03"
+    save_image_grid(tmp_path / "grid.png", torch.zeros(1, 3, 32, 32), [("七", True)])

@@ -1,0 +1,156 @@
+"""Tests of engine.launch: its signals, its exit status and what it passes to torchrun."""
+
+import multiprocessing
+import os
+import re
+import runpy
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+from fresh import TEMPLATE
+
+# Blocked signals are those of a process that still imports.
+READY = "import os, signal, sys, time\n{}\nprint('ready', flush=True)\n{}\n"
+WAIT = "time.sleep(60)"
+UNBLOCK = "signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())"
+SAVE = textwrap.dedent(
+    """
+    def save(number, _):
+        time.sleep({seconds})
+        print("saved", flush=True)
+        os._exit(128 + number)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, save)
+    """
+)
+
+
+def be_launcher(argv: list[str], variables: dict[str, str], log: Path, is_nohup: bool) -> None:
+    """Make this process ``python -m engine.launch`` with these arguments."""
+    for stream in (1, 2):
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+    if is_nohup:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    os.environ.update(variables)
+    sys.path.insert(0, str(TEMPLATE))
+    sys.argv = ["launch.py", *argv]
+    runpy.run_module("engine.launch", run_name="__main__")
+
+
+class Launcher:
+    """Launcher of one process, in a fork of a process that has imported torch."""
+
+    def __init__(self, folder: Path, script: str, *options: str, nohup=False, **variables: str):
+        self.log, path = folder / "log", folder / "main.py"
+        self.log.touch()
+        path.write_text(script)
+        argv = ["--nproc-per-node=1", *options, str(path)]
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch.distributed.run"])
+        self.process = context.Process(target=be_launcher, args=(argv, variables, self.log, nohup))
+        self.process.start()
+
+    def wait_for(self, text: str) -> "Launcher":
+        deadline = time.monotonic() + 30
+        while text not in self.log.read_text():
+            assert time.monotonic() < deadline and self.process.is_alive(), self.log.read_text()
+            time.sleep(0.02)
+        return self
+
+    def send(self, number: int) -> None:
+        os.kill(self.process.pid, number)
+
+    def end(self) -> tuple[int, str]:
+        """Return its exit status and what was printed."""
+        self.process.join(30)
+        return self.process.exitcode, self.log.read_text().removeprefix("ready\n")
+
+
+@pytest.fixture
+def launch(tmp_path):
+    """Start a launcher; return it once its process has printed that it is ready."""
+    started = []
+
+    def launch(before, after=WAIT, *options, **settings):
+        started.append(Launcher(tmp_path, READY.format(before, after), *options, **settings))
+        return started[0].wait_for("ready")
+
+    yield launch
+    for launcher in started:
+        launcher.process.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_signal_is_forwarded_and_is_the_exit_status(launch, number):
+    launcher = launch(UNBLOCK + SAVE.format(seconds=1))
+    launcher.send(number)
+    assert launcher.end() == (128 + number, "saved\n")
+
+
+def test_nohup_is_respected(launch):
+    launcher = launch(UNBLOCK + SAVE.format(seconds=0), "time.sleep(2)", nohup=True)
+    launcher.send(signal.SIGHUP)
+    assert launcher.end() == (0, "")
+
+
+@pytest.mark.parametrize("wait", ["2", "60"])
+def test_processes_that_do_not_end_are_killed(launch, wait):
+    """After STOP_WAIT seconds, or at a second signal."""
+    launcher = launch(UNBLOCK + SAVE.format(seconds=60), STOP_WAIT=wait)
+    launcher.send(signal.SIGINT)
+    time.sleep(1.3)
+    if wait == "60":
+        launcher.send(signal.SIGINT)
+    assert launcher.end() == (128 + signal.SIGINT, "")
+
+
+def test_processes_that_only_start_end_at_once(launch):
+    launcher = launch("")
+    began = time.monotonic()
+    launcher.send(signal.SIGINT)
+    assert launcher.end() == (128 + signal.SIGINT, "")
+    assert time.monotonic() - began < 5
+
+
+def test_interrupt_while_the_launcher_imports_has_no_traceback(tmp_path):
+    (tmp_path / "torch.py").write_text("print('ready', flush=True); import time; time.sleep(60)")
+    path = os.pathsep.join((str(tmp_path), str(TEMPLATE)))
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "engine.launch", "--nproc-per-node=1", "main.py"],
+        env=os.environ | {"PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert launcher.stdout.readline() == "ready\n"
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.communicate(timeout=20) == ("", None)
+    assert launcher.returncode == 128 + signal.SIGINT
+
+
+def test_signals_do_not_interrupt_the_main_thread(launch):
+    """torchrun's handlers would raise in Popen.poll, whose lock would then stay acquired."""
+    launcher = launch("")
+    status = Path(f"/proc/{launcher.process.pid}/status").read_text()
+    blocked = int(re.search(r"SigBlk:\s+(\w+)", status)[1], 16)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        assert blocked >> (number - 1) & 1
+
+
+def test_variables_of_torchrun_have_no_effect(launch):
+    assert launch("", "", PET_NNODES="7", PET_MAX_RESTARTS="many").end() == (0, "")
+
+
+def test_reason_of_a_restart_is_passed_on(launch):
+    show = "print(os.environ.get('ENGINE_RESTART'), flush=True); time.sleep(0.5)"
+    die = "os.environ['TORCHELASTIC_RESTART_COUNT'] == '1' or os.kill(os.getpid(), 9)"
+    status, output = launch("", f"{show}; {die}", "--max-restarts=1").end()
+    assert status == 0
+    first, _, second = output.splitlines()
+    assert first == "None"
+    assert re.fullmatch(r"process \d+ was ended by SIGKILL", second)

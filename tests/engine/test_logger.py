@@ -1,0 +1,445 @@
+"""engine.monitoring.logger: console, metrics.csv and TensorBoard events."""
+
+import csv
+import fcntl
+import io
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from apex_native import log_rank_zero
+from engine import UserError
+from engine.checkpoint.format import Progress
+from engine.monitoring import curves
+from engine.monitoring.curves import BackgroundProcess
+from engine.monitoring.logger import Logger
+from engine.monitoring.metric import Metric
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer.record_writer import RecordWriter
+from test_curves import METRIC, row
+
+ACCURACY = Metric(METRIC)
+
+
+def open_logger(output, progress=None, resume=None, flag=None):
+    """Return a logger; `flag` is the value of --resume, `resume` the checkpoint that it found."""
+    logger = Logger(output, 0, ACCURACY)
+    logger.open({"lr": 0.1, "resume": flag}, resume, progress or Progress())
+    return logger
+
+
+@pytest.fixture
+def no_curves(monkeypatch):
+    """Draw no curves, which takes a process some seconds."""
+    monkeypatch.setattr(BackgroundProcess, "start", lambda self: None)
+
+
+@pytest.fixture
+def logger(tmp_path, clock):
+    """Logger of a run in a folder of its own."""
+    return open_logger(tmp_path / "run")
+
+
+@pytest.fixture
+def meter(logger, clock):
+    """Meter of the run, after a step of one second."""
+    meter = logger.start_epoch(torch.device("cpu"), 10)
+    meter.update(torch.tensor(4.0))
+    clock[0] += 1.0
+    return meter
+
+
+def test_open_creates_parent_folders(tmp_path):
+    output = tmp_path / "one" / "two"
+    open_logger(output)
+    assert (output / "metrics.csv").exists()
+
+
+@pytest.mark.usefixtures("no_curves")
+def test_resume_auto_restarts_a_run_without_a_checkpoint(logger):
+    """Its row is written before the checkpoint."""
+    logger.log_epoch(row(1))
+    logger._lock_file.close()
+    with pytest.raises(UserError, match="already holds a run: add --resume auto"):
+        open_logger(logger.output)
+    again = open_logger(logger.output, flag=Path("auto"))
+    assert not epochs_in_table(logger.output)
+    again._lock_file.close()
+    (logger.output / "step-1.pt").touch()
+    with pytest.raises(UserError, match="already holds a run"):
+        open_logger(logger.output)
+
+
+def epochs_in_table(output):
+    with (output / "metrics.csv").open() as file:
+        return [int(row["epoch"]) for row in csv.DictReader(file)]
+
+
+def events(output):
+    """Return the steps of each curve and image that TensorBoard shows."""
+    found = EventAccumulator(str(output)).Reload()
+    tags = found.Tags()
+    steps = {tag: [event.step for event in found.Scalars(tag)] for tag in tags["scalars"]}
+    return steps | {tag: [event.step for event in found.Images(tag)] for tag in tags["images"]}
+
+
+@pytest.mark.gpu
+def test_log_step_waits_only_for_the_previous_record(clock, tmp_path):
+    logger = open_logger(tmp_path)
+    gpu = torch.device("cuda")
+    meter = logger.start_epoch(gpu, 10)
+    scale = torch.full((), 8.0, device=gpu)
+    for step in range(1, 31):
+        meter.update(torch.full((), float(step), device=gpu))
+        if step % 10 == 0:
+            torch.cuda._sleep(10**9)  # half a second
+            done = torch.cuda.Event()
+            done.record()
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                record = logger.log_step(logger.progress_bar((), ""), meter, step, 0.1, scale)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            assert step == 10 or not done.query()  # the first one has kernels and memory prepared
+            scale *= 2
+            seen = None
+            if record is not None:
+                seen = record.step, record.train_loss, record.nonfinite_losses, record.loss_scale
+            assert seen == {10: None, 20: (10, 5.5, 0, 8), 30: (20, 15.5, 0, 16)}[step]
+    assert meter.read().step == 30
+    logger.log_epoch(row(1, step=30) | meter.results())
+    assert events(tmp_path)["step/train_loss"] == [10, 20, 30]
+
+
+@pytest.mark.parametrize(
+    ("rank", "is_terminal", "is_shown"), [(0, True, True), (0, False, False), (1, True, False)]
+)
+def test_progress_bars_are_shown_on_a_terminal(
+    tmp_path, monkeypatch, capsys, rank, is_terminal, is_shown
+):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    logger = Logger(tmp_path, rank, ACCURACY)
+    assert list(logger.progress_bar(range(3), "epoch 1")) == [0, 1, 2]
+    with logger.timer("reading the data"):
+        pass
+    said = capsys.readouterr().err
+    assert ("epoch 1" in said) == ("reading the data: 00:00" in said) == is_shown
+    assert is_shown or not said
+
+
+def test_run_writes_events_and_curves(logger, meter, capsys, tmp_path):
+    picture = tmp_path / "validation" / "epoch_001.png"
+    picture.parent.mkdir()
+    Image.new("RGB", (4, 3), "red").save(picture)
+    logger.log_step(logger.progress_bar((), "epoch"), meter, 5, lr=0.1, loss_scale=1.0)
+    logger.log_epoch(row(1))
+    logger.log_image(10, lambda folder: folder / "epoch_001.png", picture.parent)
+    logger.log_epoch(row(2, loss_scale=32768.0))
+    logger.close()
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("best val_accuracy 0.7500 in epoch 2, took 0:00:")
+    assert last.endswith(
+        f"500 images/s; checkpoints, metrics.csv and curves.png are in {logger.output}"
+    )
+    found = events(logger.output)
+    assert {tag for tag, steps in found.items() if steps == [10, 20]} == {
+        f"epoch/{name}" for name in list(row(1))[2:]
+    }
+    assert found["validation"] == [10]
+    names = ("train_loss", "lr", "loss_scale", "images_per_second")
+    assert {tag for tag, steps in found.items() if steps == [5]} == {f"step/{n}" for n in names}
+    with Image.open(logger.output / "curves.png") as image:
+        assert image.format == "PNG"
+    assert not list(logger.output.glob("*.tmp"))
+
+
+@pytest.mark.usefixtures("no_curves")
+def test_all_metrics_are_recorded(logger, capsys):
+    """The console's table fits 80 columns whatever there is, and further metrics are below it."""
+    logger.log_epoch(row(1, loss_scale=2.0**24, step=123456, lr=1.2345e-5))
+    further = {f"val_top{k}": k / 100 for k in range(2, 12)}
+    logger.log_epoch(row(2, **further, grad_norm=torch.tensor(12345.0)))
+    said = capsys.readouterr().out
+    assert max(map(len, said.splitlines())) <= 80
+    assert "grad_norm=12345" in said
+    assert "val_top11=0.11" in said
+    with (logger.output / "metrics.csv").open() as file:
+        first, second = csv.DictReader(file)
+    assert (first["val_top5"], second["val_top5"], second["grad_norm"]) == ("", "0.05", "12345.0")
+    assert events(logger.output)["epoch/val_top5"] == [20]
+    curves.main([str(logger.output)])
+
+
+@pytest.mark.usefixtures("no_curves")
+@pytest.mark.parametrize("name", ["val_loss", "val_mean_absolute_percentage_error"])
+def test_table_fits_a_metric_of_any_name(tmp_path, capsys, name):
+    logger = Logger(tmp_path, 0, Metric(name, "min"))
+    logger.open({}, None, Progress())
+    for epoch, value in enumerate((0.5, 0.25, 0.75), 1):
+        logger.log_epoch(row(epoch) | {name: value})
+    said = capsys.readouterr().out.splitlines()
+    assert max(map(len, said)) <= 80
+    logger.close()
+    assert capsys.readouterr().out.startswith(f"best {name} 0.2500 in epoch 2, took")
+
+
+@pytest.mark.usefixtures("no_curves")
+def test_row_of_an_unfinished_epoch_is_replaced(logger):
+    """--steps ended a run within the epoch, and the resumed run validates both."""
+    logger.log_epoch(row(1, step=3))
+    logger.log_epoch(row(1))
+    assert epochs_in_table(logger.output) == [1]
+
+
+@pytest.mark.parametrize(("log_every", "lines"), [(None, [3, 6]), (2, [2, 4, 6, 8])])
+def test_progress_lines_without_a_terminal(tmp_path, monkeypatch, capsys, log_every, lines):
+    """One a minute, or every --log-every steps."""
+    now = [0.0]
+    monkeypatch.setattr("tqdm.std.time", lambda: now[0])
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: False)
+    logger = Logger(tmp_path, 0, ACCURACY, log_every)
+    bar = logger.progress_bar(range(8), "epoch 1/2")
+    for step in bar:
+        now[0] += 20.0
+        bar.set_postfix_str(f"step {step + 1}, loss 0.5", refresh=False)
+    said = capsys.readouterr()
+    assert not said.err
+    found = [line.split(",")[:3] for line in said.out.splitlines()]
+    assert found == [[f"epoch 1/2: {n}/8", f" step {n}", " loss 0.5"] for n in lines]
+    assert said.out.splitlines()[-1].endswith("left")
+
+
+def test_evaluation_is_written_as_json(tmp_path, capsys):
+    logger = Logger(tmp_path / "new", 0, ACCURACY)
+    logger.log_evaluation({METRIC: 0.5, "val_iou": float("nan")}, checkpoint="best.pt", data="x")
+    path = tmp_path / "new" / "eval.json"
+    assert json.loads(path.read_text()) == {
+        "metrics": {METRIC: 0.5, "val_iou": None},
+        "checkpoint": "best.pt",
+        "data": "x",
+    }
+    assert capsys.readouterr().out == f"{path}: val_accuracy 0.5000 val_iou nan\n"
+
+
+@pytest.mark.usefixtures("no_curves")
+@pytest.mark.parametrize("best", [0.5, 0.75])
+def test_summary_has_a_best_result_from_within_an_epoch(logger, capsys, best):
+    """A run that ended there was resumed, without that row."""
+    logger.log_epoch(row(1))
+    logger.close(best)
+    said = "best val_accuracy 0.5000 in epoch 1, "
+    said += "best.pt has 0.7500 from within an epoch, " if best > 0.5 else ""
+    assert f"{said}took" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("no_curves")
+def test_resumed_run_repeats_no_rows_or_events(logger, meter):
+    for epoch in (1, 2):
+        logger.log_epoch(row(epoch))
+    logger.log_step(logger.progress_bar((), "epoch"), meter, 25, lr=0.1, loss_scale=1.0)
+    again = open_logger(logger.output, Progress(epoch=1, step=15), logger.output / "last.pt")
+    again.log_epoch(row(2))
+    assert epochs_in_table(logger.output) == [1, 2]
+    found = events(logger.output)
+    assert found["epoch/val_loss"] == [10, 20]
+    assert found["step/lr"] == []
+
+
+@pytest.mark.usefixtures("no_curves")
+def test_rows_of_the_checkpoint_complete_the_table(tmp_path, clock):
+    """A row that did not fit on the disk, or all of them where rank 0 has moved to another host."""
+    first = open_logger(tmp_path / "first")
+    for epoch in (1, 2, 3):
+        first.log_epoch(row(epoch))
+    table = (first.output / "metrics.csv").read_text()
+    history = first.rows[:2]
+    lines = table.splitlines(keepends=True)
+    (first.output / "metrics.csv").write_text("".join([lines[0], lines[2], lines[3]]))
+    first._lock_file.close()
+    for output in (first.output, tmp_path / "other host"):
+        again = Logger(output, 0, ACCURACY)
+        again.rows = [dict(one) for one in history]  # as the checkpoint manager restores them
+        again.open({"resume": Path("auto")}, output / "last.pt", Progress(epoch=2, step=20))
+        assert (output / "metrics.csv").read_text() == "".join(lines[:3])
+        again.log_epoch(row(3))
+        assert (output / "metrics.csv").read_text() == table
+        assert (output / "config.json").exists()
+        assert events(output)["epoch/val_loss"] == [10, 20, 30]
+
+
+@pytest.mark.usefixtures("no_curves")
+def test_rows_of_an_old_checkpoint_are_those_of_the_table(logger):
+    for epoch in (1, 2, 3):
+        logger.log_epoch(row(epoch))
+    again = open_logger(logger.output, Progress(epoch=2, step=20), logger.output / "last.pt")
+    assert again.rows == logger.rows[:2]
+
+
+def test_final_curves_show_all_rows(logger, tmp_path):
+    """Each drawing is replaced with a process that ends when the test says so."""
+    start, is_done = subprocess.Popen, tmp_path / "done"
+    command = ["sh", "-c", f"until [ -e '{is_done}' ]; do sleep 0.1; done"]
+    with mock.patch.object(subprocess, "Popen") as started:
+        started.side_effect = lambda _, **options: start(command, **options)
+        for epoch in range(1, 6):
+            logger.log_epoch(row(epoch))
+        assert started.call_count == 1
+        is_done.touch()
+        logger.close()
+        assert started.call_count == 2
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_full_disk_or_missing_packages_are_warnings(tmp_path, monkeypatch, capsys, is_there):
+    if not is_there:
+        monkeypatch.setitem(sys.modules, "tensorboard.compat.proto", None)
+        monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+        (tmp_path / "matplotlib.py").write_text("raise ImportError('no matplotlib')")
+    logger = open_logger(tmp_path / "run")
+    with Path("/dev/full").open("wb", buffering=0) as full:
+        if is_there:
+            logger.events.writer = RecordWriter(full)
+            (logger.output / "metrics.csv").unlink()
+            (logger.output / "metrics.csv").mkdir()
+        for epoch in (1, 2):
+            logger.log_epoch(row(epoch))
+            logger.curves.wait(curves.TIMEOUT_S)
+        logger.close()
+    warnings = [line for line in capsys.readouterr().out.splitlines() if "warning: " in line]
+    expected = ["events", "curves.png", "metrics.csv"] if is_there else ["events", "curves.png"]
+    assert len(warnings) == len(expected)
+    for name in expected:
+        assert sum(f" {name}" in line for line in warnings) >= 1, warnings
+
+
+@contextmanager
+def disk_space(path, size):
+    """Limit the size of files, so that writing fails once `path` has grown by `size` bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.usefixtures("no_curves")
+def test_row_lost_to_a_full_disk_is_written_later(logger, capsys):
+    logger.events = None
+    logger.log_epoch(row(1))
+    with disk_space(logger.output / "metrics.csv", 10):
+        logger.log_epoch(row(2))
+    assert "warning: rows are missing in metrics.csv (File too large)" in capsys.readouterr().out
+    assert epochs_in_table(logger.output) == [1]
+    logger.log_epoch(row(3))
+    assert epochs_in_table(logger.output) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("kind", ["scalars", "image"])
+def test_no_event_follows_a_torn_one(logger, meter, tmp_path, capsys, kind):
+    (path,) = logger.output.glob("events.*")
+    picture = tmp_path / "epoch_001.png"
+    Image.new("RGB", (4, 3), "red").save(picture)
+    with disk_space(path, 10):
+        if kind == "scalars":
+            logger.log_step(logger.progress_bar((), "epoch"), meter, 5, lr=0.1, loss_scale=1.0)
+        else:
+            logger.log_image(5, lambda: picture)
+    assert "warning: no further TensorBoard events are written" in capsys.readouterr().out
+    assert logger.events is None
+
+
+def test_run_continues_if_stdout_can_not_be_written(tmp_path, monkeypatch):
+    with Path("/dev/full").open("wb", buffering=0) as full:
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(full, write_through=True))
+        with pytest.raises(OSError, match="No space left"):
+            print("a line")
+        log_rank_zero("a line")
+        Logger(tmp_path, 0, ACCURACY).info("a line")
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        pytest.param(b"epoch;step\n1;10\n", id="semicolons"),
+        pytest.param(b"epoch;lr\n1;0,1\n", id="decimal_commas"),
+        pytest.param("epoch,step\n1,10\n".encode("utf-16"), id="utf_16"),
+    ],
+)
+def test_metrics_in_another_format_are_an_error_and_kept(logger, table):
+    logger._lock_file.close()
+    (logger.output / "metrics.csv").write_bytes(table)
+    with pytest.raises(
+        UserError, match=r"metrics\.csv is not in the format of this program: move it away"
+    ):
+        open_logger(logger.output, Progress(epoch=1, step=10), logger.output / "last.pt")
+    assert (logger.output / "metrics.csv").read_bytes() == table
+
+
+HOLDER = """
+import fcntl, sys, time
+file = open(sys.argv[1], "w")
+fcntl.lockf(file, fcntl.LOCK_EX)
+print(flush=True)
+time.sleep(60)
+"""
+
+
+def test_output_folder_is_locked(tmp_path):
+    command = [sys.executable, "-c", HOLDER, str(tmp_path / ".lock")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
+        try:
+            with pytest.raises(UserError, match="another run is writing to .*: wait until it ends"):
+                open_logger(tmp_path)
+        finally:
+            other.kill()
+    logger = open_logger(tmp_path)  # the killed process has left no lock
+    command[2] = HOLDER.replace("LOCK_EX", "LOCK_EX | fcntl.LOCK_NB")
+    assert subprocess.run(command, capture_output=True).returncode
+    assert logger._lock_file
+
+
+def test_lock_is_taken_of_the_file_at_that_path(tmp_path, monkeypatch):
+    """The folder is replaced between opening the file and locking it, and again afterwards."""
+    output = tmp_path / "run"
+    output.mkdir()
+    logger = Logger(output, 0, ACCURACY)
+    lockf = fcntl.lockf
+    moves = iter([True, False, False])
+
+    def locking_late(file, flags):
+        if next(moves):
+            output.rename(tmp_path / "moved")
+            output.mkdir()
+        lockf(file, flags)
+
+    monkeypatch.setattr(fcntl, "lockf", locking_late)
+    logger.lock()
+    assert os.path.samestat(os.fstat(logger._lock_file.fileno()), (output / ".lock").stat())
+    logger.lock()  # is held
+    shutil.rmtree(output)
+    logger.open({}, None, Progress())
+    assert os.path.samestat(os.fstat(logger._lock_file.fileno()), (output / ".lock").stat())
+    assert next(moves, None) is None
+
+
+def test_folder_that_can_not_be_locked_is_an_error(tmp_path):
+    (tmp_path / "run").touch()
+    with pytest.raises(UserError, match=r"--output .*/run can't be written .*: choose another"):
+        Logger(tmp_path / "run", 0, ACCURACY).lock()
+
+
+def test_lock_creates_no_folder(tmp_path):
+    Logger(tmp_path / "run", 0, ACCURACY).lock()
+    Logger(tmp_path, 1, ACCURACY).lock()
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,80 @@
+"""engine.monitoring.meter: mean loss and throughput."""
+
+import torch
+from engine.monitoring.logger import WARM_UP, Logger
+from engine.monitoring.meter import Meter
+from engine.monitoring.metric import Metric
+
+
+def test_warm_up_is_excluded_from_throughput(clock, tmp_path):
+    logger = Logger(tmp_path, 0, Metric("val_accuracy"))
+    first, second = (logger.start_epoch(torch.device("cpu"), 10) for _ in range(2))
+    assert (first.warm_up, second.warm_up) == (WARM_UP, 0)
+    for step in range(WARM_UP + 4):
+        clock[0] += 100.0 if step < WARM_UP else 2.0
+        first.update(torch.tensor(float(step)))
+    results = first.results()
+    assert results["images_per_second"] == 5.0
+    assert results["train_loss"] == 3.0
+
+
+def test_throughput_within_the_warm_up_counts_all_steps(clock):
+    for steps in (2, 3):
+        clock[0] = 0.0
+        meter = Meter(torch.device("cpu"), 10, warm_up=3)
+        for _ in range(steps):
+            clock[0] += 5.0
+            meter.update(torch.ones(()))
+        assert meter.results()["images_per_second"] == 2.0
+
+
+def test_asynchronous_record_has_the_numbers_of_its_own_step(clock, monkeypatch):
+    """It is complete at the next record, when the state is saved, or when it is read."""
+    monkeypatch.setattr(Meter, "is_asynchronous", True)
+    records = []
+    meter = Meter(torch.device("cpu"), 10, 3, records.append)
+    scale = torch.full((), 8.0)
+    for step in range(1, 8):
+        clock[0] += 5.0 if step <= 3 else 1.0
+        meter.update(torch.full((), float(step)))
+        if step in (2, 5, 6, 7):
+            meter.record(step, 0.1, scale)
+            scale *= 2
+        if step == 5:
+            assert meter.state_dict() == {"train_loss": (15.0, 5)}
+    assert [record[:3] for record in records] == [(2, 0.1, 1.5), (5, 0.1, 4.0), (6, 0.1, 6.0)]
+    assert meter.read()[:3] == (7, 0.1, 7.0)
+    assert [record.loss_scale for record in records] == [8.0, 16.0, 32.0, 64.0]
+    assert [record.images_per_second for record in records] == [2.0, 10.0, 10.0, 10.0]
+
+
+def test_record_is_the_mean_since_the_previous_one(clock):
+    meter = Meter(torch.device("cpu"), 10)
+    meter.load_state_dicts([{"train_loss": (100.0, 5)}])  # of a run that was stopped
+    for losses in ([1.0, 2.0], [7.0]):
+        clock[0] += 1.0
+        for loss in losses:
+            meter.update(torch.tensor(loss))
+        record = meter.record(10, 0.1, 8.0)
+        assert record[:3] == (10, 0.1, sum(losses) / len(losses))
+        assert record[4:] == (8.0, 10 * meter.num_steps / clock[0], {})
+    assert meter.results()["train_loss"] == 110.0 / 8
+
+
+def test_logged_values_have_means_of_their_own(clock):
+    """They are resumed, too, and those of a step are in its record."""
+    meter = Meter(torch.device("cpu"), 10)
+    for step in range(4):
+        clock[0] += 1.0
+        meter.update(torch.ones(()))
+        if step % 2:
+            meter.log(grad_norm=torch.tensor(float(step)), tokens=100)
+    assert meter.record(4, 0.1, 8.0).means == {"grad_norm": 2.0, "tokens": 100.0}
+    again = Meter(torch.device("cpu"), 10)
+    again.load_state_dicts([meter.state_dict()])
+    again.update(torch.ones(()))
+    again.log(grad_norm=8)
+    clock[0] += 1.0
+    assert again.record(5, 0.1, 8.0).means == {"grad_norm": 8.0}
+    results = again.results()
+    assert [results[name] for name in ("train_loss", "grad_norm", "tokens")] == [1.0, 4.0, 100.0]

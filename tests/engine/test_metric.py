@@ -1,0 +1,37 @@
+"""engine.monitoring.metric: the metric that selects the best model."""
+
+import math
+
+import pytest
+from engine import UserError
+from engine.monitoring.metric import Best, Metric
+
+
+@pytest.mark.parametrize(
+    ("scores", "patience", "has_stalled"),
+    [
+        ([], 1, False),
+        ([0.5], 1, False),
+        ([0.5, 0.6], 1, False),
+        ([0.5, 0.6, 0.6], 1, True),
+        ([0.5, 0.6, 0.4], 2, False),
+        ([0.5, 0.6, 0.4, 0.5], 2, True),
+        ([0.5, 0.6, 0.4, 0.7], 2, False),
+        ([-math.inf, -math.inf], 1, True),  # never finite
+        ([0.5, 0.4, 0.3], None, False),
+    ],
+)
+def test_patience_counts_validations_after_the_best(scores, patience, has_stalled):
+    assert Metric("accuracy").has_stalled(scores, patience) == has_stalled
+
+
+def test_best_is_the_better_one_of_model_and_average():
+    results = {"loss": 0.3, "loss_ema": 0.2, "accuracy": 0.8, "accuracy_ema": 0.7}
+    assert Metric("accuracy").best(results) == Best(0.8, "accuracy")
+    assert Metric("loss", "min").best(results) == Best(-0.2, "loss_ema")
+    assert Metric("loss").best({"loss": math.nan}) == Best(-math.inf, "loss")
+
+
+def test_unknown_mode_is_an_error():
+    with pytest.raises(UserError, match='METRIC_MODE is \'mean\' in task.py: use "max" or "min"'):
+        Metric("loss", "mean")

@@ -1,0 +1,165 @@
+"""Parameter groups, schedule, micro-batches, frozen parts, and the average of the weights."""
+
+import copy
+
+import pytest
+import torch
+from apex_native import amp
+from engine import UserError, backend, optim
+from torch import nn
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(48, 16), nn.Tanh(), nn.Linear(16, 4))
+
+
+# Batches
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"), [(1, [[0], [1], [2]]), (2, [[0, 1], [2]]), (4, [[0, 1, 2]])]
+)
+def test_micro_batches_are_grouped_by_step(size: int, expected: list) -> None:
+    assert list(optim.micro_batches(iter(range(3)), size)) == expected
+
+
+def test_micro_batches_are_loaded_when_they_are_needed() -> None:
+    loaded = []
+    groups = optim.micro_batches((loaded.append(index) for index in range(9)), 2)
+    assert loaded == []
+    next(groups)
+    assert loaded == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "gpus", "last"), [(8, 8, 1), (5, 4, 1), (64, 2, 32), (7, 0, 7)]
+)
+def test_smallest_replica_batch_is_that_of_the_last_gpu(
+    monkeypatch: pytest.MonkeyPatch, batch_size: int, gpus: int, last: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert optim.smallest_replica_batch(batch_size) == last
+    assert last == len(torch.arange(batch_size).chunk(max(1, gpus))[-1])  # as DataParallel does
+
+
+# Parameter groups and learning rates
+
+
+def test_param_groups_hold_the_trained_parameters() -> None:
+    model = network()
+    model[1].weight.requires_grad_(False)
+    [group] = optim.param_groups(model, 0.1, decay_weights_only=False)
+    assert group == {"params": [model[1].bias, model[3].weight, model[3].bias], "lr": 0.1}
+    weights, others = optim.param_groups(model, 0.1, decay_weights_only=True)
+    assert weights == {"params": [model[3].weight], "lr": 0.1}
+    assert others == {"params": [model[1].bias, model[3].bias], "lr": 0.1, "weight_decay": 0.0}
+
+
+def test_scale_lr_scales_all_groups() -> None:
+    parameters = [{"params": [nn.Parameter(torch.zeros(1))], "lr": lr} for lr in (0.1, 0.01)]
+    optimizer = torch.optim.SGD(parameters)
+    assert optim.scale_lr(optimizer, 4) == "learning rate 0.1 × 4 = 0.4 (--scale-lr)"
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.4, 0.04])
+
+
+def test_lr_factor_in_steps() -> None:
+    options = {"schedule": "step", "epochs": 9, "warmup_epochs": 2.0}
+    rates = [optim.lr_factor(epoch, **options) for epoch in (0.5, 2, 2.9, 3, 5.9, 6, 8.9)]
+    assert rates == pytest.approx([0.25, 1, 1, 0.1, 0.1, 0.01, 0.01])
+
+
+def test_lr_factor_without_a_schedule() -> None:
+    options = {"schedule": "none", "epochs": 9, "warmup_epochs": 0.0}
+    assert [optim.lr_factor(epoch, **options) for epoch in (0, 0.1, 5, 9)] == [1, 1, 1, 1]
+
+
+def test_lr_factor_of_the_cosine() -> None:
+    """From 1 after the warm-up over 0.5 half way to 0 at the end."""
+    options = {"schedule": "cosine", "epochs": 10, "warmup_epochs": 2.0}
+    rates = [optim.lr_factor(epoch, **options) for epoch in (1, 2, 4, 6, 8, 10, 11)]
+    assert rates == pytest.approx([0.5, 1, 0.853553, 0.5, 0.146447, 0, 0], abs=1e-6)
+
+
+# The average of the weights
+
+
+def test_the_average_is_of_fp32_masters() -> None:
+    model = network()
+    ema = optim.Ema(model, 0.9)
+    before = copy.deepcopy(model.state_dict())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)  # fp16 can't hold such steps
+    half = {"cast_model_type": torch.float16}  # on the CPU, too
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0, **half)
+    for parameter in amp.master_params(optimizer):
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    ema.update(backend.load_backend("native", "O2").fp32_state_dict(model, optimizer), 10**6)
+    for name, average in ema.module.state_dict().items():
+        expected = 0.9 * before[name] + 0.1 * (before[name].half().float() - 1e-5)
+        torch.testing.assert_close(average, expected, rtol=0, atol=1e-7)
+
+
+def test_tied_weights_are_averaged_once() -> None:
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    model[1].weight = model[0].weight
+    ema = optim.Ema(model, 0.9)
+    before = model[0].weight.detach().clone()
+    ema.update({name: torch.zeros(2, 2) for name in model.state_dict()}, 10**6)
+    torch.testing.assert_close(ema.module[0].weight, 0.9 * before)
+
+
+@pytest.mark.parametrize(("step", "kept"), [(0, 0.1), (8, 0.5), (80, 0.9), (10**6, 0.9)])
+def test_the_first_updates_have_a_lower_decay(step: int, kept: float) -> None:
+    model = nn.Linear(1, 1, bias=False)
+    ema = optim.Ema(model, 0.9)
+    ema.module.weight.fill_(1.0)
+    ema.update({"weight": torch.zeros(1, 1)}, step)
+    assert ema.module.weight.item() == pytest.approx(kept)
+
+
+def test_statistics_are_averaged_and_counters_are_copied() -> None:
+    model = nn.BatchNorm1d(2)
+    ema = optim.Ema(model, 0.9)
+    model.running_mean.fill_(1.0)
+    model.num_batches_tracked.fill_(7)
+    ema.update(model.state_dict(), 10**6)
+    torch.testing.assert_close(ema.module.running_mean, torch.full((2,), 0.1))
+    assert ema.module.num_batches_tracked == 7
+    assert not any(parameter.requires_grad for parameter in ema.module.parameters())
+
+
+# Frozen parts and eval mode
+
+
+def test_a_frozen_part_computes_as_in_validation() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), nn.Linear(4, 2))
+    said = optim.freeze(model, ["0"])
+    assert said == "28 of 38 parameters are frozen"
+    before = copy.deepcopy(model[0].state_dict())
+    with optim.eval_mode(model):
+        assert not model.training
+    assert model.training
+    images = 5 * torch.randn(8, 4)
+    model(images).sum().backward()
+    torch.testing.assert_close(model[0].state_dict(), before, rtol=0, atol=0)
+    with pytest.raises(UserError, match="no such part; it has 0, 1"):
+        optim.freeze(model, ["layer1"])
+    with pytest.raises(UserError, match="nothing is left to train in the model"):
+        optim.freeze(model, ["1"])
+
+
+def test_one_of_two_encoders_can_be_frozen() -> None:
+    model = nn.ModuleDict({"images": nn.Linear(4, 2), "texts": nn.Linear(4, 2)})
+    assert optim.freeze(model, ["images"]) == "10 of 20 parameters are frozen"
+    with pytest.raises(UserError, match="--freeze images texts: nothing is left to train"):
+        optim.freeze(model, ["images", "texts"])
+
+
+def test_eval_mode_restores_each_submodule() -> None:
+    model = nn.Sequential(nn.Dropout(), nn.Sequential(nn.Dropout()))
+    model[1].eval()
+    with pytest.raises(KeyError), optim.eval_mode(model):
+        assert not any(module.training for module in model.modules())
+        raise KeyError  # an error restores them, too
+    assert [module.training for module in model.modules()] == [True, True, False, False]

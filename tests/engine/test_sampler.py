@@ -1,0 +1,202 @@
+"""Tests of engine.data: order of the samples and their random numbers after any position."""
+
+import random
+import socket
+from multiprocessing import resource_sharer
+
+import numpy as np
+import pytest
+import torch
+from engine import UserError
+from engine.data import (
+    RepeatedBatch,
+    ResumableDistributedSampler,
+    SeededDataset,
+    ShardSampler,
+    build_loader,
+    collate,
+    sample_batch,
+    to_device,
+)
+from engine.data.images import Crop, Span, crop_and_resize, decode, read_encoded
+from PIL import Image
+from torch.utils.data import Dataset
+
+CPU = torch.device("cpu")
+
+
+class Numbers(Dataset):
+    """Samples of an index and numbers from three random-number generators."""
+
+    def __len__(self) -> int:
+        return 103
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        draws = (random.random(), np.random.random(), torch.rand(()).item())
+        return torch.tensor([index, *draws], dtype=torch.float64)
+
+
+def read_epoch(world_size: int, epoch: int, start_sample: int, workers: int = 0) -> list[list]:
+    """Return the batches of 4 that each rank reads from that position on."""
+    data = SeededDataset(Numbers(), seed=5)
+    batches = []
+    for rank in range(world_size):
+        sampler = ResumableDistributedSampler(data, 5, num_replicas=world_size, rank=rank)
+        sampler.set_epoch(epoch, start_sample)
+        loader = build_loader(
+            data, sampler, batch_size=4, workers=workers, device=CPU, drop_last=True
+        )
+        batches.append(list(loader))
+        assert len(batches[-1]) == len(loader)
+    return batches
+
+
+def test_resume_within_an_epoch_reads_the_same_samples_and_augmentations() -> None:
+    whole = read_epoch(2, epoch=3, start_sample=0)
+    for workers in (0, 2):
+        for own, rest in zip(whole, read_epoch(2, 3, 3 * 8, workers), strict=True):
+            assert all(torch.equal(*pair) for pair in zip(own[3:], rest, strict=True))
+    assert not torch.equal(read_epoch(2, 4, 0)[0][0], whole[0][0])
+    assert whole[0][0][:, 1:].unique().numel() == 12
+
+
+def test_order_is_that_of_version_0_9() -> None:
+    """So that checkpoints written by it resume with the samples that are left."""
+    data = SeededDataset(Numbers(), seed=5)
+    sampler = ResumableDistributedSampler(data, 5, num_replicas=2, rank=1)
+    sampler.set_epoch(3, 8)
+    generator = torch.Generator().manual_seed(5 + 3)
+    order = torch.randperm(103, generator=generator).tolist()
+    assert list(sampler) == order[8:][1::2][: (103 - 8) // 2]
+
+
+def test_epochs_without_a_position_start_at_the_first_sample() -> None:
+    data = SeededDataset(Numbers(), seed=5)
+    sampler = ResumableDistributedSampler(data, 5, num_replicas=1, rank=0)
+    sampler.set_epoch(0, 50)
+    assert len(sampler) == 53
+    sampler.set_epoch(1)
+    assert sorted(sampler) == list(range(103))
+    assert data.epoch == 1
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 104])
+def test_validation_shards_cover_each_sample_once(world_size: int) -> None:
+    shards = [ShardSampler(Numbers(), rank, world_size) for rank in range(world_size)]
+    assert sorted(index for shard in shards for index in shard) == list(range(103))
+    assert [len(list(shard)) for shard in shards] == list(map(len, shards))
+    assert list(shards[-1]) == list(range(103))[world_size - 1 :: world_size]
+
+
+@pytest.mark.parametrize(
+    "starts", [[(2, 5), (3, None)], [(1, 5), (4, None)], [(2, 3), (1, 4), (2, 2), (3, None)]]
+)
+def test_another_number_of_processes_neither_skips_nor_repeats_samples(
+    starts: list[tuple[int, int | None]],
+) -> None:
+    """`starts` has the processes of each start of a run, and the steps up to its checkpoint."""
+    read, start_sample = [], 0
+    for world_size, steps in starts:
+        for own in read_epoch(world_size, 0, start_sample):  # beyond `steps`, too
+            read += torch.cat(own[:steps])[:, 0].tolist()
+        start_sample += (steps or 0) * world_size * 4
+    order = torch.randperm(103, generator=torch.Generator().manual_seed(5)).tolist()
+    assert sorted(read) == sorted(order[: len(read)])
+    assert 103 - len(read) < world_size * 4  # the last short step
+
+
+def test_loading_leaves_global_random_state_unchanged() -> None:
+    def draw() -> tuple:
+        return random.random(), np.random.random(), torch.rand(()).item()
+
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    undisturbed = draw(), draw()
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    data = SeededDataset(Numbers(), seed=5)
+    assert draw() == undisturbed[0]
+    assert torch.equal(data[7], data[7])
+    assert draw() == undisturbed[1]
+
+
+def test_repeated_batch_resumes_within_an_epoch() -> None:
+    batch = [torch.zeros(4, 3), torch.zeros(4)]
+    repeated = RepeatedBatch(batch, 10, world_size=2)
+    assert [len(repeated), len(list(repeated))] == [10, 10]
+    repeated.set_epoch(1, 3 * 8)
+    assert [len(repeated), len(list(repeated))] == [7, 7]
+    assert next(iter(repeated)) is batch
+
+
+def choose_crop(height: int, width: int) -> Crop:
+    return Crop(Span(0, height, 6), Span(1, width - 1, 6), 6)
+
+
+@pytest.fixture
+def encoded(tmp_path):
+    """An image file of which 6 × 6 pixels are to be cropped, and these pixels."""
+    pixels = np.arange(8 * 9 * 3, dtype=np.uint8).reshape(8, 9, 3)
+    Image.fromarray(pixels).save(tmp_path / "image.png")
+    encoded = read_encoded(str(tmp_path / "image.png"), choose_crop)
+    return encoded, crop_and_resize(decode(encoded), encoded.crop)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda image: (image, 3),
+        lambda image: [image, torch.tensor(3)],
+        lambda image: {"image": image, "label": 3},
+        lambda image: image,
+    ],
+    ids=["tuple", "list", "dict", "alone"],
+)
+def test_collate_decodes_image_files(encoded, wrap) -> None:
+    image, crop = encoded
+    expected = torch.utils.data.default_collate([wrap(crop), wrap(crop)])
+    torch.testing.assert_close(collate([wrap(image), wrap(image)]), expected, rtol=0, atol=0)
+
+
+def test_sample_batch_is_the_first_samples_as_one_batch(encoded) -> None:
+    image, crop = encoded
+    images, labels = sample_batch([(image, 0), (image, 1), (image, 2)], 2)
+    assert torch.equal(images, torch.stack([crop, crop]))
+    assert labels.tolist() == [0, 1]
+
+
+def test_images_on_the_device_have_the_memory_format() -> None:
+    images, labels = to_device(
+        [torch.zeros(2, 3, 4, 5), torch.ones(2, 3)], CPU, torch.channels_last
+    )
+    assert images.is_contiguous(memory_format=torch.channels_last)
+    assert labels.is_contiguous()
+    assert torch.equal(labels, torch.ones(2, 3))
+
+
+def test_decoding_on_the_gpu_is_refused_on_the_cpu() -> None:
+    data = Numbers()
+    data.decode = "gpu"
+    with pytest.raises(UserError, match="--decode gpu: this run is on the CPU; leave it out"):
+        build_loader(SeededDataset(data, 0), range(4), batch_size=2, workers=0, device=CPU)
+
+
+class LostReceiver(Numbers):
+    """Samples whose receiver is lost, as a training process that exits at once is."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        handle = resource_sharer.DupFd(0)
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(handle._id[0])
+        connection.close()
+        handle.detach()  # the thread serves one receiver after the other
+        return super().__getitem__(index)
+
+
+def test_worker_of_a_lost_training_process_prints_nothing(capfd) -> None:
+    data = SeededDataset(LostReceiver(), seed=5)
+    loader = build_loader(data, range(2), batch_size=2, workers=1, device=CPU)
+    assert len(list(loader)) == 1
+    assert capfd.readouterr().err == ""

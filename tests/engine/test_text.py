@@ -1,0 +1,46 @@
+"""engine.text: escapes in text that others wrote."""
+
+import json
+
+import pytest
+from engine import UserError, distributed
+from engine.monitoring.logger import Logger
+from engine.text import csv_cell, json_line, printable
+
+HOSTILE = "a\x1b[2J\nb\x9b\u202e\udc80.jpg"
+ESCAPED = r"a\x1b[2J\nb\x9b\u202e\udc80.jpg"
+
+
+def test_control_characters_are_escaped_and_other_scripts_are_not():
+    assert printable(HOSTILE) == ESCAPED
+    for name in ("Straße", "七", "گربه\u200c", "👩\u200d🚀", "a\u3000b"):
+        assert printable(name) == name
+
+
+def test_json_has_no_control_characters_and_the_same_value():
+    line = json_line({"file": HOSTILE, "found": "七"})
+    assert printable(line) == line and "七" in line
+    assert json.loads(line) == {"file": HOSTILE, "found": "七"}
+
+
+@pytest.mark.parametrize("text", ["=1+1", "+1", "-1", "@SUM(A1)", " =1"])
+def test_formulas_are_quoted_in_csv_files(text):
+    assert csv_cell(text).startswith("'")
+    assert csv_cell("cat = dog") == "cat = dog"
+
+
+def test_logs_and_errors_are_escaped(tmp_path, capsys, monkeypatch):
+    Logger(tmp_path, 0, "metric").warning(HOSTILE)
+    monkeypatch.setattr(distributed, "exit_process", lambda status: None)
+    distributed.stop(HOSTILE)
+    distributed.stop(f"Caught FileError in a worker.\n  trace\nengine.x.FileError: {ESCAPED}")
+    said = capsys.readouterr()
+    assert said.out == f"warning: {ESCAPED}\n"
+    assert said.err == 2 * f"error: {ESCAPED}\n"
+
+
+def test_user_errors_of_workers_keep_their_type():
+    from engine.data.files import FileError
+
+    assert issubclass(FileError, UserError)
+    assert str(FileError("a")) == "a"

@@ -1,0 +1,251 @@
+"""Tests of engine.distributed.watchdog and network: failures and losses of other processes."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from engine import UserError
+from engine.distributed import network
+from fresh import TEMPLATE
+
+# Each process connects to the others, prints "ready", and runs the code of its rank.
+PROCESS = """
+import os, sys, time
+import torch.distributed as dist
+from datetime import timedelta
+from engine import UserError, distributed
+from engine.distributed.network import serve_store
+from engine.distributed.peers import PeerMonitor
+
+rank, world_size, port, action = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+
+def main():
+    timeout = timedelta(seconds=30)
+    if rank == 0:
+        store = serve_store("127.0.0.1", port, timeout)
+    else:
+        store = dist.TCPStore("127.0.0.1", port, None, False, timeout, wait_for_workers=False)
+    PeerMonitor.connect(store, rank, "127.0.0.1")
+    store.set(f"ready {rank}", "")
+    store.wait([f"ready {other}" for other in range(world_size)])
+    print("ready", flush=True)
+    if os.fork() == 0:  # as a data loader's worker, which may outlive its process for seconds
+        os.closerange(0, 3)
+        time.sleep(60)
+        os._exit(0)
+    sys.stdin.readline()  # until all are ready
+    exec(action)
+
+distributed.run(main)
+"""
+
+
+class Job:
+    """Processes of a job, each with its own action."""
+
+    def __init__(self, *actions: str) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC")}
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", PROCESS, str(rank), str(len(actions)), str(port), action],
+                env=environment | {"PYTHONPATH": str(TEMPLATE)},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank, action in enumerate(actions)
+        ]
+        for process in self.processes:
+            assert process.stdout.readline() == "ready\n", process.stderr.read()
+        for process in self.processes:
+            with contextlib.suppress(BrokenPipeError):  # ended by the one before
+                process.stdin.write("\n")
+                process.stdin.flush()
+
+    def __enter__(self) -> "Job":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+    def statuses(self, seconds: float = 30.0) -> list[int]:
+        deadline = time.monotonic() + seconds
+        return [one.wait(max(0.1, deadline - time.monotonic())) for one in self.processes]
+
+    def errors(self) -> str:
+        return "".join(process.stderr.read() for process in self.processes)
+
+
+WAIT = "time.sleep(60)"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_exception_ends_all_processes_and_only_its_traceback_is_logged(rank) -> None:
+    actions = [WAIT, WAIT, WAIT]
+    actions[rank] = "raise ValueError('the cause')"
+    with Job(*actions) as job:
+        assert job.statuses() == [1, 1, 1]
+        errors = job.errors()
+    assert errors.count("Traceback") == errors.count("ValueError: the cause") == 1
+    assert "error: " not in errors
+
+
+def test_same_exception_in_all_processes_is_logged_once() -> None:
+    with Job(*3 * ["raise ValueError('the cause')"]) as job:
+        assert job.statuses() == [1, 1, 1]
+        assert job.errors().count("Traceback") == 1
+
+
+def test_broken_connections_of_others_are_not_logged() -> None:
+    broken = "time.sleep(1); raise RuntimeError('Connection closed by peer')"
+    with Job(broken, "raise ValueError('the cause')", broken) as job:
+        assert job.statuses() == [1, 1, 1]
+        errors = job.errors()
+    assert "the cause" in errors
+    assert "Connection closed" not in errors
+
+
+def test_users_error_is_logged_once_and_is_everyones_status() -> None:
+    with Job(WAIT, "raise UserError('set --lr')", "raise UserError('set --lr')") as job:
+        assert job.statuses() == [2, 2, 2]
+        assert job.errors() == "error: set --lr\n"
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_killed_process_ends_all_others_with_one_message(rank) -> None:
+    with Job(WAIT, WAIT, WAIT) as job:
+        job.processes[rank].send_signal(signal.SIGKILL)
+        statuses = job.statuses()
+        errors = job.errors()
+    assert statuses == [-signal.SIGKILL if other == rank else 1 for other in range(3)]
+    assert re.findall(r"error: rank (\d) on \S+ has ended without a message", errors) == [str(rank)]
+
+
+def test_processes_that_finish_one_after_the_other_succeed() -> None:
+    with Job("time.sleep(1)", "pass", "time.sleep(2)") as job:
+        assert job.statuses() == [0, 0, 0]
+        assert job.errors() == ""
+
+
+@pytest.mark.parametrize("state", ["stopped", "blocked"])
+def test_process_ends_with_its_parent_in_any_state(tmp_path, state) -> None:
+    """A loader's worker may read from a pipe to which nobody writes."""
+    os.mkfifo(tmp_path / "pipe")
+    wait = {"stopped": "os.kill(os.getpid(), 19)", "blocked": f"open('{tmp_path}/pipe')"}[state]
+    code = (
+        "import os, signal\n"
+        "from engine.distributed.watchdog import end_with_parent\n"
+        "parent = os.getpid()\n"
+        "if child := os.fork():\n"
+        "    print(child, flush=True)\n"
+        "    os.waitpid(child, os.WUNTRACED)\n"
+        "end_with_parent()\n"
+        f"print('ready', flush=True)\n{wait}\n"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": str(TEMPLATE)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    child = int(parent.stdout.readline())
+    assert parent.stdout.readline() == "ready\n"
+    time.sleep(0.2)
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 5
+    while Path(f"/proc/{child}").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_strangers_cannot_end_a_job() -> None:
+    stranger = textwrap.dedent(
+        """
+        import json, socket
+        host, port, token = json.loads(store.get("peers"))
+        for text in (b"failed 1\\n", b"wrong 1 host\\nfailed 1\\n", b"\\xff" * 10_000, b""):
+            with socket.create_connection((host, port)) as connection:
+                connection.sendall(text)
+        time.sleep(2)
+        """
+    )
+    with Job("time.sleep(3)", stranger) as job:
+        assert job.statuses() == [0, 0]
+
+
+def test_rank_0_out_of_reach_is_reported() -> None:
+    from engine.distributed.peers import PeerMonitor
+
+    store = dist.HashStore()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    store.set("peers", json.dumps(["127.0.0.1", port, "token"]))
+    with pytest.raises(UserError, match=f"rank 0 can't be reached at 127.0.0.1, port {port} "):
+        PeerMonitor.connect(store, 1, "127.0.0.1")
+
+
+def listening(port: int) -> list[str]:
+    """Return the addresses at which something listens at that port."""
+    lines = subprocess.run(["ss", "-ltnH"], capture_output=True, text=True, check=True).stdout
+    addresses = [line.split()[3] for line in lines.splitlines()]
+    return [address for address in addresses if address.endswith(f":{port}")]
+
+
+def test_store_listens_at_its_address_only() -> None:
+    store = network.serve_store("127.0.0.1", 0)
+    assert listening(store.port) == [f"127.0.0.1:{store.port}"]
+    client = dist.TCPStore("127.0.0.1", store.port, None, False, timedelta(seconds=5))
+    client.set("key", "value")
+    assert store.get("key") == b"value"
+
+
+@pytest.mark.parametrize(
+    ("settings", "ahead", "message"),
+    [
+        (f"NNODES=2, torch {torch.__version__}", 0, None),
+        (f"NNODES=2, torch {torch.__version__}", 10, "^the clock of .* is -10 s from that of 127"),
+        ("NNODES=2, torch 2.5", 0, "^NNODES=2, torch .* on .*, but NNODES=2, torch 2.5 at 127.0.0"),
+    ],
+)
+def test_different_host_is_refused_by_the_launcher(monkeypatch, settings, ahead, message) -> None:
+    server = network.serve_store("127.0.0.1", 0)
+    server.set("settings", settings)
+    server.set("time", str(time.time() + ahead))
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port), "NODE_RANK": "1"}
+    monkeypatch.setattr(os, "environ", variables)
+    monkeypatch.setattr(network, "_exit_without_store", lambda *_: None)  # this process
+    with pytest.raises(UserError, match=message) if message else contextlib.nullcontext():
+        network.join_hosts("2")
+
+
+def test_port_in_use_is_reported() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as used:
+        port = used.getsockname()[1]
+        with pytest.raises(UserError, match=f"MASTER_PORT={port} can't be used on this host"):
+            network.serve_store("127.0.0.1", port)
+
+
+def test_own_addresses_are_recognized() -> None:
+    assert network.is_own_address("127.0.0.1")
+    assert network.is_own_address("localhost")
+    assert not network.is_own_address("192.0.2.1")
+    assert not network.is_own_address("no-such-host.invalid")

@@ -1,0 +1,173 @@
+"""Settings from a file (--config, --print-config), and the command line of main.py."""
+
+import json
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+from engine import UserError, cli, distributed
+
+PROJECT = Path(__file__).parent.parent
+EXAMPLE = PROJECT / "config.example.json"
+SOME = ("--no-channels-last", "--loss-scale=128", "--save-every=10m", "--ema=0.9", "--resume=auto")
+SOME += ("--data", "images", "--deterministic", "--freeze", "conv1", "layer1")
+
+
+@pytest.fixture
+def parse(monkeypatch, generated):
+    """Return main.py's flags from a command line; an error raises its message."""
+
+    def stop(message):
+        raise UserError(message)
+
+    def parse(*flags):
+        monkeypatch.setattr(sys, "argv", ["main.py", *map(str, flags)])
+        return generated.main.parse_args()
+
+    monkeypatch.setattr(distributed, "stop", stop)
+    return parse
+
+
+@pytest.fixture
+def file(tmp_path):
+    """Write a file that holds a value as JSON, or a text or bytes unchanged."""
+
+    def file(content):
+        path = tmp_path / "config.json"
+        if not isinstance(content, str | bytes):
+            content = json.dumps(content)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        return path
+
+    return file
+
+
+def test_command_line_overrides_config_file(parse, file):
+    path = file({"epochs": 3, "lr": 1, "freeze": ["a", "b"], "deterministic": True, "dummy": True})
+    args = parse("--epochs", 4, "--config", path, "--no-deterministic")
+    assert (args.epochs, args.lr, args.freeze) == (4, 1.0, ["a", "b"])
+    assert (args.deterministic, args.dummy) == (False, True)
+
+
+@pytest.mark.parametrize("flags", [(), SOME])
+def test_saved_config_round_trip(parse, file, flags):
+    settings = cli.settings(parse(*flags))
+    assert cli.settings(parse("--config", file(cli.as_json(settings)))) == settings
+
+
+def test_print_config_round_trip(parse, file, capsys):
+    with pytest.raises(SystemExit) as end:
+        parse(*SOME, "--print-config")
+    assert not end.value.code
+    printed = capsys.readouterr().out
+    settings = json.loads(printed)
+    assert not {"config", "print_config", "check", "local_rank"} & settings.keys()
+    assert settings["workers"] is None  # it follows from others, which may change
+    assert cli.settings(parse("--config", file(printed))) == cli.settings(parse(*SOME))
+
+
+def test_only_rank_0_prints_config_and_help(parse, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    for flag in ("--print-config", "--help"):
+        with pytest.raises(SystemExit) as end:
+            parse(flag)
+        assert not end.value.code
+    assert capsys.readouterr().out == ""
+
+
+def test_example_config_holds_flags_of_the_project(parse, generated):
+    path = generated.folder / "config.example.json"
+    args = vars(parse("--config", path))
+    example = json.loads(path.read_text())
+    assert {name: args[name] for name in example} == example | {"output": Path("runs/example")}
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"epoch": 3}, "there is no setting epoch; did you mean epochs?"),
+        ({"batch-size": 3}, "did you mean batch_size?"),
+        ({"check": True}, "there is no setting check"),
+        ({"epochs": "3"}, 'epochs is "3", but must be a number'),
+        ({"epochs": True}, "epochs is true, but must be a number"),
+        ({"epochs": None}, "epochs is null, but must be a number"),
+        ({"epochs": 2.5}, "argument --epochs: '2.5' is not a whole number of at least 1"),
+        ({"epochs": 0}, "argument --epochs: '0' is not a whole number of at least 1"),
+        ({"opt_level": "01"}, "argument --opt-level: invalid choice: '01'"),
+        ({"output": ["runs"]}, "output is ["),
+        ({"deterministic": 1}, "deterministic is 1, but must be true or false"),
+        ({"channels_last": "no"}, "channels_last is "),
+        ({"freeze": "conv1"}, 'freeze is "conv1", but must be a list'),
+        ({"freeze": [None]}, "freeze is [null], but must be a list of texts"),
+        ([], "it must hold names and values"),
+        ("{", "it is not JSON"),
+        ("", "it is not JSON"),
+        ('{"epochs": 1, "lr": 1, "epochs": 2}', "it has epochs twice"),
+        (b"\xff", "it is not JSON"),
+    ],
+)
+def test_config_file_errors(parse, file, content, words):
+    path = file(content)
+    with pytest.raises(UserError) as error:
+        parse("--config", path)
+    assert str(error.value).startswith(f"--config {path}: ")
+    assert words in str(error.value)
+
+
+def test_missing_config_file(parse, tmp_path):
+    with pytest.raises(UserError, match="missing.json: it can't be read"):
+        parse("--config", tmp_path / "missing.json")
+
+
+def test_contradicting_settings_in_a_config_file_are_refused(parse, file):
+    path = file({"opt_level": "O1", "keep_batchnorm_fp32": True})
+    with pytest.raises(UserError, match="O1 casts none"):
+        parse("--config", path)
+
+
+@pytest.mark.parametrize(
+    ("flag", "answer"),
+    [
+        ("--bach-size=3", "there is no flag --bach-size; did you mean --batch-size?"),
+        ("--epoch", "there is no flag --epoch; did you mean --epochs?"),
+        ("--xyzzy", "there is no flag --xyzzy (--help"),
+    ],
+)
+def test_unknown_flag_suggests_the_nearest(parse, flag, answer):
+    with pytest.raises(UserError) as error:
+        parse(flag)
+    assert str(error.value).startswith(answer)
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_help_fits_the_terminal(parse, monkeypatch, capsys, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    with pytest.raises(SystemExit):
+        parse("--help")
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= columns
+    assert lines[0] == "usage: ./run.sh [flags]"
+    assert {"data:", "model:", "optimization:", "precision:", "distributed:", "run:"} <= set(lines)
+
+
+def readme_flags(folder):
+    """Return the flags that follow ./run.sh in the README's code."""
+    text = (folder / "README.md").read_text(encoding="utf-8")
+    spans = re.findall(r"`(?:[A-Z_]+=\S+ )*\./run\.sh\b([^`>]*)", text)
+    lines = re.findall(r"^    (?:[A-Z_]+=\S+ )*\./run\.sh\b([^#\n]*)", text, re.MULTILINE)
+    return sorted({flags.strip() for flags in spans + lines})
+
+
+def test_readme_commands_parse(parse, generated, monkeypatch):
+    monkeypatch.chdir(generated.folder)
+    commands = readme_flags(generated.folder)
+    assert len(commands) > 20
+    for flags in commands:
+        if flags in ("--help", "--print-config"):
+            with pytest.raises(SystemExit) as end:
+                parse(flags)
+            assert not end.value.code
+        else:
+            parse(*shlex.split(flags))

@@ -1,0 +1,85 @@
+"""The README's instructions for data of one's own, followed to the letter."""
+
+import ast
+import re
+import shlex
+
+import numpy as np
+import pytest
+from PIL import Image
+from running import metrics, run
+
+pytestmark = pytest.mark.xdist_group("short")
+TASKS = {
+    "classification": ("val_accuracy", "shufflenet_v2_x0_5"),
+    "segmentation": ("val_miou", "lraspp_mobilenet_v3_large"),
+    "contrastive": ("val_recall_at_1", "shufflenet_v2_x0_5"),
+}
+
+
+@pytest.fixture(scope="module", params=TASKS)
+def project(request, bake):
+    """The task, its project, and what its README says of one's own data."""
+    project = bake(task=request.param)
+    readme = (project / "README.md").read_text(encoding="utf-8")
+    return request.param, project, re.search("## Your own data.*?(?=\n## )", readme, re.DOTALL)[0]
+
+
+def trains(task, project, text, folder, output):
+    """That the command of the README trains on the folder, for one epoch of a small model."""
+    (command,) = re.findall(r"^    \./run\.sh (.*)$", text, re.MULTILINE)
+    metric, arch = TASKS[task]
+    flags = shlex.split(command.replace("DIR", str(folder)))
+    small = ("--arch", arch, "--epochs", 1, "--batch-size", 2, "--workers", 0)
+    done = run(project, *flags, *small, "--output", output, nproc=0)
+    assert done.returncode == 0, done.stderr
+    assert 0 <= metrics(output)[-1][metric] <= 1
+
+
+def test_readme_folder_layout_trains(project, tmp_path):
+    task, project, text = project
+    folder = tmp_path / "own"
+    names = re.findall(r"^    DIR/(\S+)$", text, re.MULTILINE)
+    lines = re.findall(r"^    (\S+\t.+)$", text, re.MULTILINE)
+    assert len(names) >= 5
+    for name in names:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if name == "classes.txt":
+            path.write_text("cat\ndog\n")
+        elif name == "train/captions.tsv":
+            path.write_text("\n".join(lines))
+        elif name == "val/captions.tsv":
+            path.write_text("3.jpg\ta bird")
+        elif "annotations" in name:
+            labels = np.array([[0, 1, 255]], dtype=np.uint8).repeat(100, 0).repeat(50, 1)
+            Image.fromarray(labels).save(path)
+        else:
+            Image.effect_noise((150, 100), 50).convert("RGB").save(path)
+    trains(task, project, text, folder, tmp_path / "run")
+
+
+def test_readme_example_of_array_data_trains(project, tmp_path):
+    task, project, text = project
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    path = project / "task.py"
+    source = path.read_text(encoding="utf-8")
+    (old,) = [
+        node for node in ast.parse(source).body if getattr(node, "name", "") == "build_datasets"
+    ]
+    lines = source.splitlines(keepends=True)
+    replaced = "".join([*lines[: old.lineno - 1], code, *lines[old.end_lineno :]])
+    (kind,) = re.findall(r"np\.savez\(path, images=images, (\w+)=", code)
+    others = {
+        "labels": np.arange(4) % 2,
+        "masks": np.zeros((4, 64, 64), dtype=np.uint8),
+        "captions": np.array(["one", "two", "three", "three"]),
+    }
+    images = np.random.default_rng(0).integers(0, 256, (4, 64, 64, 3), dtype=np.uint8)
+    for split in ("train", "val"):
+        np.savez(tmp_path / f"{split}.npz", images=images, **{kind: others[kind]})
+    path.write_text(replaced, encoding="utf-8")
+    try:
+        trains(task, project, text, tmp_path, tmp_path / "run")
+    finally:
+        path.write_text(source, encoding="utf-8")

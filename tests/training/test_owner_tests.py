@@ -1,0 +1,195 @@
+"""The generated tests: green in a fresh project and after ordinary edits, red after errors."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.xdist_group("train")
+TASKS = ("classification", "segmentation", "contrastive")
+HERE = Path(__file__).parent
+
+
+def run_tests(project: Path, *arguments: str) -> subprocess.CompletedProcess:
+    """Run pytest as the owner does; check that it leaves no files in the project."""
+    before = list_files(project)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
+        cwd=project,
+        env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert list_files(project) == before
+    return done
+
+
+def list_files(folder: Path) -> set[Path]:
+    return {path for path in folder.rglob("*") if "__pycache__" not in path.parts}
+
+
+def failed_tests(done: subprocess.CompletedProcess) -> set[str]:
+    return set(re.findall(r"^(?:FAILED|ERROR) tests/\w+\.py::(\w+)", done.stdout, re.MULTILINE))
+
+
+@pytest.mark.parametrize(
+    "task", ["classification", *(pytest.param(t, marks=pytest.mark.slow) for t in TASKS[1:])]
+)
+def test_owner_tests_pass_in_a_fresh_project(shared_project, task):
+    done = run_tests(shared_project(task=task))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "answers",
+    [
+        {"ddp": "dataparallel", "sync_bn": False},
+        {"ddp": "torch", "fused_adam": False, "opt_level": "O2"},
+    ],
+    ids=["dataparallel", "torch-sgd-O2"],
+)
+def test_owner_tests_pass_with_other_answers(bake, answers):
+    done = run_tests(bake(**answers))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def replace(path: Path, *pairs: tuple[str, str]) -> None:
+    """Replace each text, which occurs once, in the file."""
+    source = path.read_text(encoding="utf-8")
+    for old, new in pairs:
+        assert source.count(old) == 1, old
+        source = source.replace(old, new)
+    path.write_text(source, encoding="utf-8")
+
+
+def turn_into_regression(project: Path) -> None:
+    shutil.copy(HERE / "regression_task.py", project / "task.py")
+
+
+AUXILIARY = '''
+
+class WithAuxiliaryHead(nn.Module):
+    """A backbone whose features go to two heads."""
+
+    def __init__(self, backbone: nn.Module, num_classes: int) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.main_head = nn.Linear(64, num_classes)
+        self.auxiliary_head = nn.Linear(64, num_classes)
+
+    def forward(self, pixels: Tensor) -> dict[str, Tensor]:
+        features = self.backbone(pixels).relu()
+        return {"out": self.main_head(features), "aux": self.auxiliary_head(features)}
+'''
+
+
+def add_auxiliary_loss(project: Path) -> None:
+    """Make the output a dict, whose second entry is for an auxiliary loss."""
+    replace(
+        project / "task.py",
+        (
+            "return torchvision.models.get_model(arch, weights=None, num_classes=num_classes)",
+            "backbone = torchvision.models.get_model(arch, weights=None, num_classes=64)\n"
+            "    return WithAuxiliaryHead(backbone, num_classes)",
+        ),
+        (
+            "    return F.cross_entropy(output, targets, label_smoothing=label_smoothing)\n",
+            "    losses = [F.cross_entropy(output[name], targets) for name in ('out', 'aux')]\n"
+            "    return losses[0] + 0.4 * losses[1]\n",
+        ),
+        (
+            "        losses = F.cross_entropy(output.float(),",
+            "        output = output['out']\n        losses = F.cross_entropy(output.float(),",
+        ),
+        ("= model(inputs).float()", "= model(inputs)['out'].float()"),
+        ("self.model(images.normalize(pixels)).", "self.model(images.normalize(pixels))['out']."),
+    )
+    with (project / "task.py").open("a", encoding="utf-8") as file:
+        file.write(AUXILIARY)
+
+
+def replace_model(project: Path, expression: str, imports: str = "") -> None:
+    path = project / "task.py"
+    source = path.read_text(encoding="utf-8")
+    body = re.compile(r"(def build_model\(.*?-> nn\.Module:\n).*?(?=\n\n\n)", re.DOTALL)
+    source, count = body.subn(rf"\1    return {expression}", source)
+    assert count == 1
+    path.write_text(source.replace("import torch\n", f"{imports}import torch\n", 1))
+
+
+def use_timm(project: Path) -> None:
+    pytest.importorskip("timm")
+    replace_model(
+        project, "timm.create_model('resnet10t', num_classes=num_classes)", "import timm\n"
+    )
+
+
+def use_plain_module(project: Path) -> None:
+    replace_model(
+        project,
+        "nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten(),"
+        " nn.Linear(64, num_classes))",
+    )
+
+
+def rename_metric(project: Path) -> None:
+    replace(project / "task.py", ('METRIC = "val_accuracy"', 'METRIC = "val_top1"'))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "edit", [turn_into_regression, add_auxiliary_loss, use_timm, use_plain_module, rename_metric]
+)
+def test_owner_tests_pass_after_an_edit(bake, edit):
+    project = bake()
+    edit(project)
+    done = run_tests(project)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def ignore_targets(project: Path) -> None:
+    replace(
+        project / "task.py",
+        ("return F.cross_entropy(output, targets,", "return F.cross_entropy(output, targets * 0,"),
+    )
+
+
+def keep_metrics_at_reset(project: Path) -> None:
+    replace(project / "task.py", ("        self.totals.zero_()\n", "        pass\n"))
+
+
+def augment_validation(project: Path) -> None:
+    replace(project / "task.py", ("if train else v2.Identity()", "if True else v2.Identity()"))
+
+
+def resume_nothing(project: Path) -> None:
+    path = project / "main.py"
+    source, count = re.subn(
+        r"= [\w.]+\.resume\(.*\)\n", "= None\n", path.read_text(encoding="utf-8")
+    )
+    assert count == 1
+    path.write_text(source, encoding="utf-8")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("error", "file", "expected"),
+    [
+        (ignore_targets, "test_task", "test_loss_depends_on_the_targets"),
+        (keep_metrics_at_reset, "test_task", "test_metrics_do_not_depend_on_the_batches"),
+        (augment_validation, "test_task", "test_validation_samples_are_not_augmented"),
+        (resume_nothing, "test_training", "test_resume_is_bit_identical"),
+    ],
+)
+def test_owner_tests_fail_after_an_error(bake, error, file, expected):
+    project = bake()
+    error(project)
+    done = run_tests(project, f"tests/{file}.py")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert expected in failed_tests(done)

@@ -1,0 +1,263 @@
+"""Inference with predict.py: which weights it uses, and errors for unusable files."""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from engine import UserError
+from PIL import Image
+from projects import Project
+from torch import nn
+
+pytestmark = pytest.mark.xdist_group("in_process")
+
+
+class Model:
+    """Models of a project's task, and checkpoints of them."""
+
+    def __init__(self, project: Project) -> None:
+        self.task = project.task
+        self.arch = "unet" if self.task.METRIC == "val_miou" else "shufflenet_v2_x0_5"
+        classes = [*getattr(self.task.Digits, "classes", ())]  # where they have captions, none
+        metadata = {"metric": self.task.METRIC, "arch": self.arch}
+        self.metadata = metadata | {"data": "", "classes": classes}
+
+    def build(self, seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        classes = self.metadata["classes"]
+        return self.task.build_model(self.arch, len(classes))
+
+    def save(self, path: Path, weights: dict, **parts: object) -> Path:
+        """Write a checkpoint of these weights; `parts` extend or replace the usual ones."""
+        usual = {"model": weights, "optimizer": {"state": {}, "param_groups": []}}
+        torch.save(usual | {"metadata": self.metadata} | parts, path)
+        return path
+
+
+@pytest.fixture
+def model(generated: Project) -> Model:
+    return Model(generated)
+
+
+@pytest.fixture
+def checkpoint(model: Model, tmp_path: Path) -> Path:
+    return model.save(tmp_path / "best.pt", model.build(1).state_dict())
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    """A folder of three images of different formats and sizes, and of a text file."""
+    folder = tmp_path / "images"
+    (folder / "more").mkdir(parents=True)
+    for size, name in ((64, 48), "a.jpg"), ((8, 8), "b.png"), ((30, 90), "more/a.png"):
+        Image.effect_noise(size, 100).save(folder / name)
+    (folder / "notes.txt").write_text("no image")
+    return folder
+
+
+Predicted = Callable[..., tuple[list[dict], str, int]]
+
+
+@pytest.fixture
+def predicted(
+    generated: Project,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Predicted:
+    """Run predict.py; return its lines, its errors, and its status."""
+
+    def predicted(*words: object) -> tuple[list[dict], str, int]:
+        monkeypatch.chdir(tmp_path_factory.mktemp("here"))  # masks are written there
+        monkeypatch.setattr(sys, "argv", ["predict.py", *map(str, words), "--json"])
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        with pytest.raises(SystemExit) as end:
+            generated.predict.main()
+        said = capsys.readouterr()
+        return [json.loads(line) for line in said.out.splitlines()], said.err, end.value.code
+
+    return predicted
+
+
+def test_predicts_all_images_of_a_folder_in_order(
+    predicted: Predicted, model: Model, checkpoint: Path, images: Path
+) -> None:
+    lines, errors, status = predicted(checkpoint, images)
+    assert [line["file"] for line in lines] == [
+        str(images / name) for name in ("a.jpg", "b.png", "more/a.png")
+    ]
+    ignored = f"warning: {images}: ignored files of other types: 1 (notes.txt)\n"
+    assert (errors, status) == (ignored, 0)
+    for line in lines:
+        shares = [share for _, share in line["found"]]
+        assert shares == sorted(shares, reverse=True)
+        assert 0 < sum(shares) < 1.001
+
+
+def test_predicts_with_ema_weights_if_saved(
+    predicted: Predicted, model: Model, checkpoint: Path, images: Path
+) -> None:
+    other = model.build(2).state_dict()
+    averaged = model.save(images / "averaged.pt", other, ema=model.build(1).state_dict())
+    expected, *_ = predicted(checkpoint, images)
+    assert predicted(averaged, images)[0] == expected
+    assert predicted(model.save(averaged, other), images)[0] != expected
+
+
+def test_half_precision_and_channels_last_weights_are_accepted(
+    predicted: Predicted, model: Model, checkpoint: Path, images: Path
+) -> None:
+    half = model.build(1).to(memory_format=torch.channels_last).half()
+    half = model.save(images / "half.pt", half.state_dict())
+    pairs = zip(predicted(half, images)[0], predicted(checkpoint, images)[0], strict=True)
+    for line, expected in pairs:
+        shares, wanted = dict(line["found"]), dict(expected["found"])
+        for name in shares.keys() & wanted.keys():
+            assert shares[name] == pytest.approx(wanted[name], abs=0.02)
+
+
+def test_broken_image_is_reported_and_the_others_are_predicted(
+    predicted: Predicted, model: Model, checkpoint: Path, images: Path
+) -> None:
+    (images / "b.png").write_bytes((images / "b.png").read_bytes()[:50])
+    (images / "zero.png").symlink_to("/dev/zero")
+    os.mkfifo(images / "c\x1b[2J.jpg")
+    Image.new("L", (60_000, 1)).save(images / "long.png")
+    lines, errors, status = predicted(checkpoint, images)
+    assert [Path(line["file"]).name for line in lines] == ["a.jpg", "long.png", "a.png"]
+    found = [line for line in errors.splitlines() if line.startswith("error: ")]
+    for name, line in zip(("b.png", r"c\x1b[2J.jpg", "zero.png"), found, strict=True):
+        assert line.startswith(f"error: {images}/{name} can't be read as an image (")
+    assert status == 1
+
+
+def test_names_are_escaped(
+    generated: Project,
+    predicted: Predicted,
+    model: Model,
+    checkpoint: Path,
+    images: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    path = (images / "a.jpg").rename(images / "a\x9b2J\n.jpg")
+    answer = [("\x1b]0;title\x07", 1.0)]
+    monkeypatch.setattr(generated.task.Predictor, "__call__", lambda *_: answer)
+    lines, *_ = predicted(checkpoint, path)
+    assert lines == [{"file": str(path), "found": [list(*answer)]}]
+    monkeypatch.chdir(images)
+    monkeypatch.setattr(sys, "argv", ["predict.py", str(checkpoint), str(path)])
+    with pytest.raises(SystemExit):
+        generated.predict.main()
+    escaped = rf"{images}/a\x9b2J\n.jpg: \x1b]0;title\x07 1.000"
+    assert capsys.readouterr().out == f"{escaped}\n"
+
+
+def test_example_image_is_predicted(
+    generated: Project, predicted: Predicted, checkpoint: Path
+) -> None:
+    (line,), errors, status = predicted(checkpoint, generated.folder / "data" / "example.png")
+    assert line["found"] and (errors, status) == ("", 0)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:9000])
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda model, path: path.unlink(), "there is no such file"),
+        (lambda model, path: truncate(path), "it is torn, or not a checkpoint"),
+        (
+            lambda model, path: torch.save(model.build(1).state_dict(), path),
+            "it is not a checkpoint",
+        ),
+        (
+            lambda model, path: model.save(path, {}, metadata={}),
+            "it does not say of which model and classes it is",
+        ),
+        (
+            lambda model, path: model.save(path, {}, metadata="x"),
+            "its metadata is altered",
+        ),
+        (
+            lambda model, path: model.save(path, {}, metadata=model.metadata | {"metric": "val_x"}),
+            "it is of another task",
+        ),
+        (lambda model, path: model.save(path, {}), "its weights do not fit ARCH"),
+    ],
+    ids=[
+        "missing",
+        "torn",
+        "weights",
+        "no_metadata",
+        "odd_metadata",
+        "other_task",
+        "other_weights",
+    ],
+)
+def test_unusable_checkpoints(
+    predicted: Predicted,
+    model: Model,
+    checkpoint: Path,
+    images: Path,
+    damage: Callable,
+    words: str,
+) -> None:
+    damage(model, checkpoint)
+    with pytest.raises(UserError, match=f"^{checkpoint}: {words.replace('ARCH', model.arch)}"):
+        predicted(checkpoint, images)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["none.jpg"], "none.jpg: there is no such file or folder"),
+        (["{tmp}"], "holds no images"),
+        (["{images}", "--device", "cuda"], "--device cuda: there is no GPU here"),
+    ],
+)
+def test_usage_errors(
+    predicted: Predicted, checkpoint: Path, images: Path, tmp_path: Path, flags: list, words: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    flags = [flag.format(tmp=tmp_path / "empty", images=images) for flag in flags]
+    with pytest.raises(UserError, match=words):
+        predicted(checkpoint, *flags)
+
+
+@pytest.mark.slow
+def test_model_is_exported(
+    generated: Project,
+    model: Model,
+    checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    path = tmp_path / "model.pt2"
+    monkeypatch.setattr(sys, "argv", ["predict.py", str(checkpoint), "--export", str(path)])
+    generated.predict.main()
+    assert capsys.readouterr().out.startswith(f"{path}: outputs as the model's")
+    inputs = generated.predict.sample_inputs(4)
+    exported = torch.export.load(path).module()(inputs)
+    expected = model.build(1).eval()(inputs)
+    torch.testing.assert_close(exported, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_images_or_export_are_needed(
+    generated: Project, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def error(parser: object, message: str) -> None:
+        raise UserError(message)
+
+    monkeypatch.setattr("engine.cli.ArgumentParser.error", error)
+    for arguments in ([], ["a.png", "--export", "model.onnx"]):
+        monkeypatch.setattr(sys, "argv", ["predict.py", str(checkpoint), *arguments])
+        with pytest.raises(UserError, match="give image files, or --export FILE"):
+            generated.predict.parse_args()

@@ -1,0 +1,294 @@
+"""Casts: of models, of their inputs, outputs and saved state, and of functions (O1 and O4)."""
+
+import contextlib
+import functools
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .state import _amp_state, properties
+
+HALF_TYPES = (torch.float16, torch.bfloat16)
+
+
+def half_type(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Return the type that serves as `dtype` on `device`: itself, except for half types on CPUs.
+
+    A CPU without instructions for a 16-bit type emulates it, up to a hundred times slower than
+    fp32; and with those for fp16, torch (2.15) still cannot train an LSTM in it. So CPUs compute
+    in bfloat16 if they have instructions for it, else in float32.
+    """
+    if device.type != "cpu" or dtype not in HALF_TYPES:
+        return dtype
+    # torch has no public function for it; without this one, CPUs compute in fp32.
+    is_supported = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    has_bfloat16 = torch.backends.mkldnn.is_available() and is_supported()
+    return torch.bfloat16 if has_bfloat16 else torch.float32
+
+
+def cast_tensors(value: Any, dtype: torch.dtype, device_type: str | None = None) -> Any:
+    """Return `value` with every floating-point tensor in it as `dtype`.
+
+    Tuples (named ones too), lists and mappings are searched; an object with a method ``to``, such
+    as a batch of a user's class, is replaced by ``value.to(dtype)``; the rest is returned as it is.
+    If `device_type` is given, tensors on devices of other types are not cast.
+    """
+    if isinstance(value, Tensor):
+        is_cast = value.is_floating_point() and device_type in (None, value.device.type)
+        return value.to(dtype) if is_cast else value
+    if isinstance(value, (str, nn.Module)):  # torch 2.6 cannot compile str | nn.Module
+        return value
+    kind: Any = type(value)
+    if isinstance(value, Mapping):
+        items = {key: cast_tensors(item, dtype, device_type) for key, item in value.items()}
+        if isinstance(value, defaultdict):
+            return defaultdict(value.default_factory, items)
+        return kind(items)
+    if isinstance(value, (tuple, list)):
+        cast = [cast_tensors(item, dtype, device_type) for item in value]
+        return kind(*cast) if hasattr(value, "_fields") else kind(cast)
+    return value.to(dtype) if hasattr(value, "to") else value
+
+
+def check_models(models: list[nn.Module]) -> None:
+    """Raise RuntimeError for a model that is already wrapped, or already half."""
+    for model in models:
+        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            raise RuntimeError(
+                f"amp.initialize was given a model inside {type(model).__name__}: call "
+                "amp.initialize first and wrap what it returns."
+            )
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if tensor.dtype == torch.float16:
+                raise RuntimeError(
+                    f"amp.initialize was given a model whose {name} is fp16 already: leave the "
+                    "model in fp32, initialize casts it as the opt_level requires."
+                )
+
+
+def cast_model(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool) -> None:
+    """Cast `model` to `dtype` in place; its parameters keep their identity.
+
+    keep_batchnorm_fp32 spares affine batch norms. From here on the top-level call casts its
+    inputs, too. A hook does this rather than a replaced ``forward``, so that the model can still
+    be copied, pickled and compiled.
+    """
+    for module in model.modules():
+        is_batchnorm = isinstance(module, nn.modules.batchnorm._BatchNorm) and module.affine
+        if not (keep_batchnorm_fp32 and is_batchnorm):
+            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                tensor.data = cast_tensors(tensor.data, dtype)
+            for parameter in module.parameters(recurse=False):
+                parameter.grad = cast_tensors(parameter.grad, dtype)
+            if isinstance(module, nn.RNNBase):
+                module.flatten_parameters()
+    model.register_forward_pre_hook(functools.partial(_cast_inputs, dtype=dtype), with_kwargs=True)
+    for module in model.modules():
+        module.register_state_dict_post_hook(_save_as_fp32)
+        module.register_load_state_dict_pre_hook(_load_masters)
+
+
+def _cast_inputs(module: nn.Module, args: tuple, kwargs: dict, dtype: torch.dtype) -> tuple:
+    return cast_tensors(args, dtype), cast_tensors(kwargs, dtype)
+
+
+def cast_output(module: nn.Module, args: tuple, output: object, dtype: torch.dtype) -> object:
+    """Return the tensors in `output` as `dtype`; a forward hook."""
+    return cast_tensors(output, dtype)
+
+
+# A master belongs to its parameter, and the model's state must reach it without the optimizer:
+# it is an attribute of the parameter, as is the (private) version of the parameter that it matches.
+_MASTER, _VERSION = "_amp_master", "_amp_version"
+
+
+def make_master(parameter: Tensor) -> Tensor:
+    """Return the fp32 master of a half parameter, which the first call creates."""
+    master = getattr(parameter, _MASTER, None)
+    if master is None:
+        master = parameter.detach().clone().float().requires_grad_()
+        setattr(parameter, _MASTER, master)
+        mark_up_to_date(parameter)
+    return master
+
+
+def mark_up_to_date(parameter: Tensor) -> None:
+    """Record that the master of `parameter` matches the parameter's present values."""
+    setattr(parameter, _VERSION, parameter._version)
+
+
+@torch.no_grad()
+def current_master(parameter: Tensor) -> Tensor | None:
+    """Return the master of `parameter`, if any, updated with what others have written to that.
+
+    DistributedDataParallel does: it broadcasts after ``initialize``. Apex includes that, because
+    it makes masters as late as the first backward pass.
+    """
+    master = getattr(parameter, _MASTER, None)
+    if master is not None and parameter._version != getattr(parameter, _VERSION):
+        changed = parameter != master.to(parameter.device, parameter.dtype)
+        master.copy_(torch.where(changed, parameter.float(), master.to(parameter.device)))
+        mark_up_to_date(parameter)
+    return master
+
+
+def _own_tensors(module: nn.Module, prefix: str) -> dict[str, Tensor]:
+    parameters = module.named_parameters(recurse=False, remove_duplicate=False)
+    buffers = module.named_buffers(recurse=False, remove_duplicate=False)
+    return {prefix + name: tensor for name, tensor in (*parameters, *buffers)}
+
+
+def _save_as_fp32(module: nn.Module, state_dict: dict, prefix: str, local_metadata: dict) -> None:
+    """Replace half tensors of a saved model by fp32 ones, by the masters where there are any.
+
+    Apex saves the rounded half weights, so that a resumed run continues from other weights than
+    it had (apex#180, apex#480).
+    """
+    for key, tensor in _own_tensors(module, prefix).items():
+        if key in state_dict and tensor.dtype in HALF_TYPES:
+            master = current_master(tensor)
+            values = (tensor if master is None else master).detach()
+            state_dict[key] = values.to(tensor.device, torch.float32)  # the model may have moved
+
+
+def _load_masters(module: nn.Module, state_dict: dict, prefix: str, *_: object) -> None:
+    """Load the masters of `module`, in the precision of `state_dict`."""
+    for key, tensor in _own_tensors(module, prefix).items():
+        master = getattr(tensor, _MASTER, None)
+        loaded = state_dict.get(key)
+        if master is not None and loaded is not None and loaded.shape == master.shape:
+            with torch.no_grad():
+                master.copy_(loaded)
+
+
+def set_function_casts(device_type: str, dtype: torch.dtype) -> None:
+    """Switch the O1 and O4 casts on (to `dtype`) or off (fp32) for this whole thread.
+
+    The casts are torch's autocast, entered and never left, so that they cover the loss and
+    whatever else is outside the model, as Apex's patched functions do. Autocast's cache of cast
+    weights is emptied only when the outermost context is left, and would return stale weights
+    after a step. It is off: a weight is cast for each use, which is once a step in most models.
+    """
+    torch.set_autocast_enabled(_amp_state.device_type, False)
+    _amp_state.device_type = device_type
+    torch.set_autocast_cache_enabled(dtype == torch.float32)
+    if dtype == torch.float32:
+        return
+    _prepare_process(device_type)
+    torch.set_autocast_dtype(device_type, dtype)
+    torch.set_autocast_enabled(device_type, True)
+    while _amp_state.registered:  # these are replaced for good, and do nothing without casts
+        module, name, decorate = _amp_state.registered.pop()
+        setattr(module, name, decorate(getattr(module, name)))
+
+
+@functools.cache
+def _prepare_process(device_type: str) -> torch.library.Library:
+    """Switch casts off in forks, such as loaders' workers; register kernels, which the cache keeps.
+
+    Autocast refuses binary_cross_entropy on GPUs.
+    """
+    os.register_at_fork(
+        after_in_child=lambda: torch.set_autocast_enabled(_amp_state.device_type, False)
+    )
+    library = torch.library.Library("aten", "IMPL", "AutocastCUDA")
+    if device_type == "cuda":
+        library.impl("binary_cross_entropy", _binary_cross_entropy)
+    return library
+
+
+def _binary_cross_entropy(
+    input: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1
+) -> Tensor:
+    """Compute the loss of fp32 tensors; raise NotImplementedError for half ones, as in Apex."""
+    if any(tensor.dtype in HALF_TYPES for tensor in nested_tensors((input, target, weight))):
+        raise NotImplementedError(
+            "binary_cross_entropy (BCELoss) is not safe in half precision, which amp casts to: use "
+            "binary_cross_entropy_with_logits (BCEWithLogitsLoss) without the sigmoid before it, "
+            "or pass the arguments as .float()."
+        )
+    with torch.autocast(input.device.type, enabled=False):
+        return torch.ops.aten.binary_cross_entropy(input, target, weight, reduction)
+
+
+@contextlib.contextmanager
+def disable_casts() -> Iterator[None]:
+    """Run the body without the casts of O1 and O4. The backward pass needs no such block."""
+    device_type = _amp_state.device_type
+    enabled = torch.is_autocast_enabled(device_type)
+    torch.set_autocast_enabled(device_type, False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(device_type, enabled)
+
+
+def half_function(function: Callable) -> Callable:
+    """Make `function` run on half tensors at O1 (bfloat16 at O4), and unchanged elsewhere.
+
+    Inside, casts are off: the types of the arguments decide. The same holds for the other three.
+    """
+    return _cast(function, lambda _: properties().function_type)
+
+
+def bfloat16_function(function: Callable) -> Callable:
+    """Make `function` run on bfloat16 tensors at O1 and O4 (a name of ROCm's fork)."""
+    return _cast(function, lambda _: torch.bfloat16)
+
+
+def float_function(function: Callable) -> Callable:
+    """Make `function` run on fp32 tensors at O1 and O4."""
+    return _cast(function, lambda _: torch.float32)
+
+
+def promote_function(function: Callable) -> Callable:
+    """Make `function` run on the widest type among its floating-point tensors at O1 and O4."""
+    return _cast(function, _widest_type)
+
+
+def _register(decorate: Callable, module: object, name: str) -> None:
+    """Decorate ``module.name`` at ``initialize``. Raises ValueError if it is missing."""
+    if not hasattr(module, name):
+        raise ValueError(f"There is no function {name} in {module}.")
+    _amp_state.registered.append((module, name, decorate))
+
+
+register_half_function = functools.partial(_register, half_function)
+register_bfloat16_function = functools.partial(_register, bfloat16_function)
+register_float_function = functools.partial(_register, float_function)
+register_promote_function = functools.partial(_register, promote_function)
+
+
+def _cast(function: Callable, dtype_for: Callable[[tuple], torch.dtype]) -> Callable:
+    @functools.wraps(function)
+    def wrapper(*args: object, **kwargs: object) -> object:
+        level = _amp_state.opt_properties
+        is_cast = level is not None and level.patch_torch_functions
+        if not (is_cast and torch.is_autocast_enabled(_amp_state.device_type)):
+            return function(*args, **kwargs)
+        dtype = dtype_for((args, tuple(kwargs.values())))
+        device_type = _amp_state.device_type  # as in Apex, which casts tensors on GPUs only
+        cast_kwargs = cast_tensors(kwargs, dtype, device_type)
+        with disable_casts():
+            return function(*cast_tensors(args, dtype, device_type), **cast_kwargs)
+
+    return wrapper
+
+
+def _widest_type(values: object) -> torch.dtype:
+    """Return the type that all floating-point tensors in `values` promote to."""
+    types = [tensor.dtype for tensor in nested_tensors(values) if tensor.is_floating_point()]
+    return functools.reduce(torch.promote_types, types or [torch.float32])
+
+
+def nested_tensors(value: object) -> Iterator[Tensor]:
+    """Yield the tensors in `value`: a tensor, or lists and tuples in any nesting."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from nested_tensors(item)

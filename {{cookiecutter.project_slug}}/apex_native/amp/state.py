@@ -1,0 +1,213 @@
+"""Process-wide state of amp: the properties, and a loss scaler for each loss."""
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from functools import reduce
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from .. import log_rank_zero
+
+if TYPE_CHECKING:
+    from .frontend import Properties
+
+
+class LossScaler:
+    """Scale of one loss.
+
+    A dynamic scale starts at 2^16 (or its upper limit, if lower), halves when a gradient
+    overflows and doubles after 2,000 clean backward passes in a row, within the two limits. It is
+    kept on the device, so that no step waits. A static one never changes, and nothing is checked.
+
+    Source: Micikevicius et al., "Mixed Precision Training", ICLR 2018; the constants are Apex's.
+    """
+
+    INITIAL, FACTOR, WINDOW = 2.0**16, 2.0, 2000
+    LOWEST = 2.0**-64  # far below it, 1 / scale is more than fp32 holds
+    PATIENCE = 32  # overflows in a row that a scale can cause; from 2^16, it is then 2^-16
+
+    def __init__(
+        self, loss_scale: float | str, device: torch.device, index: int, limits: tuple[float, float]
+    ) -> None:
+        self.dynamic = loss_scale == "dynamic"
+        self.index = index
+        self.limits = (max(limits[0], self.LOWEST), limits[1])
+        start = min(self.INITIAL, limits[1]) if self.dynamic else float(loss_scale)
+        self.factor: Tensor | float = start  # of the loss; on the device if dynamic
+        if self.dynamic:
+            self.factor = torch.full((), start, dtype=torch.float32, device=device)
+        self.overflows_in_a_row = 0
+        self._unskipped = torch.zeros((), dtype=torch.int32, device=device)
+        self._pending: list[tuple[torch.cuda.Event | None, Tensor]] = []
+
+    def loss_scale(self) -> float:
+        """Return the scale as a number. Waits for the device if the scale is dynamic."""
+        return float(self.factor)
+
+    def set_loss_scale(self, value: float) -> None:
+        """Set the scale, dynamic or static."""
+        if isinstance(self.factor, Tensor):
+            self.factor.fill_(value)
+        else:
+            self.factor = float(value)
+
+    _loss_scale = property(loss_scale, set_loss_scale)  # scripts for Apex read and set it
+
+    def unscale_(self, grads: list[Tensor]) -> Tensor | None:
+        """Divide `grads` by the scale in place.
+
+        Returns 1.0 if any was inf or nan, else 0.0, as a tensor (); None for a static scale.
+        """
+        grads = [grad._values() if grad.is_sparse else grad for grad in grads]  # uncoalesced, too
+        if not isinstance(self.factor, Tensor):
+            if self.factor != 1.0 and grads:
+                torch._foreach_mul_(grads, 1.0 / self.factor)
+            return None
+        by_kind: dict[tuple, list[Tensor]] = {}
+        for grad in grads:
+            by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
+        inverse = self.factor.double().reciprocal().float()
+        found = []
+        for same in by_kind.values():
+            scale = inverse.to(same[0].device)
+            if same[0].dtype == torch.bfloat16:  # which torch's fused kernel does not take
+                norms = torch.stack(torch._foreach_norm(same, float("inf")))
+                found_inf = (~norms.isfinite()).any().float()
+                torch._foreach_mul_(same, scale)
+            else:
+                found_inf = torch.zeros_like(scale)
+                torch._amp_foreach_non_finite_check_and_unscale_(same, found_inf, scale)
+            found.append(found_inf.to(inverse.device))
+        return reduce(torch.maximum, found) if found else torch.zeros_like(inverse)
+
+    def update_(self, found_inf: Tensor) -> None:
+        """Update a dynamic scale after a backward pass, with the result of `unscale_`."""
+        assert isinstance(self.factor, Tensor)
+        torch._amp_update_scale_(
+            self.factor, self._unskipped, found_inf, self.FACTOR, 1.0 / self.FACTOR, self.WINDOW
+        )
+        self.factor.clamp_(*self.limits)
+        event: torch.cuda.Event | None = None
+        outcome = torch.stack([found_inf, self.factor]).to("cpu", non_blocking=True)
+        if found_inf.is_cuda:
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(found_inf.device))
+        self._pending.append((event, outcome))
+        self.report()
+
+    def report(self) -> None:
+        """Log the overflows whose record has arrived from the device; wait for nothing."""
+        while self._pending:
+            event, outcome = self._pending[0]
+            if event is not None and not event.query():
+                return
+            del self._pending[0]
+            overflowed, scale = outcome.tolist()
+            self.overflows_in_a_row = self.overflows_in_a_row + 1 if overflowed else 0
+            if overflowed:
+                log_if_verbose(
+                    f"Gradient overflow.  Skipping step, loss scaler {self.index} "
+                    f"reducing loss scale to {scale}"
+                )
+
+    def state_dict(self) -> dict[str, float | int]:
+        """Return ``{"loss_scale": float, "unskipped": int}``. Waits for the device."""
+        return {"loss_scale": self.loss_scale(), "unskipped": int(self._unskipped.item())}
+
+    def load_state_dict(self, state: dict[str, float | int]) -> None:
+        """Restore a dynamic scale; a static one keeps the value given to ``initialize``."""
+        if isinstance(self.factor, Tensor):
+            self.factor.fill_(state["loss_scale"]).clamp_(*self.limits)
+            # Apex counts for a static scale too, past where a dynamic one would have doubled.
+            self._unskipped.fill_(state["unskipped"] % self.WINDOW)
+
+
+class AmpState:
+    """State that ``initialize`` sets, process-wide as in Apex."""
+
+    def __init__(self) -> None:
+        self.opt_properties: Properties | None = None
+        self.loss_scalers: list[LossScaler] = []
+        self.models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.verbosity = 1
+        self.device_type = "cpu"
+        self.registered: list[tuple[object, str, Callable]] = []  # casts, until ``initialize``
+        self.unsynced: list[nn.Module] = []  # their gradients wait for a reduction
+
+
+_amp_state = AmpState()
+
+
+def properties() -> "Properties":
+    """Return the properties of the last ``initialize``. Raises RuntimeError before the first."""
+    if _amp_state.opt_properties is None:
+        raise RuntimeError("amp.initialize was not called: call it before other functions of amp.")
+    return _amp_state.opt_properties
+
+
+def current_loss_scale() -> Tensor | float:
+    """Return the scale of loss 0, as a tensor on its device if dynamic; 1 if amp is not in use."""
+    return _amp_state.loss_scalers[0].factor if _amp_state.loss_scalers else 1.0
+
+
+def has_dynamic_loss_scale() -> bool:
+    """Return whether the scale of any loss is dynamic."""
+    return any(scaler.dynamic for scaler in _amp_state.loss_scalers)
+
+
+def log_if_verbose(message: str) -> None:
+    """Print `message` on rank 0 unless ``initialize`` was given ``verbosity=0``."""
+    if _amp_state.verbosity > 0:
+        log_rank_zero(message)
+
+
+@contextlib.contextmanager
+def defer_unscale(module: nn.Module) -> Iterator[None]:
+    """Have ``scale_loss`` leave gradients of `module` scaled, because a reduction will follow.
+
+    What is unscaled is set aside in the next backward pass, and would miss that reduction.
+    """
+    _amp_state.unsynced.append(module)
+    try:
+        yield
+    finally:
+        _amp_state.unsynced.remove(module)
+
+
+def master_params(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """Yield the parameters that `optimizer` steps: the fp32 masters where there are any."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def state_dict() -> dict[str, dict[str, float | int]]:
+    """Return ``{"loss_scaler0": {"loss_scale": float, "unskipped": int}, …}``.
+
+    Empty before ``initialize`` and after ``initialize(enabled=False)``, where Apex raises.
+    """
+    return {
+        f"loss_scaler{index}": scaler.state_dict()
+        for index, scaler in enumerate(_amp_state.loss_scalers)
+    }
+
+
+def load_state_dict(state_dict: dict[str, dict[str, float | int]]) -> None:
+    """Restore the loss scalers, in the order of the entries.
+
+    A static scale keeps the value given to ``initialize``, where Apex overwrites it with the
+    saved one. Raises RuntimeError for an entry that is not a loss scaler's.
+    """
+    unexpected = [key for key in state_dict if "loss_scaler" not in key]
+    if unexpected:
+        raise RuntimeError(f"amp.load_state_dict: unexpected entries {', '.join(unexpected)}.")
+    scalers = _amp_state.loss_scalers
+    if len(state_dict) != len(scalers):
+        log_if_verbose(
+            f"Warning: the amp state holds {len(state_dict)} loss scalers, this run uses "
+            f"{len(scalers)}; the first {min(len(state_dict), len(scalers))} are restored."
+        )
+    for scaler, entry in zip(scalers, state_dict.values(), strict=False):
+        scaler.load_state_dict(entry)

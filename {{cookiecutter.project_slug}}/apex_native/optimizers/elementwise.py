@@ -1,0 +1,297 @@
+"""Apex's fused optimizers that update each element by itself, on torch's multi-tensor kernels."""
+
+from collections.abc import Callable, Iterable
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adam import adam
+from torch.optim.adamw import adamw
+
+Tensors = list[Tensor] | tuple[Tensor, ...]
+
+
+class FusedOptimizer(torch.optim.Optimizer):
+    """Optimizer that passes parameters to `_update` in lists, for multi-tensor kernels.
+
+    Each list is of one group, one device and one type, and always fp32: half parameters are
+    updated in an fp32 copy, and their state is fp32, whatever they are.
+
+    Arguments that several optimizers have:
+        params: parameters or groups of them, fp32, fp16 or bf16.
+        bias_correction: False leaves the moments' start-up bias in.
+        amsgrad: raises RuntimeError if true, as in Apex.
+        grad_averaging: False adds gradients to the first moment with factor 1, not 1 − beta1.
+        set_grad_none: whether ``zero_grad`` drops gradients or sets them to zero.
+    """
+
+    moments: tuple[str, ...] = ("exp_avg", "exp_avg_sq")
+
+    def __init__(
+        self, params: Iterable, set_grad_none: bool, amsgrad: bool = False, **defaults: Any
+    ) -> None:
+        if amsgrad:
+            raise RuntimeError(f"{type(self).__name__} does not support the AMSGrad variant.")
+        self.set_grad_none = set_grad_none
+        super().__init__(params, defaults)
+
+    def __getstate__(self) -> dict:
+        """Return torch's state and the flags that belong to no group; for copy and pickle."""
+        flags = {name: value for name, value in vars(self).items() if isinstance(value, bool)}
+        return flags | super().__getstate__()
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Drop the gradients, or zero them if `set_grad_none` was False."""
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take a step; return the result of `closure`. Raises RuntimeError for sparse gradients."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._before_step()
+        for group in self.param_groups:
+            by_kind: dict[tuple, list[Tensor]] = {}
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                if parameter.grad.is_sparse:
+                    raise RuntimeError(f"{type(self).__name__} does not take sparse gradients.")
+                by_kind.setdefault((parameter.device, parameter.dtype), []).append(parameter)
+            for parameters in by_kind.values():
+                self._step_same(group, parameters)
+        return loss
+
+    def _step_same(self, group: dict, parameters: list[Tensor]) -> None:
+        """Update `parameters` of one device and type."""
+        states = [self.state[parameter] for parameter in parameters]
+        for parameter, state in zip(parameters, states, strict=True):
+            if not state:
+                state.update(self._new_state(parameter))
+        grads: list[Any] = [parameter.grad for parameter in parameters]
+        if parameters[0].dtype in (torch.float16, torch.bfloat16):
+            values = [parameter.float() for parameter in parameters]
+            self._update(group, values, [grad.float() for grad in grads], states)
+            torch._foreach_copy_(parameters, values)
+        else:
+            self._update(group, parameters, grads, states)
+
+    def _before_step(self) -> None:
+        """Prepare a step, before any `_update`."""
+
+    def _new_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        """Return the state of a parameter before its first step: moments with its strides."""
+        return {name: torch.zeros_like(parameter, dtype=torch.float32) for name in self.moments}
+
+    def _update(self, group: dict, values: Tensors, grads: Tensors, states: list[dict]) -> None:
+        """Update `values` and `states` in place; leave `grads` unchanged."""
+        raise NotImplementedError
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Load as torch does, but keep state fp32 where torch casts it to the parameter's type.
+
+        It gets the strides of the parameter, channels last or not, which the fused kernels assume.
+        """
+        super().load_state_dict(state_dict)
+        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        own = chain.from_iterable(group["params"] for group in self.param_groups)
+        for index, parameter in zip(saved, own, strict=True):
+            for name, value in state_dict["state"].get(index, {}).items():
+                if isinstance(value, Tensor) and name != "step":
+                    like = parameter if value.shape == parameter.shape else value
+                    copy = torch.empty_like(like, dtype=torch.float32, device=parameter.device)
+                    self.state[parameter][name] = copy.copy_(value)
+
+
+class FusedSGD(FusedOptimizer):
+    """SGD with momentum, in multi-tensor kernels.
+
+    Args:
+        momentum, dampening, weight_decay, nesterov: as in torch.optim.SGD.
+        wd_after_momentum: adds the weight decay to the update, not to the gradient.
+        materialize_master_grads: accepted as in Apex; amp always makes the masters' gradients.
+
+    Source: Sutskever et al., "On the importance of initialization and momentum in deep learning",
+    ICML 2013.
+    """
+
+    moments = ()  # the momentum starts as the first gradient
+
+    def __init__(  # noqa: PLR0913, Apex's signature
+        self,
+        params: Iterable,
+        lr: float,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        wd_after_momentum: bool = False,
+        materialize_master_grads: bool = True,
+        set_grad_none: bool = False,
+    ) -> None:
+        for name, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
+            if value < 0:
+                raise ValueError(f"FusedSGD: {name} is {value}, and must not be negative.")
+        if nesterov and (momentum == 0 or dampening != 0):
+            raise ValueError("FusedSGD: nesterov needs a momentum and no dampening.")
+        self.wd_after_momentum = wd_after_momentum
+        defaults = {"lr": lr, "momentum": momentum, "dampening": dampening, "nesterov": nesterov}
+        super().__init__(params, set_grad_none, False, weight_decay=weight_decay, **defaults)
+
+    def _update(self, group: dict, values: Tensors, grads: Tensors, states: list[dict]) -> None:
+        decay, momentum = group["weight_decay"], group["momentum"]
+        if decay and not self.wd_after_momentum:
+            grads = torch._foreach_add(grads, values, alpha=decay)
+        if momentum:
+            old = [index for index, state in enumerate(states) if "momentum_buffer" in state]
+            if old:
+                buffers = [states[index]["momentum_buffer"] for index in old]
+                torch._foreach_mul_(buffers, momentum)
+                new = [grads[index] for index in old]
+                torch._foreach_add_(buffers, new, alpha=1 - group["dampening"])
+            for state, grad in zip(states, grads, strict=True):
+                if "momentum_buffer" not in state:
+                    state["momentum_buffer"] = grad.clone()
+            buffers = [state["momentum_buffer"] for state in states]
+            nesterov = group["nesterov"]
+            grads = torch._foreach_add(grads, buffers, alpha=momentum) if nesterov else buffers
+        if decay and self.wd_after_momentum:
+            grads = torch._foreach_add(grads, values, alpha=decay)
+        torch._foreach_add_(values, grads, alpha=-group["lr"])
+
+
+class FusedAdagrad(FusedOptimizer):
+    """Adagrad, in multi-tensor kernels.
+
+    Args:
+        adagrad_w_mode: adds the weight decay to the update instead of to the gradient.
+
+    Source: Duchi et al., "Adaptive Subgradient Methods for Online Learning and Stochastic
+    Optimization", JMLR 2011.
+    """
+
+    moments = ("sum",)
+
+    def __init__(
+        self,
+        params: Iterable,
+        lr: float = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        set_grad_none: bool = True,
+        adagrad_w_mode: bool = False,
+    ) -> None:
+        self.adagrad_w_mode = adagrad_w_mode
+        super().__init__(params, set_grad_none, lr=lr, eps=eps, weight_decay=weight_decay)
+
+    def _update(self, group: dict, values: Tensors, grads: Tensors, states: list[dict]) -> None:
+        decay, sums = group["weight_decay"], [state["sum"] for state in states]
+        if decay and not self.adagrad_w_mode:
+            grads = torch._foreach_add(grads, values, alpha=decay)
+        torch._foreach_addcmul_(sums, grads, grads)
+        denominators = torch._foreach_sqrt(sums)
+        torch._foreach_add_(denominators, group["eps"])
+        updates = torch._foreach_div(grads, denominators)
+        if decay and self.adagrad_w_mode:
+            torch._foreach_add_(updates, values, alpha=decay)
+        torch._foreach_add_(values, updates, alpha=-group["lr"])
+
+
+class FusedAdam(FusedOptimizer):
+    """Adam with decoupled weight decay (AdamW), one kernel for many parameters.
+
+    Unlike ``torch.optim.AdamW``, the weight decay defaults to 0. Moments are fp32 whatever the
+    parameters are, and the step count is saved both ways: for each group, as Apex has it, and
+    for each parameter, as torch has it, so that a checkpoint loads in either.
+
+    Args:
+        adam_w_mode: False adds the weight decay to the gradient (Adam with L2).
+        capturable, master_weights: raise RuntimeError if true; amp keeps the masters here.
+
+    Source: Kingma and Ba, "Adam", ICLR 2015; Loshchilov and Hutter, "Decoupled Weight Decay
+    Regularization", ICLR 2019.
+    """
+
+    # amp and GradScaler set found_inf for a step; the kernel skips the update where it is not 0.
+    _step_supports_amp_scaling = True
+
+    def __init__(  # noqa: PLR0913, Apex's signature
+        self,
+        params: Iterable,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+        capturable: bool = False,
+        master_weights: bool = False,
+    ) -> None:
+        if capturable or master_weights:
+            raise RuntimeError("FusedAdam has neither capturable nor master_weights: use amp at O2")
+        self.adam_w_mode = adam_w_mode
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(
+            params, set_grad_none, amsgrad, bias_correction=bias_correction, **defaults
+        )
+
+    def _new_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        step = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        return {"step": step, **super()._new_state(parameter)}
+
+    def _update(self, group: dict, values: Tensors, grads: Tensors, states: list[dict]) -> None:
+        steps = counted = [state["step"] for state in states]
+        if not group["bias_correction"]:  # after so many steps it is a factor of one
+            counted = [torch.full_like(step, 1e30) for step in steps]
+        found_inf = getattr(self, "found_inf", None)
+        update = adamw if self.adam_w_mode else adam
+        update(
+            list(values),
+            list(grads),
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            counted,
+            fused=True,
+            grad_scale=getattr(self, "grad_scale", None),
+            found_inf=found_inf,
+            lr=float(group["lr"]),
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            amsgrad=False,
+            maximize=False,
+        )
+        if counted is not steps:
+            skipped = 0 if found_inf is None else found_inf.to(values[0].device)
+            torch._foreach_add_(steps, 1 - skipped)
+
+    def state_dict(self) -> dict:
+        """Return torch's state with the ``step`` of each group in addition to the parameters'."""
+        saved = super().state_dict()
+        for group in saved["param_groups"]:
+            states = [saved["state"][index] for index in group["params"] if index in saved["state"]]
+            if states:
+                group["step"] = max(int(state["step"]) for state in states)
+        return saved
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Load the state of this class, of Apex's FusedAdam, or of torch's Adam and AdamW."""
+        super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            group_step = group.pop("step", None)
+            for name, default in self.defaults.items():
+                group.setdefault(name, default)
+            parameters = [parameter for parameter in group["params"] if parameter in self.state]
+            steps = [self.state[parameter].get("step", group_step) for parameter in parameters]
+            if group_step is not None and group_step not in steps:
+                # Apex counts in the group alone, and saves again the counts that it had loaded.
+                steps = [group_step] * len(steps)
+            for parameter, step in zip(parameters, steps, strict=True):
+                self.state[parameter]["step"] = torch.tensor(float(step), device=parameter.device)

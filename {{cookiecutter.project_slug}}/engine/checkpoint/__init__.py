@@ -1,0 +1,379 @@
+"""Saving and resuming a run, from the newest checkpoint of any host."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from itertools import islice
+from pathlib import Path
+from textwrap import shorten
+from typing import Any, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from engine import SUFFIX, UserError, distributed, link
+from engine.checkpoint import format
+from engine.checkpoint.archive import security_warning
+from engine.checkpoint.compatibility import (
+    DataSets,
+    adapt_classes,
+    compare_samples,
+    describe_data,
+)
+from engine.checkpoint.format import BEST, LAST, Progress, TrainingState
+from engine.checkpoint.restore import restore
+from engine.checkpoint.selection import Source, all_gather, newest
+from engine.data import get_rng_state, mix_seeds, seed_everything, set_rng_state
+from engine.distributed import consistency
+from engine.distributed.peers import WRITER
+from engine.distributed.watchdog import StopSignals
+from engine.monitoring.curves import CONFIG
+from engine.monitoring.logger import Logger
+from engine.monitoring.meter import LOSS, Meter, Sums
+from engine.monitoring.metric import AVERAGE
+
+__all__ = ["CheckpointManager", "Progress", "TrainingState"]
+
+T = TypeVar("T")
+AUTO = Path("auto")  # value of --resume for the newest checkpoint
+
+
+@dataclass
+class CheckpointManager:
+    """Manager of a run's checkpoints. All ranks create one and call its methods together.
+
+    A checkpoint is copied to the memory of rank 0, and a thread writes it to ``step-<step>.pt``
+    while the training continues. ``last.pt`` and ``best.pt`` are links to such files.
+    """
+
+    folder: Path  # of the checkpoints; rank 0 writes to it
+    keep: int  # how many numbered checkpoints to keep
+    save_every: str | None  # interval in steps ("500") or minutes ("10m"), if any
+    timeout_s: float  # limit of an operation between the ranks
+    state: TrainingState
+    metadata: dict[str, Any]  # plain values that describe the model, such as its arch
+    data_sets: DataSets  # whose classes and sizes are compared with a checkpoint's
+    settings: dict[str, Any]  # of the run; a restart requires those of the folder's config.json
+    logger: Logger
+    stop_signals: StopSignals
+
+    problem: str = field(default="", init=False)  # with the last write
+
+    def __post_init__(self) -> None:
+        self.metadata["samples"] = describe_data(self.data_sets)
+        timeout = timedelta(seconds=self.timeout_s + 60)
+        group = dist.new_group(backend="gloo", timeout=timeout)
+        assert isinstance(group, dist.ProcessGroup)  # every rank is in it
+        self._group = group
+        self._agreement = distributed.AsyncMax(group, 2)
+        self._interval_steps = 0
+        self._interval_s = math.inf
+        if self.save_every and self.save_every.endswith("m"):
+            self._interval_s = 60.0 * int(self.save_every[:-1])
+        elif self.save_every:
+            self._interval_steps = int(self.save_every)
+        self.saved_at = time.monotonic()
+        self._saved_step = -1
+        self._writer: threading.Thread | None = None
+        self._has_pinned_memory = False
+        self._meter: Meter | None = None
+        self._means: list[Sums] = []
+
+    def resume(
+        self, choice: Path | None, steps_per_epoch: int, required: bool = False
+    ) -> Path | None:
+        """Restore a checkpoint; return its path, or None if the run starts from the beginning.
+
+        A process that replaces a failed one restores the newest checkpoint, whatever `choice` is.
+
+        Args:
+            choice: a checkpoint, "auto" for the newest one in the folder, if any, or None.
+            steps_per_epoch: to convert the epochs of another script's checkpoint.
+            required: for --eval-only, which always uses `choice`.
+
+        Raises UserError if the checkpoint cannot be used, or is `required` and there is none.
+        """
+        if not required:
+            self.logger.lock()
+            dist.barrier(self._group)  # before any rank lists the files
+        source = self._find(choice, required)
+        if source is None:
+            if required:
+                raise UserError("--eval-only needs --resume with a checkpoint")
+            return None
+        entries = self._load(source)
+        notes = self._compare_metadata(source.path, entries["metadata"], required)
+        restore(source.path, entries, self.state)
+        progress = self.state.progress
+        for name, value in vars(progress).items():
+            setattr(progress, name, entries.get(name, value))
+        self.logger.rows = entries["history"]
+        if not (self.folder / BEST).exists():  # another folder's best is not this one's
+            progress.best = -math.inf
+        if progress.step is None:  # in another script's checkpoint
+            progress.step = progress.epoch * steps_per_epoch
+        message = f"resumed {source.path} after {progress.epoch} epochs, {progress.step} steps"
+        if source.rank:
+            message += f", from the host of rank {source.rank}"
+        try:
+            message += self._restore_ranks(entries["ranks"])
+            message += self._restore_ema(entries.get("ema"))
+        except Exception as error:  # altered values raise anything
+            reason = shorten(str(error), 160)
+            raise UserError(
+                f"--resume {source.path}: the state of its processes, or its average of the "
+                f"weights, is altered ({reason}); use another one"
+            ) from None
+        self.logger.info(message + notes + format.describe_origin(entries["origin"]))
+        return source.path
+
+    def start_epoch(self, meter: Meter) -> None:
+        """Restore the means of an interrupted epoch into `meter`."""
+        if self.state.progress.samples:
+            meter.load_state_dicts(self._means)
+
+    def end_step(self, meter: Meter) -> int:
+        """Save if it is time; return the signal that asks the job to stop, or 0.
+
+        Call it after each optimizer step. The ranks agree through the CPU while the next step runs,
+        so that nothing waits for a GPU: a signal is returned, and an interval in minutes has its
+        effect, after the next step.
+        """
+        self._meter = meter
+        self._pin_memory()
+        signal_number, is_time = self._agreement.result()
+        if signal_number:
+            return signal_number
+        has_interval = self._interval_steps > 0
+        if is_time or has_interval and self.state.progress.step % self._interval_steps == 0:
+            self.save()
+        # The clock of rank 0 decides: those of others may differ by a step.
+        is_due = dist.get_rank() == 0 and time.monotonic() - self.saved_at >= self._interval_s
+        self._agreement.submit(self.stop_signals.requested, is_due)
+        return 0
+
+    def until_stopped(self, batches: Iterable[T]) -> Iterator[T]:
+        """Yield the batches of a validation; save and exit once the job is asked to stop.
+
+        The ranks agree after each batch. Some may have fewer batches: they wait for the others.
+        """
+        self._exit_if(self._agreement.result()[0])  # of the last step
+        remaining = iter(batches)
+        is_left = 1
+        while is_left:
+            batch = list(islice(remaining, 1))
+            self._agreement.submit(self.stop_signals.requested, len(batch))
+            yield from batch
+            signal_number, is_left = self._agreement.result()
+            self._exit_if(signal_number)
+
+    def save(self, results: dict[str, float] | None = None) -> None:
+        """Save the run as it is now.
+
+        Waits for the device, and until the checkpoint before this one is written.
+
+        Args:
+            results: of the validation of this state, which is ``best.pt`` if its metric is the
+                best so far.
+        """
+        own = {"rng": get_rng_state(), "meter": self._sums()}
+        ranks: list[Any] = [None] * dist.get_world_size()
+        dist.gather_object(own, ranks if dist.get_rank() == 0 else None, group=self._group)
+        self.saved_at = time.monotonic()
+        self._saved_step = self.state.progress.step
+        if dist.get_rank() != 0:
+            return
+        self.wait()
+        progress = self.state.progress
+        best = self.logger.metric.best(results or {})
+        if results:
+            progress.weights = "ema" if best.name.endswith(AVERAGE) else "model"
+        entries = format.to_cpu(format.collect(self.state))
+        entries |= vars(progress) | {"ranks": ranks, "metadata": self.metadata}
+        entries["history"] = list(self.logger.rows)
+        entries |= {"results": results or {}, "best": max(progress.best, best.score)}
+        copied = torch.cuda.current_stream().record_event() if torch.cuda.is_initialized() else None
+        arguments = (entries, copied)
+        self._writer = threading.Thread(None, self._write, WRITER, arguments, daemon=True)
+        self._writer.start()
+
+    def _sums(self) -> Sums:
+        """Return the sums of this rank's meter, which matter within an epoch."""
+        if not self.state.progress.samples:
+            return {}
+        if self._meter is None:  # resumed, and not trained since
+            self._meter = Meter(torch.device("cpu"), 0)
+            self._meter.load_state_dicts(self._means)
+        return self._meter.state_dict()
+
+    def _exit_if(self, signal_number: int) -> None:
+        if signal_number:
+            self.save_and_exit(signal_number)
+
+    def save_and_exit(self, signal_number: int) -> NoReturn:
+        """Save, have SLURM start the job again after SIGUSR1, and exit with status 128 + signal."""
+        if self._saved_step != self.state.progress.step:  # an epoch is saved before its validation
+            self.save()
+        self.wait()
+        if not self.problem:
+            step = self.state.progress.step
+            self.logger.info(f"stopped after step {step}; add --resume auto to continue")
+        if signal_number == signal.SIGUSR1 and dist.get_rank() == 0:
+            self._requeue()
+        self.stop_signals.exit_together(signal_number, self._group)
+
+    def wait(self) -> None:
+        """Wait until everything that was saved is on the disk, or could not be written."""
+        if self._writer:
+            self._writer.join()
+
+    def finish(self) -> None:
+        """Wait as `wait` does. Raise UserError if the run's last state could not be written."""
+        self.wait()
+        if self.problem:
+            raise UserError(f"{self.problem}: fix that, and add --resume auto")
+
+    def _find(self, choice: Path | None, required: bool) -> Source | None:
+        """Return the checkpoint to resume from, which is the same on all ranks."""
+        is_restart = distributed.is_restart() and not required
+        if choice == AUTO or is_restart:
+            if choice != AUTO:
+                self._check_folder()
+            source = newest(self.folder, self.logger.warning, self._group)
+            if source:
+                return source
+            if is_restart and choice in (AUTO, None):
+                self.logger.info(f"{self.folder} has no checkpoint: the run starts over")
+        if choice is None or choice == AUTO:
+            return None
+        has_file = all_gather(choice.is_file(), self._group)
+        rank = has_file.index(True) if any(has_file) else 0
+        return Source(choice, rank)
+
+    def _check_folder(self) -> None:
+        """Raise UserError if a run with other settings left its checkpoints in the folder."""
+        path = self.folder / CONFIG
+        if dist.get_rank() != 0 or not path.exists():
+            return
+        theirs = json.loads(path.read_text())
+        ours = json.loads(json.dumps(self.settings, default=str))
+        compared = (ours.keys() & theirs.keys()).difference(consistency.HOST_SETTINGS, {"steps"})
+        for name in sorted(compared):
+            if theirs[name] != ours[name]:
+                raise UserError(
+                    f"{self.folder} holds another run, of {name} {theirs[name]} and not "
+                    f"{ours[name]}: add --resume auto to continue it, or --output with another "
+                    "folder"
+                )
+
+    def _load(self, source: Source) -> dict[str, Any]:
+        """Return the entries of a checkpoint, which its host sends to all others."""
+        is_own = source.path.parent.resolve() == self.folder.resolve()
+        if not is_own and security_warning():
+            self.logger.warning(f"--resume {source.path}: {security_warning()}")
+        content = format.broadcast_file(source.path, source.rank, self._group)
+        try:
+            return format.load(source.path, content)
+        except UserError as error:
+            raise UserError(f"--resume {error}") from None
+
+    def _compare_metadata(self, path: Path, saved: dict[str, Any], is_evaluation: bool) -> str:
+        """Compare classes, samples and opt_level with a checkpoint's; return notes for the log.
+
+        Raises UserError if the classes do not fit.
+        """
+        notes = adapt_classes(
+            path, saved.get("classes", []), self.metadata.get("classes", []), self.data_sets
+        )
+        if notes:
+            self.metadata["classes"] = saved["classes"]
+        changes = compare_samples(saved.get("samples", {}), self.metadata["samples"])
+        if changes and not is_evaluation:
+            self.logger.warning(f"--resume {path}: the data has changed ({changes})")
+        opt_level = self.metadata.get("opt_level")
+        if saved.get("opt_level", opt_level) != opt_level:
+            notes += f", saved at {saved['opt_level']}"
+        return notes
+
+    def _restore_ranks(self, ranks: list[dict[str, Any]]) -> str:
+        """Restore what each process had of its own; return what to add to the message."""
+        rank = dist.get_rank()
+        is_same_number = len(ranks) == dist.get_world_size()
+        if is_same_number:
+            own = [ranks[rank]]
+            set_rng_state(ranks[rank]["rng"])
+        else:
+            own = ranks if rank == 0 else []
+            seed_everything(mix_seeds(torch.initial_seed(), self.state.progress.step))
+        states = [one["meter"] if "meter" in one else {LOSS: one["losses"]} for one in own]
+        self._means = [
+            {str(name): (float(total), int(count)) for name, (total, count) in state.items()}
+            for state in states
+        ]
+        if is_same_number or not ranks:  # none in another script's checkpoint
+            return ""
+        rule = "scales with them" if self.settings.get("scale_lr") else "stays"
+        return f", not bit-identical: {len(ranks)} processes saved it; the learning rate {rule}"
+
+    def _restore_ema(self, average: dict[str, torch.Tensor] | None) -> str:
+        """Restore the average of the weights; return what to add to the message."""
+        ema, backend = self.state.ema, self.state.backend
+        if ema is None:
+            return ", without its average of the weights (--ema)" if average else ""
+        weights = average or backend.fp32_state_dict(self.state.model, self.state.optimizer)
+        ema.module.load_state_dict(weights)
+        return "" if average else "; it has no average of the weights, which starts here"
+
+    def _pin_memory(self) -> None:
+        """Have torch allocate, once there are moments, the pinned memory that saves copy to.
+
+        That takes as long as some steps, and torch keeps the memory for the saves to come.
+        """
+        if self._has_pinned_memory or not self.state.optimizer.state:
+            return
+        self._has_pinned_memory = True
+        if dist.get_rank() == 0 and torch.cuda.is_initialized():
+            format.to_cpu(format.collect(self.state))
+
+    def _write(self, entries: dict[str, Any], copied: torch.cuda.Event | None) -> None:
+        """Write `entries`; `copied` is recorded after their copies from the GPU."""
+        path = self.folder / f"step-{entries['step']}.pt"
+        try:
+            for incomplete in self.folder.glob("*.pt" + SUFFIX):  # of a process that was killed
+                incomplete.unlink(missing_ok=True)
+            if copied:
+                copied.synchronize()
+            format.remove_later(self.folder, entries["step"])
+            format.write_or_make_room(path, entries, self.logger.warning)
+            link(path, self.folder / LAST)
+            if entries["best"] > self.state.progress.best:
+                link(path, self.folder / BEST)
+                self.state.progress.best = entries["best"]
+            format.prune(self.folder, self.keep)
+            self.problem = ""
+        except (OSError, RuntimeError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+            self.problem = f"{path} could not be written ({reason})"
+            self.logger.warning(
+                f"{self.problem}; the run goes on, the checkpoints before it are kept"
+            )
+
+    def _requeue(self) -> None:
+        """Ask SLURM, if it started this job, to start it again."""
+        job = os.environ.get("SLURM_JOB_ID")
+        if "SLURM_ARRAY_JOB_ID" in os.environ:  # the plain id of an array's last job would mean all
+            job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+        if not job:
+            return
+        try:
+            subprocess.run(["scontrol", "requeue", job], check=True, timeout=20)
+            self.logger.info(f"SLURM starts job {job} again")
+        except (OSError, subprocess.SubprocessError) as error:
+            self.logger.warning(f"scontrol requeue {job} failed ({error})")

@@ -1,0 +1,342 @@
+"""Checkpoint files: tensors and plain types only, written atomically, for either backend."""
+
+import errno
+import io
+import math
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from engine import UserError, distributed, replacing
+from engine.backend import Backend
+from engine.checkpoint.archive import read
+from engine.optim import Ema
+
+LAST, BEST = "last.pt", "best.pt"
+KEYS = ("model", "optimizer", "amp", "epoch", "step", "samples", "best", "ranks")
+MAX_COUNT = 2**53  # of steps and the like; a float holds larger integers inexactly
+FORMAT_VERSION = 1  # of the files that `write` writes; those of version 0.9 have none
+
+
+@dataclass
+class Progress:
+    """Position of a run."""
+
+    epoch: int = 0  # completed epochs
+    step: int = 0  # optimizer steps in all
+    samples: int = 0  # of the current epoch, consumed by all processes together
+    best: float = -math.inf  # score of best.pt (engine.monitoring.metric)
+    weights: str = "model"  # or "ema": which of them had the better metric
+    scores: list[float] = field(default_factory=list)  # of all validations
+    # Results of the training of an epoch that is saved before it is validated.
+    unvalidated: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class TrainingState:
+    """State that a checkpoint saves and restores together."""
+
+    model: nn.Module  # in its DistributedDataParallel, if any
+    optimizer: Optimizer
+    backend: Backend
+    ema: Ema | None = None
+    progress: Progress = field(default_factory=Progress)
+
+
+def collect(state: TrainingState) -> dict[str, Any]:
+    """Return the entries of a checkpoint for model, optimizer, loss scalers and average.
+
+    ``scale_is_dynamic`` completes ``amp``, whose form is Apex's. Waits for the device.
+    """
+    entries: dict[str, Any] = {
+        "model": state.backend.fp32_state_dict(state.model, state.optimizer),
+        "optimizer": state.optimizer.state_dict(),
+        "amp": dict(state.backend.apex.amp.state_dict()),
+        "scale_is_dynamic": state.backend.has_dynamic_loss_scale(),
+    }
+    if state.ema:
+        entries["ema"] = dict(state.ema.module.state_dict())
+    return entries
+
+
+def to_cpu(value: Any) -> Any:
+    """Return a copy of nested dicts, lists and tuples with all tensors in the CPU's memory.
+
+    Copies from a GPU are enqueued on the current stream: no later step changes them, nothing waits,
+    and they are complete when the stream has reached this point.
+    """
+    if isinstance(value, Tensor):
+        value = value.detach()
+        return value.to("cpu", non_blocking=True) if value.is_cuda else value.clone()
+    if isinstance(value, dict):
+        return {name: to_cpu(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(to_cpu, value))
+    return value
+
+
+def write(path: Path, entries: dict[str, Any]) -> None:
+    """Write a checkpoint to `path` atomically; torch adds a checksum for each tensor.
+
+    Raises ValueError if the weights or the optimizer hold nan, and OSError for a full disk and the
+    like.
+    """
+    bad = _first_nan(entries)
+    if bad:
+        raise ValueError(f"{bad} is not finite")
+    with replacing(path) as temporary, temporary.open("wb") as file:
+        try:
+            torch.save({"format_version": FORMAT_VERSION} | entries, file)
+        except RuntimeError as error:  # raised on closing a file that could not be written
+            raise error.__context__ or error from None
+
+
+def write_or_make_room(path: Path, entries: dict[str, Any], warn: Callable[[str], None]) -> None:
+    """Write a checkpoint as `write` does; on a full disk, remove the oldest ones and retry.
+
+    The newest checkpoint stays. best.pt does, too, whose removal under another name makes no room.
+    """
+    while True:
+        try:
+            write(path, entries)
+        except OSError as error:
+            older = [one for one in numbered(path.parent)[1:] if one.stat().st_nlink == 1]
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not older:
+                raise
+            older[-1].unlink()
+            warn(f"the disk is full: removed {older[-1]} to write {path}")
+        else:
+            return
+
+
+def load(path: Path, content: io.BytesIO | None = None) -> dict[str, Any]:
+    """Read a checkpoint into the CPU's memory without running any code that it may hold.
+
+    A checkpoint of another script, in the form that Apex documents (``model``, ``optimizer``,
+    ``amp``) or that of its ImageNet example (``state_dict``, ``optimizer``, ``epoch``), is
+    completed, and ``origin`` has what it holds. ``about``, which version 0.9 wrote, is
+    returned as ``metadata``, which is empty if there is none, as is ``history``.
+
+    Args:
+        path: of the file.
+        content: of the file, if it was read before.
+
+    Raises UserError if the file is missing, truncated or altered, too large when unpacked, not a
+    checkpoint, or holds nan.
+    """
+    entries = read(path, content)
+    parts = entries if isinstance(entries, dict) else {}
+    if "model" not in parts and "state_dict" in parts:  # as Apex's ImageNet example saves it
+        parts["model"] = parts.pop("state_dict")
+    missing = [key for key in KEYS[:2] if not isinstance(parts.get(key), dict)]
+    if missing:
+        raise UserError(
+            f"{path}: it is not a checkpoint, a dict of model, optimizer and amp "
+            f"(it has no {' and no '.join(missing)})"
+        )
+    version = entries.get("format_version", 0)
+    if not isinstance(version, int) or version > FORMAT_VERSION:
+        raise UserError(
+            f"{path}: its format {version} is newer than {FORMAT_VERSION}, which is read here; use "
+            "the version of the project that wrote it"
+        )
+    check_sizes(path, entries)
+    bad = _first_nan(entries)
+    if bad:
+        raise UserError(f"{path}: {bad} is not finite; use an earlier one")
+    entries["origin"] = {}
+    if any(key not in entries for key in KEYS):
+        _complete(entries)
+    entries["metadata"] = entries.pop("about", entries.get("metadata", {}))
+    entries.setdefault("history", [])
+    _check_values(path, entries)
+    return entries
+
+
+def read_step(path: Path) -> float:
+    """Return the step of a checkpoint without reading its tensors, -1 if there is none.
+
+    Returns infinity if the file cannot be read: it may be the newest, and the user should know.
+    """
+    try:
+        entries = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception:  # a file of any bytes raises anything
+        return math.inf
+    step = entries.get("step") if isinstance(entries, dict) else None
+    return step if isinstance(step, int) else -1
+
+
+def best_weights(entries: dict[str, Any]) -> str:
+    """Return the key of the weights with the better metric: "ema" or "model".
+
+    Checkpoints without metrics of both, such as those of version 0.9, prefer the average.
+    """
+    return "ema" if "ema" in entries and entries.get("weights") != "model" else "model"
+
+
+def prune(folder: Path, keep: int) -> None:
+    """Remove the numbered checkpoints in `folder` except for the `keep` of the highest steps."""
+    for path in numbered(folder)[keep:]:
+        path.unlink(missing_ok=True)
+
+
+def remove_later(folder: Path, step: int) -> None:
+    """Remove the numbered checkpoints of steps after `step`, of which last.pt may be another name.
+
+    A run that resumed from an earlier step, because the user chose it or later checkpoints are
+    damaged, trains these steps again.
+    """
+    last = folder / LAST
+    for path in numbered(folder):
+        if step_of(path) > step:
+            if last.exists() and last.samefile(path):
+                last.unlink()
+            path.unlink(missing_ok=True)
+
+
+def numbered(folder: Path) -> list[Path]:
+    """Return the checkpoints that have a step in their name, the highest step first."""
+    paths = [path for path in folder.glob("step-*.pt") if path.stem[5:].isdecimal()]
+    return sorted(paths, key=step_of, reverse=True)
+
+
+def step_of(path: Path) -> int:
+    """Return the step in the name of a numbered checkpoint."""
+    return int(path.stem[5:])
+
+
+def broadcast_file(path: Path, source: int, group: dist.ProcessGroup) -> io.BytesIO | None:
+    """Return rank `source`'s file at `path`, which other hosts may lack or have changed.
+
+    Returns None on a single host, and if the file cannot be read.
+    """
+    if distributed.is_single_host():
+        return None
+    content = bytearray()
+    if dist.get_rank() == source:
+        with suppress(OSError):  # `load` reports it
+            content = bytearray(path.read_bytes())
+    size = torch.tensor(len(content))
+    dist.broadcast(size, source, group)
+    if not size:
+        return None
+    content = content or bytearray(int(size))
+    dist.broadcast(torch.frombuffer(content, dtype=torch.uint8), source, group)
+    return io.BytesIO(content)
+
+
+def _check_values(path: Path, entries: dict[str, Any]) -> None:
+    moments = entries["optimizer"].get("state", {})
+    if not isinstance(moments, dict) or not all(isinstance(one, dict) for one in moments.values()):
+        raise UserError(f"{path}: its optimizer's state is none; use another one")
+    if not _is_valid_history(entries):
+        raise UserError(f"{path}: its history of metrics is altered; use another one")
+    counts = [entries["epoch"], entries["samples"]]
+    if entries["step"] is not None:  # as in a checkpoint of another script
+        counts.append(entries["step"])
+    if not all(isinstance(count, int) and 0 <= count < MAX_COUNT for count in counts):
+        raise UserError(f"{path}: its epoch and step are no counts; use another one")
+    best = entries["best"]
+    if not (is_number(best) and best == best and isinstance(entries["ranks"], list)):
+        raise UserError(f"{path}: its best or its ranks are altered; use another one")
+    if not is_metadata(entries["metadata"]):
+        raise UserError(f"{path}: its metadata is altered; use another one")
+    scalers = entries.get("amp", {})
+    scalers = scalers.values() if isinstance(scalers, dict) else [{}]
+    scales: list[Any] = [part.get("loss_scale") for part in scalers if isinstance(part, dict)]
+    if not all(is_number(scale) and 0 < scale < math.inf for scale in scales):
+        raise UserError(f"{path}: its loss scale is altered; use another one")
+
+
+def _is_valid_history(entries: dict[str, Any]) -> bool:
+    unvalidated, scores = entries.get("unvalidated", {}), entries.get("scores", [])
+    return (
+        _are_rows(entries["history"])
+        and isinstance(unvalidated, dict)
+        and (not unvalidated or _are_rows([unvalidated]))
+        and isinstance(scores, list)
+        and all(isinstance(score, float) for score in scores)
+    )
+
+
+def _are_rows(value: object) -> bool:
+    """Return whether `value` is a list of rows of metrics.csv."""
+    return isinstance(value, list) and all(
+        isinstance(row, dict)
+        and all(isinstance(row.get(name), int) for name in ("epoch", "step"))
+        and all(isinstance(name, str) and is_number(value) for name, value in row.items())
+        for row in value
+    )
+
+
+def is_metadata(value: object) -> bool:
+    """Return whether `value` describes a model and its data, or is empty."""
+    if not isinstance(value, dict):
+        return False
+    classes, samples = value.get("classes", []), value.get("samples", {})
+    texts = [value.get(name, "") for name in ("metric", "arch", "data", "opt_level")]
+    return (
+        isinstance(classes, list)
+        and isinstance(samples, dict)
+        and all(isinstance(text, str) for text in [*classes, *texts])
+    )
+
+
+def is_number(value: object) -> bool:
+    """Return whether `value` is a float, or an integer that can be converted to one."""
+    return isinstance(value, float) or isinstance(value, int) and abs(value) < MAX_COUNT
+
+
+def check_sizes(path: Path, entries: dict[str, Any]) -> None:
+    """Raise UserError for a tensor without values of its own, such as a sparse or expanded one."""
+    for name, tensor in _named_tensors(entries):
+        is_plain = tensor.layout == torch.strided and tensor.device.type == "cpu"
+        is_plain = is_plain and not (tensor.is_quantized or tensor.is_nested)
+        # Strides can repeat one element without end.
+        if not is_plain or tensor.nbytes > tensor.untyped_storage().nbytes():
+            raise UserError(f"{path}: {name} is larger than what is stored; use another one")
+
+
+def _first_nan(entries: dict[str, Any]) -> str | None:
+    """Return the name of the first tensor of model, average or optimizer that holds nan."""
+    parts = {key: entries.get(key) for key in ("model", "ema", "optimizer")}
+    for name, tensor in _named_tensors(parts):
+        if tensor.is_floating_point() and tensor.isnan().any():
+            return name
+    return None
+
+
+def _named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in nested dicts, lists and tuples, each with the path of its keys."""
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, dict | list | tuple):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _named_tensors(item, f"{name}.{key}" if name else str(key))
+
+
+def _complete(entries: dict[str, Any]) -> None:
+    """Add the entries that a checkpoint of another script lacks.
+
+    Its ``epoch``, if it is an integer, counts completed epochs, as most scripts save it.
+    """
+    has_epoch = isinstance(entries.get("epoch"), int)
+    epoch = entries["epoch"] if has_epoch else 0
+    held = {"weights": True, "optimizer": True, "loss scale": "amp" in entries, "epoch": has_epoch}
+    entries["origin"] = held
+    entries.update(epoch=epoch, step=None, samples=0, best=-math.inf, ranks=[])
+
+
+def describe_origin(held: dict[str, bool]) -> str:
+    """Return what to log of another script's checkpoint; "" for one of this engine's."""
+    taken = ", ".join(name for name in held if held[name])
+    missing = " and no ".join(name for name in held if not held[name])
+    origin = f", a checkpoint of another script: its {taken}" if held else ""
+    return f"{origin}; it has no {missing}" if missing else origin

@@ -1,0 +1,132 @@
+"""Restoring a checkpoint's entries into model, optimizer and loss scalers."""
+
+from itertools import chain
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
+from torch.optim import Optimizer
+
+from engine import UserError
+from engine.backend import unwrap
+from engine.checkpoint.format import MAX_COUNT, TrainingState, is_number
+
+MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+ERRORS = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
+
+
+def restore(path: Path, entries: dict[str, Any], state: TrainingState) -> None:
+    """Load a checkpoint's entries into model, optimizer and loss scalers.
+
+    The optimizer's settings, such as the weight decay, stay those of this run.
+
+    Args:
+        path: of the checkpoint, for messages.
+        entries: of the checkpoint, as `format.load` returns them; ``origin`` is updated.
+        state: to be restored, except for its average and progress.
+
+    Raises UserError if the checkpoint does not fit.
+    """
+    try:
+        module = unwrap(state.model)
+        if not hasattr(module, "module"):  # old scripts often save the model in its wrapper
+            consume_prefix_in_state_dict_if_present(entries["model"], "module.")
+        state.backend.load_fp32_state_dict(state.model, state.optimizer, entries["model"])
+        _restore_optimizer_if_own(state.optimizer, entries)
+        # A static scale is this run's own, and is no value to start a dynamic scale with.
+        scalers = entries.get("amp", {})
+        were_static = all(scaler["loss_scale"] == 1.0 for scaler in scalers.values())
+        was_dynamic = entries.get("scale_is_dynamic", not were_static)
+        if was_dynamic and state.backend.has_dynamic_loss_scale():
+            state.backend.apex.amp.load_state_dict(scalers)
+    except ERRORS as error:  # altered values raise many kinds
+        reason = shorten(str(error), 160)
+        raise UserError(
+            f"--resume {path}: it does not fit this model and optimizer; resume with the --arch, "
+            "the classes, the --freeze and the --decay-weights-only that it was made with "
+            f"({reason})"
+        ) from None
+
+
+def _restore_optimizer_if_own(optimizer: Optimizer, entries: dict[str, Any]) -> None:
+    """Load the optimizer's state. That of another script may not fit, and is then left out."""
+    fresh = optimizer.state_dict()
+    try:
+        _restore_optimizer(optimizer, entries["optimizer"])
+    except ERRORS:
+        if not entries["origin"]:
+            raise
+        optimizer.load_state_dict(fresh)
+        del entries["origin"]["optimizer"]
+        entries["origin"]["fitting optimizer"] = False
+
+
+def _kind(group: dict[str, Any]) -> str:
+    """Return the hyperparameter that tells Adam's parameter groups from SGD's."""
+    return next((name for name in ("betas", "momentum") if name in group), "neither")
+
+
+def _restore_optimizer(optimizer: Optimizer, saved: dict[str, Any]) -> None:
+    """Load the state in `saved` into `optimizer`, whose settings but the lr stay its own.
+
+    Raises ValueError if it is the state of another kind of optimizer, or does not fit.
+    """
+    theirs = _kind(saved["param_groups"][0])
+    ours = _kind(optimizer.param_groups[0])
+    if theirs != ours:  # torch's SGD would load the state of Adam
+        raise ValueError(f"an optimizer with {theirs} saved it, and this one has {ours}")
+    groups = []
+    for theirs, group in zip(saved["param_groups"], optimizer.param_groups, strict=True):
+        groups.append(group | {"params": theirs["params"]})
+        for name in {"step", "lr"}.intersection(theirs):  # FusedAdam's groups have a step
+            _check_number(f"the group's {name}", theirs[name], is_count=name == "step")
+            groups[-1][name] = theirs[name]
+    indices = chain.from_iterable(group["params"] for group in groups)
+    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    known = dict(zip(indices, parameters, strict=True))
+    state = {index: saved["state"][index] for index in known if saved["state"].get(index)}
+    for index, moments in state.items():
+        _check_state(index, known[index], moments, is_adam=ours == "betas")
+    optimizer.load_state_dict({"param_groups": groups, "state": state})
+    for index, moments in state.items():
+        _place_moments(known[index], moments, optimizer.state[known[index]])
+
+
+def _check_state(index: int, parameter: Tensor, saved: dict[str, Any], is_adam: bool) -> None:
+    """Raise ValueError if the state of a parameter is altered, or of another shape.
+
+    Tensors of another shape would be broadcast.
+    """
+    missing = {"exp_avg", "exp_avg_sq"}.difference(saved) if is_adam else None
+    if missing:
+        raise ValueError(f"parameter {index} has no {min(missing)}")
+    for name, value in saved.items():
+        if name in MOMENTS or isinstance(value, Tensor) and value.dim():
+            if value is None and not is_adam:  # as torch's SGD without momentum saves it
+                continue
+            if value.shape != parameter.shape or value.is_complex() != parameter.is_complex():
+                shapes = f"{tuple(value.shape)}, not {tuple(parameter.shape)}"
+                raise ValueError(f"{name} of parameter {index} is {shapes}")
+        elif value is not None:
+            _check_number(f"{name} of parameter {index}", value, is_count=name == "step")
+
+
+def _check_number(name: str, value: Any, is_count: bool) -> None:
+    number = value.item() if isinstance(value, Tensor) else value
+    if not is_number(number) or is_count and not 0 <= number < MAX_COUNT:
+        raise ValueError(f"{name} is altered")
+
+
+def _place_moments(parameter: Tensor, saved: dict[str, Any], loaded: dict[str, Any]) -> None:
+    """Copy a parameter's moments into the memory layout and type that fused kernels assume.
+
+    The layout is the parameter's, where torch keeps that of the file, such as channels_last. Adam's
+    moments are fp32, where torch loads them in the parameter's type, which is fp16 at O3.
+    """
+    for name, value in saved.items():
+        if name in MOMENTS and value is not None:
+            dtype = loaded[name].dtype if name == "momentum_buffer" else torch.float32
+            loaded[name] = torch.empty_like(parameter, dtype=dtype).copy_(value)

@@ -1,0 +1,97 @@
+"""Choice of the checkpoint to resume from, among those of all hosts."""
+
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import chain
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import torch.distributed as dist
+
+from engine import UserError
+from engine.checkpoint import format
+from engine.checkpoint.format import BEST, LAST, load
+
+T = TypeVar("T")
+
+
+class File(NamedTuple):
+    """Identity of a file on a disk that hosts may share."""
+
+    modified_ns: int
+    inode: int
+
+
+class Source(NamedTuple):
+    """Checkpoint to resume from."""
+
+    path: Path
+    rank: int  # the lowest one whose host has the file
+
+
+def newest(
+    folder: Path, warn: Callable[[str], None], group: dist.ProcessGroup | None = None
+) -> Source | None:
+    """Return the newest valid checkpoint in `folder`, on any host; None if there is none at all.
+
+    The newest is that of the highest step: times of writing depend on the hosts' clocks, and copies
+    of a folder have others. On a shared disk the result has rank 0, and each file is read once.
+
+    Args:
+        folder: searched on all hosts.
+        warn: called with a message for each invalid checkpoint.
+        group: all ranks, which call this together and get the same result; None for one process.
+
+    Raises UserError if there are checkpoints, but no valid one.
+    """
+    rank = dist.get_rank(group) if group else 0
+    own = [(step, file, Source(path, rank)) for step, file, path in _list_checkpoints(folder)]
+    candidates = sorted(chain(*all_gather(own, group)), key=lambda one: one[0], reverse=True)
+    sources: dict[File, Source] = {}
+    for _, file, source in candidates:
+        sources.setdefault(file, source)  # the first name, and the lowest rank, of a file
+    for source in sources.values():
+        problem = ""
+        if rank == source.rank:
+            try:
+                load(source.path)
+            except UserError as error:
+                problem = str(error)
+        problem = all_gather(problem, group)[source.rank]
+        if not problem:
+            return source
+        warn(f"{problem}; trying the one before it")
+    if sources:
+        raise UserError(f"--resume auto: no checkpoint in {folder} is whole; use another folder")
+    return None
+
+
+def _list_checkpoints(folder: Path) -> list[tuple[float, File, Path]]:
+    """Return step, file and path of each checkpoint in a folder."""
+    numbered = format.numbered(folder)
+    steps: dict[File, float] = {}
+    for path in numbered:
+        with suppress(FileNotFoundError):  # removed meanwhile
+            steps[_identify(path)] = format.step_of(path)
+    found = []
+    for path in (folder / LAST, *numbered, folder / BEST):
+        with suppress(FileNotFoundError):
+            file = _identify(path)
+            if file not in steps:  # last.pt and best.pt are mostly other names of numbered files
+                steps[file] = format.read_step(path)
+            found.append((steps[file], file, path))
+    return found
+
+
+def _identify(path: Path) -> File:
+    status = path.stat()
+    return File(status.st_mtime_ns, status.st_ino)
+
+
+def all_gather(value: T, group: dist.ProcessGroup | None) -> list[T]:
+    """Return the `value` of each rank of `group`; without a group, that of this process alone."""
+    values = [value]
+    if group:
+        values *= dist.get_world_size(group)
+        dist.all_gather_object(values, value, group)
+    return values

@@ -1,0 +1,266 @@
+"""Data loading: sample order and random numbers as a function of the position in training."""
+
+import random
+import sys
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager, nullcontext
+from itertools import repeat
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler, default_collate, get_worker_info
+from torch.utils.data.distributed import DistributedSampler
+
+from engine.data import gpu_decoding, images
+from engine.distributed.watchdog import end_with_parent, ignore_stop_signals
+
+
+class SizedDataset(Protocol):
+    """Data set of known length, such as every map-style ``torch.utils.data.Dataset``."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Any: ...
+
+
+class SeededDataset(Dataset):
+    """`dataset` with random numbers that depend only on the seed, the epoch and the batch.
+
+    So a batch's augmentations are the same whichever process loads it, and whatever was loaded
+    before it. The random numbers of the training itself are left as they are.
+
+    Attributes:
+        decode: where its images are decoded, "cpu" or "gpu"; copied from `dataset`, default "cpu".
+    """
+
+    def __init__(self, dataset: SizedDataset, seed: int) -> None:
+        self.dataset = dataset
+        self.seed = seed
+        self.epoch = 0
+        self.decode: str = getattr(dataset, "decode", "cpu")
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> object:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list:
+        """Return the samples of a batch; a DataLoader prefers this to single samples."""
+        with nullcontext() if get_worker_info() else rng_preserved():
+            seed_cpu(mix_seeds(self.seed, self.epoch, *indices[:1]))
+            return [self.dataset[index] for index in indices]
+
+
+class ResumableDistributedSampler(DistributedSampler):
+    """DistributedSampler with ``drop_last=True`` that can start within an epoch.
+
+    Each epoch has a new order, of which each process takes every `num_replicas`-th sample. All
+    processes together consume the order from its start, so one count of samples states the
+    position, whatever the number of processes was.
+    """
+
+    dataset: SeededDataset
+
+    def __init__(
+        self,
+        dataset: SeededDataset,
+        seed: int,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+    ) -> None:
+        super().__init__(dataset, num_replicas, rank, seed=seed, drop_last=True)
+        self.start_sample = 0
+
+    def set_epoch(self, epoch: int, start_sample: int = 0) -> None:
+        """Set the epoch, on which the order depends, and the position to start at.
+
+        Args:
+            start_sample: how many samples of the epoch all processes together have consumed.
+        """
+        super().set_epoch(epoch)  # or every epoch has the order of the first
+        self.dataset.epoch = epoch
+        self.start_sample = start_sample
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        order = torch.randperm(len(self.dataset), generator=generator).tolist()
+        return iter(order[self.start_sample + self.rank :: self.num_replicas][: len(self)])
+
+    def __len__(self) -> int:
+        return max(0, len(self.dataset) - self.start_sample) // self.num_replicas
+
+
+class ShardSampler(Sampler[int]):
+    """Every `world_size`-th sample from `rank` on, for validation.
+
+    Shards may differ by one sample in length. Nothing is padded, so that sums over all shards
+    count each sample once; DistributedSampler would count some twice.
+    """
+
+    def __init__(self, dataset: Sized, rank: int, world_size: int) -> None:
+        self.indices = range(rank, len(dataset), world_size)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.indices)
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+
+class RepeatedBatch:
+    """The same batch `num_batches` times per epoch: loader and sampler of --dummy."""
+
+    def __init__(self, batch: Sequence[Tensor], num_batches: int, world_size: int) -> None:
+        self.batch = batch
+        self.num_batches = num_batches
+        self.remaining = num_batches
+        self.samples_per_step = len(batch[0]) * world_size
+
+    def set_epoch(self, epoch: int, start_sample: int = 0) -> None:
+        """Set the position to start at, as for ResumableDistributedSampler."""
+        self.remaining = self.num_batches - start_sample // self.samples_per_step
+
+    def __iter__(self) -> Iterator[Sequence[Tensor]]:
+        return repeat(self.batch, self.remaining)
+
+    def __len__(self) -> int:
+        return self.remaining
+
+
+def collate(samples: list) -> Any:
+    """Collate as torch's `default_collate`; `Encoded` images become uint8 (N, 3, size, size)."""
+    return default_collate([decode_crops(sample) for sample in samples])
+
+
+def decode_crops(sample: Any) -> Any:
+    """Return `sample` with crops in place of its `Encoded` images, decoded on the CPU."""
+    if isinstance(sample, images.Encoded):
+        return images.crop_and_resize(images.decode(sample), sample.crop)
+    if isinstance(sample, Mapping):
+        return {key: decode_crops(value) for key, value in sample.items()}
+    if type(sample) in (tuple, list):
+        return type(sample)(map(decode_crops, sample))
+    return sample
+
+
+def build_loader(
+    dataset: SeededDataset,
+    sampler: Iterable[int],
+    *,
+    batch_size: int,
+    workers: int,
+    device: torch.device,
+    drop_last: bool = False,
+) -> DataLoader:
+    """Return a loader of `dataset` that does not draw from the training's random numbers.
+
+    Its images are decoded by the loader's workers, or on `device` if ``dataset.decode`` is "gpu".
+
+    Raises:
+        UserError: if images are to be decoded on a device that cannot.
+    """
+    options: dict[str, Any] = {
+        "sampler": sampler,
+        "batch_size": batch_size,
+        "num_workers": workers,
+        "drop_last": drop_last,
+        "pin_memory": device.type == "cuda",
+        "generator": torch.Generator(),  # the default would draw the workers' seeds from torch's
+        "worker_init_fn": prepare_worker,
+    }
+    if dataset.decode == "gpu":
+        gpu_decoding.require_gpu_decoder(device)
+        return gpu_decoding.DecodingLoader(device, dataset, **options)
+    return DataLoader(dataset, collate_fn=collate, **options)
+
+
+def prepare_worker(worker: int) -> None:
+    """Leave signals and errors to the training process, which a loader's worker belongs to."""
+    ignore_stop_signals()
+    end_with_parent()
+    sys.excepthook = _report_unless_disconnected
+
+
+def _report_unless_disconnected(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Report an error of the thread that hands over tensors, unless the training has ended.
+
+    The training process may exit while it receives one.
+    """
+    if not issubclass(kind, (ConnectionError, EOFError)):
+        sys.__excepthook__(kind, error, trace)
+
+
+def sample_batch(dataset: SizedDataset, count: int) -> list[Tensor]:
+    """Return the first `count` samples of `dataset` as one batch, on the CPU."""
+    return collate([dataset[index] for index in range(count)])
+
+
+def to_device(
+    batch: Sequence[Tensor], device: torch.device, memory_format: torch.memory_format
+) -> list[Tensor]:
+    """Return the tensors of `batch` on `device`; images, (N, C, H, W), in `memory_format`."""
+    moved = []
+    for tensor in batch:
+        layout = memory_format if tensor.dim() == 4 else torch.preserve_format
+        moved.append(tensor.to(device, memory_format=layout, non_blocking=True))
+    return moved
+
+
+def mix_seeds(*numbers: int) -> int:
+    """Return a seed of 32 bits that differs, most likely, for any other `numbers`."""
+    return zlib.crc32(" ".join(map(str, numbers)).encode())
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python, torch on every device, and NumPy if it is imported; `seed` < 2^32."""
+    torch.manual_seed(seed)
+    seed_cpu(seed)
+
+
+@contextmanager
+def rng_preserved() -> Iterator[None]:
+    """Restore this process's random numbers after the body."""
+    state = get_rng_state()
+    try:
+        yield
+    finally:
+        set_rng_state(state)
+
+
+def seed_cpu(seed: int) -> None:
+    """Seed all but the GPUs, in a tenth of the time."""
+    random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
+
+
+def get_rng_state() -> dict[str, Any]:
+    """Return the states of this process's generators, as plain types and tensors only."""
+    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if "numpy" in sys.modules:
+        name, key, *rest = sys.modules["numpy"].random.get_state()
+        state["numpy"] = (name, key.tolist(), *rest)
+    if torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+        state["each_cuda"] = torch.cuda.get_rng_state_all()  # DataParallel draws on all of them
+    return state
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Restore `state`, except for generators that this process does not have, such as a GPU's."""
+    random.setstate(state["python"])
+    torch.set_rng_state(state["torch"])
+    if "numpy" in state and "numpy" in sys.modules:
+        sys.modules["numpy"].random.set_state(state["numpy"])
+    if "cuda" in state and torch.cuda.is_initialized():
+        each = state.get("each_cuda", [])
+        if len(each) == torch.cuda.device_count():
+            torch.cuda.set_rng_state_all(each)
+        torch.cuda.set_rng_state(state["cuda"])

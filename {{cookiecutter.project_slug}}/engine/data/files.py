@@ -1,0 +1,72 @@
+"""Reading of data files, which may be damaged, hostile or gone: each error names the file."""
+
+import os
+import re
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import BufferedReader
+
+from engine import UserError
+from engine.text import printable
+
+MAX_BYTES = 2**30  # of a file that is read
+
+
+class FileError(UserError):
+    """A file that can't be read. `path` is empty if a data loader's worker raised it."""
+
+    def __init__(self, message: str, path: str = "") -> None:
+        super().__init__(message)
+        self.path = path
+
+
+@contextmanager
+def naming_errors(path: str | os.PathLike, kind: str) -> Iterator[None]:
+    """Turn any exception of the body, other than UserError, into a FileError.
+
+    Decoders raise exceptions of nearly all types for damaged files.
+
+    Args:
+        kind: what the body reads the file as, such as "an image".
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        name = printable(path)
+        problem = f"{name} can't be read as {kind} ({printable(_reason(error))})"
+        raise FileError(f"{problem}; fix or remove it", name) from None
+
+
+def _reason(error: Exception) -> str:
+    """Return the first line of an exception's message, without the name of its source."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    line = re.sub(r" *<_io\.[^>]*>", "", line)  # PIL's name of the file
+    return line.split(", ")[-1]  # torchvision's starts with its source
+
+
+def open_file(path: str | os.PathLike) -> BufferedReader:
+    """Open a regular file of at most MAX_BYTES for reading.
+
+    Raises:
+        OSError: if it is another kind of file: reading a FIFO or a device may never end.
+    """
+    status = os.stat(path)
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(0, "it is not a regular file")
+    if status.st_size > MAX_BYTES:
+        raise OSError(0, f"it has {status.st_size} bytes, more than {MAX_BYTES}")
+    return open(path, "rb")
+
+
+def read_file(path: str | os.PathLike) -> bytearray:
+    """Return the contents of a regular file. Raises OSError as `open_file` does."""
+    with open_file(path) as file:
+        # Not to its end: some files, such as /proc/self/pagemap, have a size of 0 and no end.
+        data = bytearray(os.fstat(file.fileno()).st_size)
+        del data[file.readinto(data) :]
+        return data

@@ -1,0 +1,196 @@
+"""Lists of the image files in folders, with reports of what is ignored there."""
+
+import os
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+from torchvision.datasets.folder import IMG_EXTENSIONS
+
+from engine import UserError, distributed, summarize
+from engine.text import printable
+
+REPORT_EVERY_S = 10.0
+HIDDEN = "hidden files and folders"
+OTHER = "files of other types"
+OUTSIDE = "files outside the class folders"
+NESTED = "subfolders"
+UNREADABLE = "folders that can't be read"
+REPEATED = "links to folders that are read already"
+EMPTY = "class folders without images"
+ABSENT = "classes without images"
+
+
+class Scan:
+    """Image files in a folder, and the names of what is ignored there, by reason.
+
+    Hidden files are ignored: .ipynb_checkpoints, or ._NAME.jpg of macOS, which holds no image.
+    """
+
+    def __init__(self, root: Path, suffixes: Sequence[str] = IMG_EXTENSIONS) -> None:
+        self.root = str(root)
+        self.suffixes = tuple(suffixes)
+        self.ignored: dict[str, list[str]] = defaultdict(list)
+        self.num_files = 0
+        self.report_at = time.monotonic() + REPORT_EVERY_S
+
+    def ignore(self, reason: str, path: str) -> None:
+        """Add a path to those that are ignored."""
+        self.ignored[reason].append(os.path.relpath(path, self.root))
+
+    def read(self, folder: str) -> tuple[list[os.DirEntry], list[os.DirEntry]]:
+        """Return the subfolders and the files of a folder by name, without hidden ones.
+
+        None if it can't be read.
+        """
+        self._report_progress(folder)
+        try:
+            with os.scandir(folder) as found:
+                entries = sorted(found, key=lambda entry: entry.name)
+        except OSError as error:
+            self.ignore(f"{UNREADABLE} ({error.strerror})", folder)
+            return [], []
+        folders: list[os.DirEntry] = []
+        files: list[os.DirEntry] = []
+        for entry in entries:
+            if entry.name.startswith("."):
+                self.ignore(HIDDEN, entry.path)
+            else:
+                (folders if _is_folder(entry) else files).append(entry)
+        return folders, files
+
+    def images(self, files: Sequence[os.DirEntry]) -> list[str]:
+        """Return the paths of the images among files."""
+        found = []
+        for entry in files:
+            if entry.name.lower().endswith(self.suffixes):
+                found.append(entry.path)
+            else:
+                self.ignore(OTHER, entry.path)
+        self.num_files += len(found)
+        return found
+
+    def walk(self, folder: str, others: Sequence[str] = ()) -> list[str]:
+        """Return the image files in a folder and in those below, links included.
+
+        Each folder is read once, whatever links lead to it. Links to `others`, and to a folder that
+        holds the root, are not followed.
+        """
+        seen = set(map(os.path.realpath, (folder, *others)))
+        pending = [(folder, os.path.realpath(folder))]
+        links: list[os.DirEntry] = []  # follow the folders, so that a folder has its own path
+        found: list[tuple[str, list[str]]] = []
+        while pending or links:
+            if not pending:
+                link = links.pop(0)
+                target = os.path.realpath(link.path)
+                if target in seen or self.leads_back(link.path):
+                    self.ignore(REPEATED, link.path)
+                    continue
+                pending.append((link.path, target))
+                seen.add(target)
+            current, real = pending.pop()
+            folders, files = self.read(current)
+            for entry in folders:
+                target = os.path.join(real, entry.name)
+                if entry.is_symlink():
+                    links.append(entry)
+                elif target not in seen:
+                    pending.append((entry.path, target))
+                    seen.add(target)
+            found.append((current, self.images(files)))
+        return [path for _, paths in sorted(found) for path in paths]
+
+    def leads_back(self, path: str) -> bool:
+        """Return whether a path is that of the root, or of a folder that holds it."""
+        target = os.path.realpath(path)
+        return os.path.commonpath([target, os.path.realpath(self.root)]) == target
+
+    def report(self) -> None:
+        """Print what was ignored, with counts, on rank 0."""
+        if self.ignored:
+            reasons = (f"{why}: {len(x)} ({summarize(x)})" for why, x in self.ignored.items())
+            _print(f"warning: {self.root}: ignored {'; '.join(reasons)}")
+
+    def _report_progress(self, folder: str) -> None:
+        if time.monotonic() > self.report_at:
+            self.report_at = time.monotonic() + REPORT_EVERY_S
+            _print(f"{self.root}: {self.num_files} images so far, reading {folder}")
+
+
+def _is_folder(entry: os.DirEntry) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself, or to where the user may not look
+        return False
+
+
+def _print(message: str) -> None:
+    if distributed.is_rank_zero():
+        print(printable(message), file=sys.stderr, flush=True)
+
+
+def list_images(folder: Path) -> list[str]:
+    """Return the image files in a folder and in those below."""
+    scan = Scan(folder)
+    files = scan.walk(scan.root)
+    scan.report()
+    return files
+
+
+def list_flat(folder: Path, suffixes: Sequence[str]) -> list[Path]:
+    """Return the files with these suffixes in a folder, by name, without its subfolders."""
+    scan = Scan(folder, suffixes)
+    subfolders, files = scan.read(scan.root)
+    for entry in subfolders:
+        scan.ignore(NESTED, entry.path)
+    paths = scan.images(files)
+    scan.report()
+    return [Path(path) for path in paths]
+
+
+def list_classes(
+    folder: Path, classes: Sequence[str] | None = None
+) -> tuple[list[tuple[str, int]], list[str]]:
+    """Return the samples (path, label) and the classes of a folder of CLASS/IMAGE.
+
+    The classes are the subfolders that hold images, sorted, and a label is the place of a class.
+
+    Args:
+        classes: those of the training set, for the validation set: no others may occur.
+
+    Raises:
+        UserError: if the folder holds no images, or other classes.
+    """
+    scan = Scan(folder)
+    subfolders, outside = scan.read(scan.root)
+    for entry in outside:
+        scan.ignore(OUTSIDE, entry.path)
+    others = [scan.root, *(entry.path for entry in subfolders)]
+    files = {
+        entry.name: [] if scan.leads_back(entry.path) else scan.walk(entry.path, others)
+        for entry in subfolders
+    }
+    found = [name for name, paths in files.items() if paths]
+    for entry in subfolders:
+        if not files[entry.name]:
+            scan.ignore(EMPTY, entry.path)
+    if not found:
+        scan.report()
+        raise UserError(f"{folder} holds no images (CLASS/IMAGE.jpg or .png)")
+    if classes is None:
+        classes = found
+    labels = {name: label for label, name in enumerate(classes)}
+    unknown = [name for name in found if name not in labels]
+    if unknown:
+        raise UserError(
+            f"{folder} has classes that train/ does not have: {', '.join(unknown)}; "
+            "remove them, or add them to train/"
+        )
+    for name in classes:
+        if name not in files:
+            scan.ignore(ABSENT, os.path.join(scan.root, name))
+    scan.report()
+    return [(path, labels[name]) for name in found for path in files[name]], list(classes)

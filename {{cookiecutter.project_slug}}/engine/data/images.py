@@ -1,0 +1,185 @@
+"""Image files: reading, decoding and cropping on the CPU.
+
+A dataset returns `Encoded` images. With `engine.data.collate`, a DataLoader's workers decode and
+crop them; gpu_decoding.DecodingLoader transfers the bytes and does the same on the device.
+"""
+
+import io
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from PIL import Image
+from PIL.JpegImagePlugin import JpegImageFile  # also of MPO, which phones write
+from torch import Tensor
+from torchvision.io import ImageReadMode
+from torchvision.transforms.v2 import functional
+
+from engine.data.files import naming_errors, open_file, read_file
+
+try:
+    from torchvision.io import decode_jpeg
+except ImportError:  # deprecated since torchvision 0.29
+    decode_jpeg = None
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, in RGB
+RGB = ImageReadMode.RGB
+# Formats of files, MPO being a kind of JPEG. PIL has more; for EPS it would run Ghostscript.
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+MAX_RATIO = 64  # of the sides of an image that is resized, see `trim`
+MAX_SIDE = 4096  # of an image that the GPU decodes
+
+
+class Span(NamedTuple):
+    """One side of a crop: `length` pixels from `start` on are resized to `resized` pixels.
+
+    The crop starts at pixel `first` of the resized side.
+    """
+
+    start: int
+    length: int
+    resized: int
+    first: int = 0
+
+
+class Crop(NamedTuple):
+    """The part of an image that is used: a square of `size` pixels, flipped horizontally or not."""
+
+    rows: Span
+    columns: Span
+    size: int
+    flip: bool = False
+
+
+class Encoded(NamedTuple):
+    """A file's bytes, and the crop of its image."""
+
+    path: str
+    data: bytearray
+    pixels: int
+    crop: Crop
+    suits_gpu: bool
+
+
+def read_encoded(path: str, choose_crop: Callable[[int, int], Crop]) -> Encoded:
+    """Read the file at `path` without decoding its image.
+
+    Args:
+        choose_crop: function from height and width of an image to its crop.
+
+    Raises:
+        FileError: if the file is not an image.
+    """
+    with naming_errors(path, "an image"):
+        data = read_file(path)
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:  # reads only the header
+            width, height = image.size
+            suits_gpu = _suits_gpu(image, data)
+    return Encoded(path, data, height * width, choose_crop(height, width), suits_gpu)
+
+
+def read_image(path: str | Path) -> Tensor:
+    """Return the whole image at `path`, as RGB: uint8 (3, H, W).
+
+    Raises:
+        FileError: if the file is not an image, or damaged.
+    """
+    return decode(read_encoded(str(path), whole))
+
+
+@contextmanager
+def open_image(path: Path, kind: str = "an image") -> Iterator[Image.Image]:
+    """Open an image with PIL, which reads only the header before the pixels are used.
+
+    Raises:
+        FileError: if that fails, or the body does; `kind` is what the body reads the file as.
+    """
+    with (
+        naming_errors(path, kind),
+        open_file(path) as file,
+        Image.open(file, formats=FORMATS) as image,
+    ):
+        yield image
+
+
+def trim(image: Tensor) -> Tensor:
+    """Return the central part whose longer side is at most MAX_RATIO times the shorter.
+
+    To resize the shorter side of 60,000 × 1 pixels to 256 would take 12 GB. For transforms of
+    images and masks, (..., H, W).
+    """
+    height, width = image.shape[-2:]
+    longest = MAX_RATIO * min(height, width)
+    if max(height, width) <= longest:
+        return image
+    return functional.center_crop(image, [min(height, longest), min(width, longest)])
+
+
+def whole(height: int, width: int) -> Crop:
+    size = max(height, width)
+    return Crop(Span(0, height, height), Span(0, width, width), size)
+
+
+def _suits_gpu(image: Image.Image, data: bytearray) -> bool:
+    """Return whether nvJPEG decodes the file as the CPU's decoder does, and faster.
+
+    It leaves half of the work on a progressive file to one core. Without an error, it fills a
+    truncated file with grey, reads RGB as YCbCr, and ignores missing quantization tables.
+    """
+    if not isinstance(image, JpegImageFile):
+        return False
+    holds_rgb = image.info.get("adobe_transform") == 0 or image.layer[0][0] == ord("R")
+    return bool(
+        (image.mode == "L" or image.mode == "RGB" and not holds_rgb)
+        and "progressive" not in image.info
+        and image.quantization
+        and data.endswith(b"\xff\xd9")
+        and max(image.size) <= MAX_SIDE
+    )
+
+
+def decode(encoded: Encoded) -> Tensor:
+    """Return the whole image, as RGB, decoded on the CPU: uint8 (3, H, W).
+
+    Raises:
+        FileError: if the file is damaged.
+    """
+    with (
+        naming_errors(encoded.path, "an image"),
+        Image.open(io.BytesIO(encoded.data), formats=FORMATS) as image,
+    ):
+        if decode_jpeg and isinstance(image, JpegImageFile) and image.mode in ("L", "RGB"):
+            # The same pixels as PIL's, in half the time.
+            return decode_jpeg(torch.frombuffer(encoded.data, dtype=torch.uint8), RGB)
+        if image.mode.startswith("I"):  # 16 bits, which PIL would clip at 255
+            eight_bits = image.convert("I").point(lambda value: value / 257)
+            return functional.pil_to_tensor(eight_bits.convert("L").convert("RGB"))
+        # PIL warns of transparent palettes unless they go through RGBA.
+        mode = "RGBA" if "transparency" in image.info else "RGB"
+        return functional.pil_to_tensor(image.convert(mode).convert("RGB"))
+
+
+def crop_and_resize(image: Tensor, crop: Crop) -> Tensor:
+    """Return the crop of `image`, uint8 (3, H, W), antialiased: uint8 (3, size, size)."""
+    (top, height, to_height, y), (left, width, to_width, x), size, flip = crop
+    image = functional.resized_crop(
+        image, top, left, height, width, [to_height, to_width], antialias=True
+    )
+    image = image[:, y : y + size, x : x + size]
+    return functional.horizontal_flip(image) if flip else image
+
+
+def normalize(images: Tensor) -> Tensor:
+    """Normalize a batch of uint8 (N, 3, H, W) on its device; return floats unchanged."""
+    if images.is_floating_point():
+        return images
+    mean, std = _statistics(images.device)
+    return torch.sub(images, mean).div_(std)
+
+
+@cache  # without it, each batch would wait for a copy to the device
+def _statistics(device: torch.device) -> Tensor:
+    return 255 * torch.tensor([MEAN, STD], device=device).view(2, 3, 1, 1)

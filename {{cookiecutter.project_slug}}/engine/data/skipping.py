@@ -1,0 +1,83 @@
+"""Data sets that skip unreadable files, for --skip-broken."""
+
+import fcntl
+import sys
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from engine import UserError
+from engine.data import SizedDataset, decode_crops
+from engine.data.files import FileError
+from engine.data.images import Encoded, decode
+
+RECORD = "broken_files.txt"  # in --output
+
+
+def skip_broken(dataset: SizedDataset, limit: int, output: Path) -> SizedDataset:
+    """Return `dataset` with up to `limit` unreadable files skipped; unchanged for a limit of 0."""
+    return SkippingDataset(dataset, limit, output / RECORD) if limit else dataset
+
+
+class SkippingDataset(Dataset):
+    """`dataset` with the next readable sample in place of one with an unreadable file.
+
+    The number of samples stays, and a replacement depends on nothing but the files, so that
+    processes have equally many batches and a resumed run has the same ones.
+
+    Args:
+        limit: number of different unreadable files, of all processes that share `record`.
+        record: text file that lists them, one in each line.
+    """
+
+    def __init__(self, dataset: SizedDataset, limit: int, record: Path) -> None:
+        self.dataset = dataset
+        self.limit = limit
+        self.record = record
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dataset":  # while it is unpickled
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        for offset in range(len(self)):
+            try:
+                return self._read((index + offset) % len(self))
+            except FileError as error:
+                self._add(error)
+        raise UserError("no file of the data set can be read")
+
+    def _read(self, index: int) -> Any:
+        """Return a sample, after decoding what a loader's worker would decode."""
+        sample = self.dataset[index]
+        if getattr(self.dataset, "decode", "cpu") == "cpu":
+            return decode_crops(sample)
+        if isinstance(sample[0], Encoded) and not sample[0].suits_gpu:
+            decode(sample[0])
+        return sample
+
+    def _add(self, error: FileError) -> None:
+        """Add a file to the record. Raises UserError if it is one too many."""
+        try:
+            self.record.parent.mkdir(parents=True, exist_ok=True)
+            with self.record.open("a+", encoding="utf-8") as file:
+                fcntl.lockf(file, fcntl.LOCK_EX)  # other processes add to it, too
+                file.seek(0)
+                known = file.read().splitlines()
+                if error.path in known:
+                    return
+                if len(known) >= self.limit:
+                    raise UserError(
+                        f"{error}; {self.record} lists {len(known)} more, as many as --skip-broken "
+                        "allows (python -m engine.data.verify DATA finds all)"
+                    )
+                file.write(f"{error.path}\n")
+        except OSError as problem:
+            raise UserError(f"{self.record} can't be written ({problem.strerror})") from None
+        message = f"warning: {error}; skipped, {len(known) + 1} of at most {self.limit}"
+        print(message, file=sys.stderr, flush=True)

@@ -1,0 +1,1 @@
+"""Diagnostics: preflight checks (``--check``), the first-step audit and NaN detection."""

@@ -1,0 +1,161 @@
+"""Preflight checks of main.py's settings: Apex, CPU cores, output and checkpoint."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+import torch
+
+from engine import UserError, backend, distributed
+from engine.checkpoint import format as checkpoint
+from engine.checkpoint.selection import newest
+from engine.diagnostics import data_checks, preflight
+from engine.diagnostics.preflight import ERROR, OK, WARNING
+
+if TYPE_CHECKING:
+    from engine.diagnostics.preflight import Results
+
+GIB = 2**30
+CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")  # of a container, in which all cores are visible
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of main.py that are checked."""
+
+    batch_size: int
+    workers: int
+    opt_level: str
+    backend: str
+    output: Path
+    resume: Path | None
+    data: Path | None
+    dummy: bool
+    skip_broken: int
+    needs: dict[str, bool]  # further arguments of backend.load_backend
+
+
+def check_settings(settings: Settings, build_datasets: Callable[[], tuple]) -> NoReturn:
+    """Check the settings of main.py and its training and validation set, and exit."""
+    if preflight.RESULTS not in os.environ:
+        _exec_preflight()
+    datasets = cache(build_datasets)
+    checks = {"flags": check_flags, "Apex": check_apex, "CPU": check_cpu, "output": check_output}
+    checks["resume"] = check_resume
+    preflight.run_checks({name: partial(check, settings) for name, check in checks.items()})
+    if preflight.run_checks({"data": partial(data_checks.check_data, settings, datasets)}):
+        measured = cache(partial(data_checks.measure, settings, datasets))
+        samples = partial(data_checks.check_samples, settings, measured)
+        memory = partial(data_checks.check_shared_memory, settings, measured)
+        preflight.run_checks({"samples": samples, "shared memory": memory})
+    sys.exit()
+
+
+def _exec_preflight() -> NoReturn:
+    """Replace this process, of ``python main.py`` or torchrun, with the preflight of run.sh."""
+    if int(os.environ.get("LOCAL_RANK", "0")) > 0:
+        sys.exit()  # rank 0 checks for all
+    num_ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    project = Path(__file__).parent.parent.parent
+    environment = os.environ | {"PYTHONPATH": str(project), "PYTHONSAFEPATH": "1"}
+    module = ["-m", "engine.diagnostics.preflight", f"--nproc-per-node={num_ranks}"]
+    os.execve(sys.executable, [sys.executable, *module, *sys.argv], environment)
+
+
+def check_flags(settings: Settings) -> Results:
+    """Show the given flags."""
+    given = [flag for flag in sys.argv[1:] if flag not in ("--check", "--json")]
+    text = " ".join(given) or "the defaults"
+    if settings.batch_size == 1:
+        fix = "use a batch size of at least 2"
+        yield WARNING, f"{text}: batch norm can't train on a single value per channel; {fix}"
+    else:
+        yield OK, text
+
+
+def check_apex(settings: Settings) -> Results:
+    """Show which package implements Apex's calls, why, and which parts of real Apex exist."""
+    problem = backend.problem_with_apex(settings.opt_level, **settings.needs)
+    loaded = backend.load_backend(settings.backend, settings.opt_level, **settings.needs)
+    reason = loaded.reason
+    parts = backend.parts_of_apex()
+    present = [part for part in parts if parts[part]]
+    missing = [part for part in parts if not parts[part]]
+    if present:
+        reason += f"; Apex here has {', '.join(present)}"
+        reason += f", but no {', '.join(missing)}" if missing else ""
+    if problem and problem.remedy:
+        yield WARNING, f"{reason}: {problem.remedy}"
+    elif problem is None and missing:
+        yield WARNING, f"{reason}: {backend.BUILD} for its full speed"
+    else:
+        yield OK, reason
+
+
+def check_cpu(settings: Settings) -> Results:
+    """Compare the CPU cores with the threads and the data loader's workers."""
+    num_ranks = int(os.environ["LOCAL_WORLD_SIZE"])
+    workers = settings.workers
+    cores = distributed.cpu_cores()
+    threads = torch.get_num_threads()
+    text = f"{num_ranks} × (cores {cores}, threads {threads}, --workers {workers})"
+    limit, period = CPU_LIMIT.read_text().split() if CPU_LIMIT.exists() else ("max", "1")
+    allowed = float(limit.replace("max", "inf")) / int(period)
+    if allowed < cores * num_ranks:
+        fix = "raise its limit, or reduce OMP_NUM_THREADS and --workers"
+        yield WARNING, f"{text}; but this container may use only {allowed:g} cores in all: {fix}"
+    elif threads > cores or threads == 1 and cores >= 4:
+        yield WARNING, f"{text}: unset OMP_NUM_THREADS, so that run.sh divides the cores by ranks"
+    elif workers > cores:
+        yield WARNING, f"{text}: use at most --workers {cores}, the number of cores"
+    else:
+        yield OK, text
+
+
+def check_output(settings: Settings) -> Results:
+    """Check that --output can be written, holds no other run, and has space for checkpoints."""
+    output = settings.output
+    folder = output.absolute()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            free = shutil.disk_usage(existing).free
+    except OSError as error:
+        fix = "choose another --output, or correct its permissions"
+        raise UserError(f"{output} can't be written ({error.strerror}): {fix}") from None
+    text = f"{output} can be written, {free / GIB:.1f} GiB free"
+    if free < GIB:
+        yield ERROR, f"{text}, too little for checkpoints: free space, or choose another --output"
+    elif settings.resume is None and any(output.glob("*.pt")):
+        yield WARNING, f"{text}, but holds a run: add --resume auto, or choose another --output"
+    elif free < 10 * GIB:
+        yield WARNING, f"{text}, little for checkpoints of a large model"
+    else:
+        yield OK, text
+
+
+def check_resume(settings: Settings) -> Results:
+    """Check that there is a complete checkpoint to resume from."""
+    path = settings.resume
+    if path is None:
+        return
+    yield WARNING, f"{path} was not read in time (a slow disk or a large file?)"
+    warnings: list[str] = []
+    if path == Path("auto"):
+        source = newest(settings.output, warnings.append)
+        path = source.path if source else None
+    if warnings:
+        yield WARNING, f"{path} is used: {'; '.join(warnings)}"
+    elif path is None:
+        yield OK, f"{settings.output} has no checkpoint: the run starts from the beginning"
+    else:
+        state = checkpoint.load(path)
+        yield OK, f"{path}, after {state['epoch']} epochs, {state['step']} steps"

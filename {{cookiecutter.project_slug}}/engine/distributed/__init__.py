@@ -1,0 +1,301 @@
+"""Start and end of a process: its rank, its device, its process group, its exit status."""
+
+import os
+import re
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from engine import EXIT_USAGE, UserError
+from engine.distributed import consistency
+from engine.distributed.network import local_address, select_interface, serve_store
+from engine.distributed.peers import (
+    PeerMonitor,
+    announce_failure,
+    exit_process,
+    peer_monitor,
+)
+from engine.distributed.watchdog import end_with_parent
+from engine.launch import LAUNCHER, RESTART, SIGNALS
+from engine.text import printable
+
+PATIENCE_S = 5.0  # in which a launcher ends all processes of a job that failed
+SETTLE_S = 3.0  # in which the peer monitor learns of another process's failure
+
+
+def is_rank_zero() -> bool:
+    """Return whether this process has rank 0; works before there is a process group."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def is_single_host() -> bool:
+    """Return whether all processes of the run are on this host."""
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    return os.environ.get("LOCAL_WORLD_SIZE", world_size) == world_size
+
+
+def is_restart() -> bool:
+    """Return whether torchrun or SLURM started the job, or a process of it, after a first time.
+
+    The same in all processes after `rendezvous`.
+    """
+    names = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+    return RESTART in os.environ or any(int(os.environ.get(name, "0")) > 0 for name in names)
+
+
+def resolve_ranks(local_rank: int | None) -> tuple[int, int, int]:
+    """Return the rank, the local rank and the world size of this process.
+
+    Without a launcher, this is the only process, and the variables of a group of one are set.
+
+    Args:
+        local_rank: the value of --local-rank, which old launchers pass; LOCAL_RANK, which torchrun
+            sets, overrides it.
+
+    Raises:
+        UserError: in a process that has trained before, such as a notebook.
+    """
+    if dist.is_initialized():
+        raise UserError(
+            "this process has trained before: start each run as a process of its own, in a "
+            "notebook with !./run.sh --output runs/NAME"
+        )
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in names if name not in os.environ]
+    if "RANK" in os.environ and missing:
+        raise UserError(
+            f"RANK is set in the environment but not {', '.join(missing)}: start with ./run.sh or "
+            "torchrun, which set them all, or unset RANK"
+        )
+    if missing:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    local = os.environ.get("LOCAL_RANK", local_rank)
+    return int(os.environ["RANK"]), int(local or 0), int(os.environ["WORLD_SIZE"])
+
+
+def select_device(local_rank: int) -> torch.device:
+    """Return the GPU of this process, or the CPU where there is none.
+
+    Raises UserError if the host has fewer GPUs than processes.
+    """
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    gpus = torch.cuda.device_count()
+    processes = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), local_rank + 1)
+    if processes > gpus:
+        raise UserError(
+            f"{processes} processes were started on a machine with {gpus} GPU"
+            f"{'s' * (gpus != 1)}: start at most {gpus} (NPROC={gpus} ./run.sh)"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def rendezvous(
+    device: torch.device, settings: dict[str, object], backend_name: str, timeout: timedelta
+) -> dist.Store:
+    """Wait for all processes, compare them, and return the store for `init_process_group`.
+
+    Args:
+        settings: values of the flags by name, which must be the same in all processes.
+        backend_name: the Apex implementation in use, which must be the same, too.
+        timeout: the longest wait for the other processes.
+
+    Raises:
+        UserError: if a process does not arrive, or has another torch, code or flags.
+    """
+    rank, _, world_size = resolve_ranks(None)
+    try:
+        store = _connect_store(timeout)
+        if world_size > 1:
+            PeerMonitor.connect(store, rank, _reachable_address())
+        if is_restart():
+            store.set("restart", os.environ.get(RESTART, ""))
+        facts = consistency.collect_facts(device, settings, backend_name)
+        consistency.require_same_facts(store, rank, world_size, facts)
+        if store.check(["restart"]):  # a host that joins a job late has not restarted itself
+            os.environ.setdefault(RESTART, store.get("restart").decode())
+            _log_restart(rank)
+    except dist.DistNetworkError as error:
+        raise UserError(
+            f"MASTER_ADDR={os.environ['MASTER_ADDR']}, MASTER_PORT={os.environ['MASTER_PORT']} "
+            f"does not answer, or no more ({str(error).splitlines()[0]}): start rank 0 there, or "
+            "look at its output"
+        ) from None
+    select_gloo_interface()
+    return store
+
+
+def _log_restart(rank: int) -> None:
+    """Log, on rank 0, how often torchrun has restarted the job, and why."""
+    count = os.environ.get("TORCHELASTIC_RESTART_COUNT")
+    if rank != 0 or count is None:
+        return
+    reason = os.environ[RESTART] or "a process failed"
+    limit = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?")
+    print(f"restarted: {reason}; {count} of MAX_RESTARTS={limit} are used", flush=True)
+
+
+def select_gloo_interface() -> None:
+    """Make gloo use the network interface by which the other processes reach this host."""
+    select_interface(_reachable_address())
+
+
+def _reachable_address() -> str:
+    """Return the address of this host by which the other processes can reach it."""
+    return "127.0.0.1" if is_single_host() else local_address(os.environ["MASTER_ADDR"])
+
+
+def _connect_store(timeout: timedelta) -> dist.Store:
+    """Return the launcher's store, or one that rank 0 serves."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    is_served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if os.environ["WORLD_SIZE"] == "1" and not is_served:
+        return dist.HashStore()  # needs no port
+    if is_rank_zero() and not is_served:
+        return serve_store(address, port, timeout)
+    store = dist.TCPStore(address, port, None, False, timeout, wait_for_workers=False)
+    if not is_served:
+        return store
+    # torchrun reuses its store after a restart: it holds addresses of processes that ended.
+    return dist.PrefixStore(f"job {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+
+
+def describe(world_size: int, device: torch.device) -> str:
+    """Return a summary for the log: number of processes, device, communication backend."""
+    processes = f"{world_size} process{'es' * (world_size != 1)}"
+    if device.type == "cuda":
+        return f"{processes} on {torch.cuda.get_device_name(device)} (nccl)"
+    return f"{processes} on the CPU (gloo)"
+
+
+def cpu_cores() -> int:
+    """Return the number of CPU cores for each process of this host."""
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux only
+    available = len(affinity(0)) if affinity else os.cpu_count() or 1
+    return max(1, available // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def make_deterministic() -> None:
+    """Request the same numbers in each run, on a GPU too; operations that cannot will raise.
+
+    DistributedDataParallel needs its flag for unused parameters as well. Without it, gradients are
+    summed in an order that depends on the first step: with three processes or more, a resumed run
+    would round differently.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+
+
+@torch.no_grad()
+def broadcast_buffers(model: nn.Module) -> None:
+    """Copy rank 0's buffers, which are the ones that are saved, to all processes.
+
+    Batch norm's running statistics differ between processes unless SyncBatchNorm is used.
+    """
+    for buffer in model.buffers():
+        dist.broadcast(buffer, src=0)
+
+
+class AsyncMax:
+    """Maximum of integers over all processes, without a wait.
+
+    The exchange runs on the CPU while the next step is computed: what is submitted after one step
+    can be read after the next one.
+
+    Args:
+        group: a gloo group that nothing else uses at the same time.
+        count: how many integers are submitted at once.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, count: int) -> None:
+        self.group = group
+        self.numbers = torch.zeros(count, dtype=torch.int64)
+        self.work: dist.Work | None = None
+
+    def submit(self, *numbers: int) -> None:
+        """Start the exchange; every process calls it."""
+        self.numbers = torch.tensor([int(number) for number in numbers])
+        self.work = dist.all_reduce(
+            self.numbers, dist.ReduceOp.MAX, group=self.group, async_op=True
+        )
+
+    def result(self) -> list[int]:
+        """Return the maxima of what the processes submitted last; zeros before that."""
+        if self.work:
+            self.work.wait()
+        return self.numbers.tolist()
+
+
+def run(main: Callable[[], None]) -> None:
+    """Call `main`, and exit at once if it fails.
+
+    A UserError becomes one message and status 2, any other exception its traceback and status 1.
+    The process exits without Python's usual clean-up, in which a process group or a data loader
+    can wait for processes that will never answer.
+    """
+    if sys.stdout:
+        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # not all terminals have all characters
+    _end_with_launcher()
+    try:
+        # The launcher has blocked them; SIGUSR1 can be handled after the first step.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS - {signal.SIGUSR1})
+        main()
+    except UserError as error:
+        stop(str(error))
+    except PermissionError as error:
+        stop(f"{error.filename} can't be read or written: correct its permissions")
+    except KeyboardInterrupt:
+        exit_process(128 + signal.SIGINT)
+    except Exception as error:
+        # A process that ends breaks the connections of the others, which is a RuntimeError there:
+        # the peer monitor ends them meanwhile, so that only the cause is logged.
+        if isinstance(error, RuntimeError) and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            time.sleep(SETTLE_S)
+        if announce_failure(1):
+            traceback.print_exc()
+        exit_process(1)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    monitor = peer_monitor()
+    if monitor:
+        monitor.finish()
+
+
+def _end_with_launcher() -> None:
+    """Exit when the launcher does, now or later; do nothing for a process without one."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    end_with_parent()
+    launcher = os.environ.get(LAUNCHER)
+    if launcher and not Path(f"/proc/{launcher}").exists():  # killed while torch was imported
+        print("error: the launcher is gone", file=sys.stderr)
+        exit_process(1)
+
+
+def stop(message: str) -> NoReturn:
+    """Exit with status 2, after logging `message` unless another process logs it.
+
+    Mostly all ranks find a user's error at once. The first one logs it; before the processes are
+    connected it is rank 0, and any other one that still runs after PATIENCE_S.
+    """
+    if not peer_monitor() and not is_rank_zero():
+        time.sleep(PATIENCE_S)
+    if announce_failure(EXIT_USAGE):
+        # A data loader's worker wraps the message in its own traceback: the last line is ours.
+        if message.startswith("Caught "):
+            message = re.sub(r"^[\w.]*(User|File)Error: ", "", message.strip().splitlines()[-1])
+        print(f"error: {printable(message)}", file=sys.stderr, flush=True)
+    exit_process(EXIT_USAGE)

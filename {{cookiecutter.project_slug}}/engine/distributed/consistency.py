@@ -1,0 +1,150 @@
+"""Comparison of versions, flags, project files and data between the processes of a run."""
+
+import hashlib
+import json
+import os
+import platform
+import socket
+import sys
+import time
+from collections.abc import Sized
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from engine import UserError
+
+MAX_CLOCK_DIFFERENCE_S = 5.0  # torchrun's rendezvous takes a host that is 15 s behind for lost
+HOST_SETTINGS = ("local_rank", "data", "output", "workers", "config")  # may differ between hosts
+
+Facts = dict[str, str]
+
+
+def collect_facts(device: torch.device, settings: dict[str, object], backend_name: str) -> Facts:
+    """Return what must be the same in all processes: versions, flags and the project's files.
+
+    Args:
+        settings: values of the flags by name; HOST_SETTINGS are ignored.
+        backend_name: the Apex implementation in use.
+    """
+    facts = {
+        "torch": torch.__version__,
+        "Python": platform.python_version().rpartition(".")[0],
+        "torchvision": version("torchvision"),
+        "the kind of device": device.type,
+        "Apex's backend": backend_name,
+    }
+    for name, value in settings.items():
+        if name not in HOST_SETTINGS:
+            facts[f"--{name.replace('_', '-')}"] = str(value)
+    project = Path(__file__).parent.parent.parent
+    files = {Path(getattr(module, "__file__", None) or "/") for module in sys.modules.values()}
+    files |= {path for path in (project / "run.sh", project / "engine/launch.py") if path.exists()}
+    for path in sorted(files):
+        # The environment may be in the project's folder, too.
+        if path.is_relative_to(project) and "site-packages" not in path.parts:
+            facts[str(path.relative_to(project))] = hashlib.sha1(path.read_bytes()).hexdigest()[:10]
+    return facts
+
+
+def require_same_facts(store: dist.Store, rank: int, world_size: int, facts: Facts) -> None:
+    """Raise UserError in all processes if `facts` differ between two of them.
+
+    Also raised if a process does not arrive before the store's timeout. Rank 0 compares; the
+    others wait for its result.
+    """
+    store.set(f"facts {rank}", json.dumps([socket.gethostname(), facts]))
+    missing = missing_ranks(
+        store, "facts", world_size, wait_for=None if rank == 0 else "difference"
+    )
+    if missing:
+        raise UserError(
+            f"rank {missing} of {world_size} did not come: start what is missing, or look at its "
+            "output"
+        )
+    if rank == 0:
+        facts_by_rank = {
+            other: json.loads(store.get(f"facts {other}")) for other in range(world_size)
+        }
+        store.set("difference", json.dumps([time.time(), find_difference(facts_by_rank)]))
+    rank_0_time, difference = json.loads(store.get("difference"))
+    if difference:
+        raise UserError(difference)
+    problem = clock_problem(rank_0_time, "rank 0's")  # all processes have waited for this
+    if problem and os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"warning: {problem}", file=sys.stderr, flush=True)
+
+
+def clock_problem(their_time: float, whose: str) -> str:
+    """Return a message if the clock of this host differs too much from another one.
+
+    Args:
+        their_time: the time on that clock now, in seconds since 1970.
+        whose: for the message, such as "rank 0's".
+    """
+    seconds = time.time() - their_time
+    if abs(seconds) <= MAX_CLOCK_DIFFERENCE_S:
+        return ""
+    return f"the clock of {socket.gethostname()} is {seconds:+.0f} s from {whose}: set both by NTP"
+
+
+def missing_ranks(
+    store: dist.Store, kind: str, world_size: int, wait_for: str | None = None
+) -> str:
+    """Return the ranks whose key "`kind` <rank>" is not stored before the store's timeout.
+
+    Args:
+        wait_for: another key to wait for instead of those of all ranks.
+
+    Returns:
+        The ranks, separated by commas; an empty string if the wait succeeds.
+    """
+    keys = [f"{kind} {rank}" for rank in range(world_size)]
+    try:
+        store.wait([wait_for] if wait_for else keys)
+    except dist.DistStoreError:
+        return ", ".join(str(rank) for rank, key in enumerate(keys) if not store.check([key]))
+    return ""
+
+
+def find_difference(facts_by_rank: dict[int, tuple[str, Facts]]) -> str:
+    """Return a message about the first fact that is not the same in all processes, if any.
+
+    Processes may have loaded different files: a fact that only one of them has is no difference.
+
+    Args:
+        facts_by_rank: host name and facts of each process; those of rank 0 are the reference.
+    """
+    host, expected = facts_by_rank[0]
+    for rank, (name, facts) in facts_by_rank.items():
+        for fact in expected:
+            if facts.get(fact, expected[fact]) != expected[fact]:
+                return (
+                    f"{fact} is {facts[fact]} on {name} (rank {rank}) but {expected[fact]} on "
+                    f"{host} (rank 0): give all hosts the same versions, code, flags and data"
+                )
+    return ""
+
+
+def require_same_data(train_set: Sized, val_set: Sized) -> None:
+    """Raise UserError, in all processes, if the data sets differ between two of them.
+
+    Each host may have its own copy of the data: numbers of samples and classes must be the same.
+    """
+    classes = [str(name) for name in getattr(train_set, "classes", ())]
+    facts = {
+        "the number of samples to train on": str(len(train_set)),
+        "the number of samples to validate on": str(len(val_set)),
+        "the number of classes": str(len(classes)),
+        **{f"class {index}": name for index, name in enumerate(classes)},
+    }
+    rank = dist.get_rank()
+    own = (socket.gethostname(), facts)
+    reference = [own]
+    dist.broadcast_object_list(reference)
+    differences = [""] * dist.get_world_size()
+    dist.all_gather_object(differences, find_difference({0: reference[0], rank: own}))
+    if any(differences):
+        raise UserError(next(filter(None, differences)))

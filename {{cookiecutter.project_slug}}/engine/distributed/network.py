@@ -1,0 +1,210 @@
+"""Addresses, sockets and stores: what listens where, and how a lost connection is noticed."""
+
+import contextlib
+import errno
+import fcntl
+import os
+import socket
+import struct
+import sys
+import threading
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.torch_version import TorchVersion
+
+from engine import UserError
+from engine.distributed.consistency import clock_problem
+
+SIOCGIFADDR = 0x8915  # Linux's request for the address of an interface
+MESSAGE_BYTES = 500  # at most
+LINGER_S = 10.0  # for the other launchers to end after the one that serves the store
+RESUME = "start ./run.sh on all hosts again, with --resume auto"
+STORE_TIMEOUT = timedelta(seconds=20)  # for an answer of a store
+# A host that does not answer for 9 s is lost: after 3 s without data, 3 probes, one every 2 s.
+KEEP_ALIVE = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 9000}
+
+
+def local_address(target: str) -> str:
+    """Return the address of this host by which the host `target` can reach it.
+
+    If that is this host itself, its address may be one that only this host can reach, such as the
+    127.0.1.1 that some systems give their own name; then the one by which it reaches others.
+    """
+    own = _source_address(target)
+    if _is_loopback(own):
+        with contextlib.suppress(OSError):  # there is no other network
+            return _source_address("192.0.2.1")  # reserved for documentation: any outside address
+    return own
+
+
+def _source_address(target: str) -> str:
+    """Return the address of this host from which it sends to `target`."""
+    family, _, _, _, address = socket.getaddrinfo(target, 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)  # sends nothing
+        return probe.getsockname()[0]
+
+
+def is_own_address(address: str) -> bool:
+    """Return whether `address` is one of this host."""
+    try:
+        listen(address, 0).close()
+    except OSError:
+        return False
+    return True
+
+
+def select_interface(address: str) -> None:
+    """Make gloo and, on a single host, NCCL use the network interface with that address of ours.
+
+    By default, gloo uses the address of the host's name, which often only this host can reach, and
+    NCCL listens on all interfaces.
+    """
+    for _, name in socket.if_nameindex():
+        if _interface_address(name) == address:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            if address == "127.0.0.1":
+                os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+
+
+def _interface_address(name: str) -> str:
+    """Return the IPv4 address of a network interface, empty if it has none."""
+    request = struct.pack("256s", name.encode())
+    with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as probe:
+        return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)[20:24])
+    return ""
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """Return a socket that listens at that address of this host only; "" is all of them."""
+    kind, flags = socket.SOCK_STREAM, socket.AI_PASSIVE
+    info = socket.getaddrinfo(address or None, port, type=kind, flags=flags)[0]
+    return socket.create_server(info[4][:2], family=info[0])
+
+
+def serve_store(address: str, port: int, timeout: timedelta = STORE_TIMEOUT) -> dist.TCPStore:
+    """Return a store that this process serves at `address`, not on all interfaces if possible.
+
+    Args:
+        port: 0 for any free one.
+
+    Raises:
+        UserError: if the port is in use.
+    """
+    try:
+        if socket.gethostbyname(address).startswith("127.") and not _is_loopback(address):
+            address = ""  # to the others, this name is another address
+        listener = listen(address, port)
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise UserError(
+                f"MASTER_ADDR={address}, MASTER_PORT={port} can't be used on this host "
+                f"({error.strerror}): set others, on all hosts"
+            ) from None
+        address = ""  # a router translates it
+        listener = listen(address, port)
+    return dist.TCPStore(
+        address or "localhost",
+        listener.getsockname()[1],
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        multi_tenant=True,  # a launcher that serves this port uses this server
+        master_listen_fd=listener.detach(),
+        use_libuv=TorchVersion(torch.__version__) >= "2.8",  # before, it had to listen by itself
+    )
+
+
+def _is_loopback(address: str) -> bool:
+    return address == "localhost" or address.startswith("127.")
+
+
+def serve_locally() -> tuple[dist.Store, list[str]]:
+    """Return a store on the loopback interface, and options by which torchrun uses it."""
+    store = serve_store("127.0.0.1", 0)
+    options = ["--rdzv-backend=static", "--node-rank=0", "--master-addr=127.0.0.1"]
+    return store, [*options, f"--master-port={store.port}"]
+
+
+def join_hosts(nodes: str) -> tuple[dist.Store | None, list[str]]:
+    """Serve the store at MASTER_ADDR, if that is this host, or wait for it.
+
+    Args:
+        nodes: number of hosts, as NNODES.
+
+    Returns:
+        The store if it is served here, and options by which torchrun uses it.
+
+    Raises:
+        UserError: if the host of the store has another NNODES, torch or time.
+        DistNetworkError: if the store does not answer within NODE_WAIT seconds.
+    """
+    address, port = os.environ["MASTER_ADDR"], int(os.environ.get("MASTER_PORT") or 29500)
+    rank, wait = os.environ.get("NODE_RANK"), int(os.environ.get("NODE_WAIT") or 600)
+    settings = f"NNODES={nodes}, torch {torch.__version__}"
+    server = None
+    if rank == "0" or (not rank and is_own_address(address)):
+        server = serve_store(address, port)
+        server.set("settings", settings)
+        threading.Thread(target=_publish_time, args=(server,), daemon=True).start()
+    print(f"waiting for {nodes} hosts at {address}, port {port}", file=sys.stderr, flush=True)
+    store = dist.TCPStore(address, port, timeout=timedelta(seconds=wait), wait_for_workers=False)
+    expected = store.get("settings").decode()
+    if expected != settings:
+        host = socket.gethostname()
+        raise UserError(f"{settings} on {host}, but {expected} at {address}: use the same")
+    problem = clock_problem(float(store.get("time")), f"that of {address}")
+    if problem:
+        raise UserError(problem)
+    connection = socket.create_connection((address, port))
+    threading.Thread(target=_exit_without_store, args=(connection, address), daemon=True).start()
+    # Each rendezvous has a store of its own, on the host that has rank 0 then.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    return server, [f"--local-addr={local_address(address)}"]
+
+
+def _publish_time(store: dist.Store) -> None:
+    """Store the time of this host once a second, for the others to compare with theirs."""
+    while True:
+        store.set("time", str(time.time()))
+        time.sleep(1.0)
+
+
+def _exit_without_store(connection: socket.socket, address: str) -> None:
+    """Exit the launcher when its host is lost: torchrun waits for an answer without a limit."""
+    keep_alive(connection)
+    read_words(connection)
+    time.sleep(LINGER_S)  # if the job has ended, so will this process
+    print(f"error: the store at MASTER_ADDR={address} is lost: {RESUME}", file=sys.stderr)
+    os._exit(1)
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Make the kernel probe the other end of a connection, and close it if there is no answer."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEP_ALIVE.items():
+        if hasattr(socket, name):  # Linux
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def read_words(connection: socket.socket) -> list[str]:
+    """Return the words of a line; none if the connection ends, or times out, before it does."""
+    line = b""
+    while not line.endswith(b"\n"):
+        try:
+            byte = connection.recv(1)
+        except OSError:
+            byte = b""
+        if not byte or len(line) >= MESSAGE_BYTES:
+            return []
+        line += byte
+    return line.decode(errors="replace").split()
+
+
+def send(connection: socket.socket, line: str) -> None:
+    """Send a line, unless the connection has ended."""
+    with contextlib.suppress(OSError):
+        connection.sendall(f"{line}\n".encode())

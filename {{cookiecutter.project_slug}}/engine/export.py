@@ -1,0 +1,103 @@
+"""Export of trained models to files that run without this project."""
+
+import warnings
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine import UserError
+from engine.diagnostics.first_step import tensors_in
+
+FORMATS = (".onnx", ".pt2")
+TOLERANCE = 1e-3  # relative to the largest output
+
+
+def export_model(model: nn.Module, path: Path, sample_inputs: Callable[[int], Any]) -> str:
+    """Write `model` to `path`: as ONNX (.onnx), or as a program of torch.export (.pt2).
+
+    Sizes of the inputs stay variable where the model allows it. The file is compared with the
+    model on inputs of another batch size.
+
+    Args:
+        model: in eval mode, on the CPU.
+        sample_inputs: returns inputs of the given batch size: a tensor, or nested lists, tuples
+            and dicts of them.
+
+    Returns:
+        Description of the file, with the largest difference of its outputs.
+
+    Raises:
+        UserError: if the format is unknown, ONNX's packages are missing, or the outputs differ.
+    """
+    if path.suffix not in FORMATS:
+        raise UserError(f"--export {path}: choose a file name that ends in {' or '.join(FORMATS)}")
+    inputs, other_inputs = sample_inputs(2), sample_inputs(3)
+    sizes = (_map(_variable_sizes, inputs),)
+    export = _export_onnx if path.suffix == ".onnx" else _export_program
+    run = export(model, inputs, sizes, path)
+    expected = list(tensors_in(model(other_inputs)))
+    found = run(other_inputs)
+    largest = max(tensor.abs().max().item() for tensor in expected)
+    difference = max(
+        (one - other).abs().max().item() for one, other in zip(found, expected, strict=True)
+    )
+    if not difference <= TOLERANCE * largest:  # NaN too
+        raise UserError(
+            f"--export {path}: its outputs differ from the model's by up to {difference:.2g}, "
+            f"where the largest is {largest:.2g}; do not use the file"
+        )
+    return f"{path}: outputs as the model's, up to {difference:.1g} of {largest:.2g}"
+
+
+def _export_program(
+    model: nn.Module, inputs: Any, sizes: tuple, path: Path
+) -> Callable[[Any], list[Tensor]]:
+    """Write an exported program; return a function that runs the file."""
+    program = torch.export.export(model, (inputs,), dynamic_shapes=sizes)
+    torch.export.save(program, path)
+    loaded = torch.export.load(path).module()
+    return lambda inputs: list(tensors_in(loaded(inputs)))
+
+
+def _export_onnx(
+    model: nn.Module, inputs: Any, sizes: tuple, path: Path
+) -> Callable[[Any], list[Tensor]]:
+    """Write an ONNX model; return a function that runs the file."""
+    missing = [name for name in ("onnxscript", "onnxruntime") if not find_spec(name)]
+    if missing:
+        raise UserError(f"--export {path} needs {' and '.join(missing)}: pip install -e .[onnx]")
+    import onnxruntime
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about the exporter's own internals
+        program = torch.onnx.export(
+            model, (inputs,), dynamo=True, dynamic_shapes=sizes, verbose=False
+        )
+    assert program is not None  # with dynamo=True
+    program.save(path)
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    names = [entry.name for entry in session.get_inputs()]
+
+    def run(inputs: Any) -> list[Tensor]:
+        arrays = [tensor.numpy() for tensor in tensors_in(inputs)]
+        outputs = session.run(None, dict(zip(names, arrays, strict=True)))
+        return [torch.from_numpy(output) for output in outputs]
+
+    return run
+
+
+def _variable_sizes(tensor: Tensor) -> dict[int, Any]:
+    return dict.fromkeys(range(tensor.dim()), torch.export.Dim.AUTO)
+
+
+def _map(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """Return `value` with the result of `function` in place of each tensor."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, dict):
+        return {key: _map(function, entry) for key, entry in value.items()}
+    return type(value)(_map(function, entry) for entry in value)

@@ -1,0 +1,1 @@
+"""Monitoring: console output, progress bars, metrics.csv, TensorBoard events and curves."""

@@ -1,0 +1,360 @@
+"""Plots of runs, drawn from their metrics.csv and config.json.
+
+python -m engine.monitoring.curves RUN                         redraw RUN/curves.png
+python -m engine.monitoring.curves RUN RUN … [--output FILE]   compare runs in one picture
+
+Neither torch nor, before something is drawn, matplotlib is imported: the plots are drawn in a
+process next to the training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+from dataclasses import dataclass
+from itertools import chain, cycle
+from pathlib import Path
+from textwrap import fill
+from typing import TYPE_CHECKING, Any
+
+from engine import EXIT_USAGE, UserError, replacing
+from engine.monitoring.metric import AVERAGE, Best, Metric
+from engine.text import printable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from matplotlib.axes import Axes
+    from matplotlib.lines import Line2D
+
+TABLE = "metrics.csv"
+CONFIG = "config.json"
+PICTURE = "curves.png"
+COLUMNS = ("epoch", "step", "train_loss", "val_loss", "lr", "loss_scale", "images_per_second")
+METRIC, METRIC_MODE = "METRIC", "METRIC_MODE"  # in config.json, in addition to the flags
+# These do not change results: where a run reads and writes, and how often.
+OTHER_FLAGS = (
+    "output",
+    "resume",
+    "config",
+    "workers",
+    "save_every",
+    "log_every",
+    "keep",
+    "timeout",
+    "eval_only",
+    METRIC,
+    METRIC_MODE,
+)
+# Okabe and Ito's palette for colour-blind readers; in black and white, markers tell runs apart.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+MARKERS = "osD^vP"
+LINES: dict[str, dict[str, Any]] = {  # by what the column is of
+    "training": {"linestyle": "--", "marker": "o", "markerfacecolor": "white"},
+    "model": {"linestyle": "-", "marker": "o"},
+    "average": {"linestyle": ":", "marker": "o", "markerfacecolor": "white"},
+}
+MAX_MARKERS = 20  # on a line
+MAX_PLOTS = 30  # of further metrics; metrics.csv has the rest
+TIMEOUT_S = 60.0  # for a drawing process at the end of a run
+STYLE: Any = {
+    "axes.grid": True,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "grid.alpha": 0.3,
+    "legend.frameon": False,
+    "lines.linewidth": 1.3,
+    "lines.markersize": 5,
+}
+
+
+@dataclass
+class Run:
+    """Settings and metrics of a run, read from its folder."""
+
+    name: str
+    config: dict[str, object]
+    metric: Metric
+    columns: dict[str, list[float]]
+
+    @property
+    def best(self) -> tuple[Best, float]:
+        """The best value of the metric, and the first epoch that has it."""
+        results = []
+        for index, epoch in enumerate(self.columns["epoch"]):
+            row = {name: values[index] for name, values in self.columns.items()}
+            results.append((self.metric.best(row), epoch))
+        return max(results, key=lambda result: (result[0].score, -result[1]))
+
+    def describe_best(self) -> str:
+        """Return the best value with its epoch."""
+        best, epoch = self.best
+        if best.score == -math.inf:
+            return f"no {best.name}"
+        return f"best {best.name} {self.metric.value(best.score):.4f} in epoch {epoch:.0f}"
+
+
+def read_rows(table: Path) -> list[dict[str, str]]:
+    """Return the rows of a CSV file."""
+    with table.open(newline="", encoding="utf-8-sig") as file:
+        return list(csv.DictReader(file))
+
+
+def read_run(folder: Path) -> Run:
+    """Read a run. Raises UserError if the folder holds none, or one without a finished epoch."""
+    table = folder / TABLE
+    config = folder / CONFIG
+    try:
+        rows = read_rows(table)
+        _check_rows(rows, table)
+        columns = {name: [float(row[name] or "nan") for row in rows] for name in rows[0]}
+        flags = json.loads(config.read_text())
+    except OSError as error:
+        raise UserError(f"{error.filename}: {error.strerror}; name the folder of a run") from None
+    except (ValueError, TypeError, csv.Error) as error:
+        raise UserError(f"{folder} does not hold the files of a run ({error})") from None
+    if not isinstance(flags, dict):
+        raise UserError(f"{config} holds no settings: copy it from the run again")
+    return Run(str(folder), flags, _metric_of(flags, columns, table), columns)
+
+
+def _check_rows(rows: list[dict[str, str]], table: Path) -> None:
+    if not rows:
+        raise UserError(f"{table} has no rows yet: a run adds one after each epoch")
+    if not set(COLUMNS) - {"val_loss"} <= rows[0].keys():
+        raise UserError(
+            f"{table} is not the table of a run, which has the columns {', '.join(COLUMNS)}"
+        )
+    for line, row in enumerate(rows, 2):
+        if None in (*row, *row.values()) or not math.isfinite(float(row["epoch"])):
+            raise UserError(f"line {line} of {table} is incomplete: remove it")
+
+
+def _metric_of(flags: dict[str, Any], columns: dict[str, list[float]], table: Path) -> Metric:
+    """Return the metric that config.json names; in runs of version 0.9, the only one."""
+    further = [name for name in columns if name not in COLUMNS]
+    metric = Metric(str(flags.get(METRIC, *further[:1])), flags.get(METRIC_MODE, "max"))
+    if metric.name not in columns:
+        raise UserError(f"{table} has no column of the run's metric: copy it from the run again")
+    return metric
+
+
+def make_labels(runs: list[Run]) -> list[str]:
+    """Return each run's name, the flags that make the runs differ, and the best result."""
+    configs = [run.config for run in runs]
+    flags = [
+        flag
+        for flag in dict.fromkeys(chain.from_iterable(configs))
+        if flag not in OTHER_FLAGS and _differs(flag, configs)
+    ]
+    return [
+        f"{run.name}: {', '.join([*_as_arguments(run.config, flags), run.describe_best()])}"
+        for run in runs
+    ]
+
+
+def _differs(flag: str, configs: list[dict[str, object]]) -> bool:
+    """Return whether runs differ in a flag. Those of an older version may lack one: it was off."""
+    values = [config[flag] for config in configs if flag in config]
+    was_missing = len(values) < len(configs)
+    return any(value != values[0] for value in values) or bool(was_missing and values[0])
+
+
+def _as_arguments(config: dict[str, object], flags: list[str]) -> Iterator[str]:
+    """Yield the flags as command-line arguments, without those that were not given."""
+    for flag in flags:
+        value = config.get(flag)
+        name = flag.replace("_", "-")
+        if isinstance(value, bool):
+            yield f"--{name}" if value else f"--no-{name}"
+        elif value is not None:
+            values = value if isinstance(value, list) else [value]
+            yield " ".join([f"--{name}", *map(str, values)])
+
+
+def draw(runs: list[Run], path: Path) -> None:
+    """Draw the runs to a file, whose ending chooses the format. Raises UserError if it can't."""
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UserError(f"{path} needs matplotlib ({error}): install it") from None
+    metrics = list(dict.fromkeys(run.metric for run in runs))
+    if len(metrics) > 1:
+        names = " and ".join(f"{metric.name} ({metric.mode})" for metric in metrics)
+        raise UserError(f"{names} can't be compared: name runs of one task")
+    metric = metrics[0].name
+    labels = _legend_labels(runs)
+    num_lines = sum(label.count("\n") + 1 for label in labels)
+    has_scales = any(len(set(run.columns["loss_scale"])) > 1 for run in runs)
+    further = _further_metrics(runs)
+    layout: list[list] = [[*"LLLMMM"], [*("rriiss" if has_scales else "rrriii")]]
+    for first in range(0, len(further), 3):  # three plots in a row, of two cells each
+        row = [number if number < len(further) else "." for number in range(first, first + 3)]
+        layout.append([cell for cell in row for _ in range(2)])
+    with matplotlib.rc_context(STYLE):
+        height = 1.5 + 2.5 * len(layout) + 0.22 * num_lines
+        figure = Figure(figsize=(10, height), layout="constrained")
+        axes = figure.subplot_mosaic(layout, height_ratios=[3, *[2] * (len(layout) - 1)])
+        _plot(axes["L"], "loss", runs, ["train_loss", "val_loss", "val_loss" + AVERAGE])
+        handles = _plot(axes["M"], metric, runs, [metric, metric + AVERAGE])
+        _plot(axes["r"], "learning rate", runs, ["lr"])
+        _plot(axes["i"], "images/s", runs, ["images_per_second"])
+        axes["i"].axhline(0, color="black", linewidth=0.8)  # so that a small change looks small
+        if has_scales:
+            _plot(axes["s"], "loss scale", runs, ["loss_scale"])
+            axes["s"].set_yscale("log", base=2)
+        for number, name in enumerate(further):
+            _plot(axes[number], name, runs, [name, name + AVERAGE])
+        figure.legend(handles, labels, loc="outside lower left")
+        kind = path.suffix.removeprefix(".")
+        if kind not in figure.canvas.get_supported_filetypes():
+            raise UserError(f"--output {path}: matplotlib can't write .{kind}; use .png or .pdf")
+        with replacing(path) as temporary:
+            figure.savefig(temporary, format=kind, dpi=110)
+
+
+def _further_metrics(runs: list[Run]) -> list[str]:
+    """Return the metrics with a plot of their own; that of the model shows its average, too."""
+    names = dict.fromkeys(chain.from_iterable(run.columns for run in runs))
+    shown = {*COLUMNS, runs[0].metric.name}
+    shown |= {name + AVERAGE for name in names}
+    return [name for name in names if name not in shown][:MAX_PLOTS]
+
+
+def _legend_labels(runs: list[Run]) -> list[str]:
+    """Return the labels, wrapped, and escaped for matplotlib."""
+    # It reads text between two dollar signs as a formula, and hides a label that starts with _.
+    labels = [fill(label, 130).replace("$", r"\$") for label in make_labels(runs)]
+    return [f"./{label}" if label.startswith("_") else label for label in labels]
+
+
+def _plot(axes: Axes, title: str, runs: list[Run], columns: list[str]) -> list[Line2D]:
+    """Plot columns of each run, if it has them, by epoch; return the first line of each run.
+
+    Values that are not finite are marked at the bottom.
+    """
+    from matplotlib.ticker import LogLocator, MaxNLocator
+
+    first_lines: list[Line2D] = []
+    finite: list[float] = []
+    lost_epochs: list[float] = []
+    present = [name for name in columns if any(name in run.columns for run in runs)]
+    for run, colour, marker in zip(runs, cycle(COLOURS), cycle(MARKERS)):
+        epochs = run.columns["epoch"]
+        lines: list[Line2D] = []
+        for column in present:
+            values = run.columns.get(column, [math.nan] * len(epochs))
+            every = math.ceil(len(values) / MAX_MARKERS)
+            look = _line(column) | {"color": colour, "marker": marker, "markevery": every}
+            lines += axes.plot(epochs, values, **look)
+            finite += filter(math.isfinite, values)
+            if column in run.columns:
+                pairs = zip(epochs, values, strict=True)
+                lost_epochs += [epoch for epoch, value in pairs if not math.isfinite(value)]
+        first_lines += lines[:1]
+    if len(present) > 1:
+        for column in present:
+            axes.plot([], [], color="grey", label=column, **_line(column))
+        axes.legend()
+    bottom = axes.get_xaxis_transform()
+    axes.plot(lost_epochs, [0.03] * len(lost_epochs), "x", color="black", transform=bottom)
+    axes.set_title(f"{title} (×: not finite)" if lost_epochs else title)
+    axes.set_xlabel("epoch")
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
+    may_be_log = min(finite, default=0) > 0 and "images_per_second" not in columns
+    if may_be_log and 5 * statistics.median(finite) < max(finite):  # linear: mostly empty
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("")
+    return first_lines
+
+
+def _line(column: str) -> dict[str, Any]:
+    if column.endswith(AVERAGE):
+        return LINES["average"]
+    return LINES["training" if column.startswith("train_") else "model"]
+
+
+class BackgroundProcess:
+    """Process that draws a run's curves during training; `warn` is called if it fails."""
+
+    def __init__(self, folder: Path, warn: Callable[[str], None]) -> None:
+        self.folder = folder
+        self.warn = warn
+        self.is_current = True  # the latest process has read all rows, or will
+        self._process: subprocess.Popen[str] | None = None
+
+    def start(self) -> None:
+        """Start to draw, unless the previous process is still drawing."""
+        self.is_current = self.wait(0.0)
+        if not self.is_current:
+            return
+        path = os.pathsep.join(map(os.path.abspath, sys.path))  # "" in a notebook
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "engine.monitoring.curves", str(self.folder)],
+                env=os.environ | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        except OSError as error:
+            self._warn(error.strerror)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Return whether no process is drawing. After a timeout, other than 0, it is killed."""
+        if self._process is None:
+            return True
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            if not timeout_s:
+                return False
+            self._process.kill()
+        _, errors = self._process.communicate()
+        if self._process.returncode:
+            reason = (errors.splitlines() or ["it takes too long"])[-1]
+            self._warn(reason.removeprefix("error: "))
+        self._process = None
+        return True
+
+    def finish(self) -> None:
+        """Wait until the curves with all rows are drawn, or have failed."""
+        self.wait(TIMEOUT_S)
+        if not self.is_current:
+            self.start()
+            self.wait(TIMEOUT_S)
+
+    def _warn(self, reason: object) -> None:
+        self.warn(f"{PICTURE} is not drawn ({reason})")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line. Exit with status 2 and a one-line message after a user error."""
+    parser = argparse.ArgumentParser(
+        prog="python -m engine.monitoring.curves", description="Plot runs."
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="its --output folder")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="default: compare.png")
+    args = parser.parse_args(arguments)
+    path = args.output or (Path("compare.png") if len(args.runs) > 1 else args.runs[0] / PICTURE)
+    try:
+        draw([read_run(folder) for folder in args.runs], path)
+    except (UserError, OSError) as error:
+        reason = getattr(error, "strerror", None)
+        message = f"{path} can't be written ({reason})" if reason else error
+        parser.exit(EXIT_USAGE, f"error: {printable(message)}\n")
+    print(printable(path))
+
+
+if __name__ == "__main__":
+    os.nice(10)  # a run draws its curves while it trains
+    main()

@@ -1,0 +1,46 @@
+"""Writer of TensorBoard events."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from PIL import Image
+
+
+class EventWriter:
+    """Writer of a TensorBoard event file for the steps after `step`.
+
+    torch's SummaryWriter writes in a thread, which prints a traceback when the disk is full. Here
+    each method returns when its event is written, or raises OSError.
+    """
+
+    def __init__(self, folder: Path, step: int) -> None:
+        # Imported here: it takes 0.1 s, which only rank 0 needs, and may be missing.
+        from tensorboard.compat.proto import event_pb2
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self._event_type = event_pb2.Event
+        path = folder / f"events.out.tfevents.{time.time_ns()}"  # TensorBoard sorts by name
+        self.writer = RecordWriter(path.open("wb"))
+        self._write(file_version="brain.Event:2")
+        # Hides events of later steps, which a stopped run wrote after its last checkpoint.
+        self._write(step=step + 1, session_log={"status": event_pb2.SessionLog.START})
+
+    def add_scalars(self, group: str, values: Mapping[str, float], step: int) -> None:
+        """Add a point to the curve of each value. TensorBoard shows a group's curves together."""
+        points = [{"tag": f"{group}/{n}", "simple_value": value} for n, value in values.items()]
+        self._write(step=step, summary={"value": points})
+
+    def add_image(self, tag: str, path: Path, step: int) -> None:
+        """Add the image in a PNG file."""
+        with Image.open(path) as file:
+            width, height = file.size
+        image = {"width": width, "height": height, "encoded_image_string": path.read_bytes()}
+        self._write(step=step, summary={"value": [{"tag": tag, "image": image}]})
+
+    def _write(self, **fields: object) -> None:
+        event = self._event_type(wall_time=time.time(), **fields)
+        self.writer.write(event.SerializeToString())
+        self.writer.flush()

@@ -1,0 +1,171 @@
+"""Loss and throughput of training, measured without making the CPU wait for the GPU."""
+
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Timestamp = Any  # a torch.cuda.Event on a GPU, otherwise seconds
+Sums = dict[str, tuple[float, int]]  # sum and number of the values of a name
+LOSS = "train_loss"
+
+
+class LogRecord(NamedTuple):
+    """Numbers of a run at one of its logging steps."""
+
+    step: int
+    lr: float
+    train_loss: float  # mean on this rank since the previous record
+    nonfinite_losses: float  # consecutive losses, up to this one, that are not finite
+    loss_scale: float
+    images_per_second: float  # of all ranks
+    means: Mapping[str, float]  # of values that the loop logs (`Meter.log`)
+
+
+class Meter:
+    """Means of the loss and of other values, and throughput, since its creation.
+
+    Values are summed, and the time is taken, on the device. The CPU queues work several steps
+    ahead of a GPU; if it waited for a number, the GPU would run out of work.
+
+    Args:
+        device: of the losses.
+        images_per_step: of all ranks.
+        warm_up: number of first steps, which choose and compile kernels, to time separately.
+        on_record: called with each record once its numbers have arrived.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        images_per_step: int,
+        warm_up: int = 0,
+        on_record: Callable[[LogRecord], None] = lambda record: None,
+    ) -> None:
+        self.images_per_step = images_per_step
+        self.warm_up = warm_up
+        self.on_record = on_record
+        self.sums = {LOSS: torch.zeros((), device=device)}
+        self.counts = {LOSS: 0}  # more than the steps if a stopped run had begun the epoch
+        self.nonfinite_losses = torch.zeros((), device=device)  # consecutive ones, across epochs
+        self.num_steps = 0
+        self.latest: LogRecord | None = None
+        self._pending: Callable[[], LogRecord] | None = None  # waits for its numbers
+        self._recorded: Sums = {}  # at the latest record
+        self._start = self._now()
+        self._warm_up_end = self._start
+
+    def update(self, loss: Tensor) -> None:
+        """Count a step with the given loss. Does not wait for the device."""
+        loss = loss.detach()
+        self._add(LOSS, loss, 1)
+        self.nonfinite_losses = (self.nonfinite_losses + 1) * ~loss.isfinite()
+        self.num_steps += 1
+        if self.num_steps == self.warm_up:
+            self._warm_up_end = self._now()
+
+    def log(self, **values: Tensor | float) -> None:
+        """Add values, by name, to the means of the epoch. Does not wait for the device.
+
+        metrics.csv, curves.png and TensorBoard show the means under these names.
+        """
+        for name, value in values.items():
+            self._add(name, value.detach() if isinstance(value, Tensor) else value, 1)
+
+    def _add(self, name: str, total: Tensor | float, count: int) -> None:
+        if name not in self.sums:
+            self.sums[name] = torch.zeros_like(self.nonfinite_losses)
+            self.counts[name] = 0
+        self.sums[name] += total
+        self.counts[name] += count
+
+    def state_dict(self) -> Sums:
+        """Return the sums for a checkpoint. Waits for the device."""
+        self.read()
+        return {name: (self.sums[name].item(), self.counts[name]) for name in self.sums}
+
+    def load_state_dicts(self, states: list[Sums]) -> None:
+        """Continue from the states of this rank, or of several ranks."""
+        for name, (total, count) in chain.from_iterable(state.items() for state in states):
+            self._add(name, total, count)
+        self._recorded = self.state_dict()
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """True if the device works behind the CPU, so that reading a number would stall it."""
+        return self.nonfinite_losses.is_cuda
+
+    def record(self, step: int, lr: float, loss_scale: Tensor | float) -> LogRecord | None:
+        """Start to copy the current numbers to the CPU; return the latest record that is complete.
+
+        On a GPU that is the record of the previous call, on the CPU the one of this call.
+        """
+        self.read()
+        scale = torch.zeros_like(self.nonfinite_losses) + loss_scale
+        numbers = torch.stack([self.nonfinite_losses, scale, *self.sums.values()])
+        copy = numbers.to("cpu", non_blocking=True)
+        interval = self._timed_interval()
+        self._pending = partial(self._complete, step, lr, dict(self.counts), copy, interval)
+        return self.latest if self.is_asynchronous else self.read()
+
+    def read(self) -> LogRecord | None:
+        """Complete the pending record, if any, and return the latest. Waits for its copy only."""
+        if self._pending:
+            self.latest = self._pending()
+            self._pending = None
+            self.on_record(self.latest)
+        return self.latest
+
+    def _complete(
+        self, step: int, lr: float, counts: dict[str, int], numbers: Tensor, interval: tuple
+    ) -> LogRecord:
+        images_per_second = _images_per_second(*interval)  # from here on the copy is valid
+        nonfinite_losses, loss_scale, *totals = numbers.tolist()
+        means = {}
+        for (name, count), total in zip(counts.items(), totals, strict=True):
+            old_total, old_count = self._recorded.get(name, (0.0, 0))
+            if count > old_count:
+                means[name] = (total - old_total) / (count - old_count)
+            self._recorded[name] = total, count
+        loss = means.pop(LOSS)
+        return LogRecord(step, lr, loss, nonfinite_losses, loss_scale, images_per_second, means)
+
+    def results(self) -> dict[str, float]:
+        """Return the means and the throughput of all ranks. Waits for the device."""
+        states: list[Sums] = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(states, self.state_dict())  # ranks may have values of other names
+        names = dict.fromkeys(chain.from_iterable(states))
+        results = {}
+        for name in names:
+            totals, counts = zip(*(state[name] for state in states if name in state), strict=True)
+            results[name] = torch.tensor(totals).sum().item() / sum(counts)  # in fp32, as each sum
+        results["images_per_second"] = _images_per_second(*self._timed_interval())
+        return results
+
+    def _now(self) -> Timestamp:
+        """Return the time at which the device finishes the work queued so far."""
+        if not self.nonfinite_losses.is_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _timed_interval(self) -> tuple[int, Timestamp, Timestamp]:
+        """Return the images, start and end of the steps after the warm-up, or within it."""
+        if self.num_steps > self.warm_up:
+            num_steps = self.num_steps - self.warm_up
+            return num_steps * self.images_per_step, self._warm_up_end, self._now()
+        return self.num_steps * self.images_per_step, self._start, self._now()
+
+
+def _images_per_second(num_images: int, start: Timestamp, end: Timestamp) -> float:
+    """Return the throughput of an interval. Waits until the device has reached its end."""
+    if isinstance(start, float):
+        return num_images / (end - start)
+    end.synchronize()
+    return 1000 * num_images / start.elapsed_time(end)

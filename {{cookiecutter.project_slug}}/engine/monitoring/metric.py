@@ -1,0 +1,58 @@
+"""Metric that selects the best model of a run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from engine import UserError
+
+AVERAGE = "_ema"  # suffix of the metrics of the moving average
+
+
+class Best(NamedTuple):
+    """Result that is compared with others."""
+
+    score: float  # higher is better; -inf if there is no finite value
+    name: str  # of the metric, with the suffix of the average if that is better
+
+
+@dataclass(frozen=True)
+class Metric:
+    """Metric that selects the best model, by its highest ("max") or its lowest value ("min")."""
+
+    name: str
+    mode: str = "max"
+
+    def __post_init__(self) -> None:
+        if self.mode not in ("max", "min"):
+            raise UserError(f'METRIC_MODE is {self.mode!r} in task.py: use "max" or "min"')
+
+    def best(self, results: Mapping[str, float]) -> Best:
+        """Return the better one of the model and its average, which there may not be."""
+        names = [name for name in (self.name, self.name + AVERAGE) if name in results]
+        candidates = [Best(self.value(results[name]), name) for name in names]
+        finite = [candidate for candidate in candidates if math.isfinite(candidate.score)]
+        return max(finite, key=lambda best: best.score, default=Best(-math.inf, self.name))
+
+    def require(self, results: Mapping[str, float]) -> None:
+        """Raise UserError if the task does not return the metric."""
+        if self.name not in results:
+            raise UserError(
+                f"Metrics.compute in task.py returns {', '.join(results)} but not METRIC, which is "
+                f"{self.name}: set METRIC to one of them"
+            )
+
+    @staticmethod
+    def has_stalled(scores: Sequence[float], patience: int | None) -> bool:
+        """Return whether none of the last `patience` scores is better than those before them."""
+        if patience is None:
+            return False
+        before, last = scores[:-patience], scores[-patience:]
+        return bool(before) and max(last) <= max(before)
+
+    def value(self, score: float) -> float:
+        """Return the metric's value for a score, or the score for a value."""
+        return score if self.mode == "max" else -score

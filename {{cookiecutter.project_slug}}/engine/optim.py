@@ -1,0 +1,152 @@
+"""Parts of the optimization: parameter groups, schedule, micro-batches, frozen parts, average."""
+
+import copy
+import math
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from engine import UserError
+
+T = TypeVar("T")
+
+
+def micro_batches(batches: Iterable[T], size: int) -> Iterator[list[T]]:
+    """Yield lists of `size` batches, one for each optimizer step; the last one may be shorter."""
+    remaining = iter(batches)
+    while group := list(islice(remaining, size)):
+        yield group
+
+
+def smallest_replica_batch(batch_size: int) -> int:
+    """Return how many samples of a batch DataParallel gives to the last GPU."""
+    per_gpu = -(-batch_size // max(1, torch.cuda.device_count()))
+    return batch_size % per_gpu or per_gpu
+
+
+def param_groups(model: nn.Module, lr: float, decay_weights_only: bool) -> list[dict[str, Any]]:
+    """Return the trained parameters of `model` as an optimizer's parameter groups.
+
+    With `decay_weights_only`, norms and biases, which are the parameters with one dimension, have
+    no weight decay. Source: He et al., "Bag of Tricks for Image Classification with Convolutional
+    Neural Networks", CVPR 2019.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not decay_weights_only:
+        return [{"params": trained, "lr": lr}]
+    weights = [parameter for parameter in trained if parameter.dim() > 1]
+    others = [parameter for parameter in trained if parameter.dim() <= 1]
+    return [{"params": weights, "lr": lr}, {"params": others, "lr": lr, "weight_decay": 0.0}]
+
+
+def scale_lr(optimizer: Optimizer, factor: float) -> str:
+    """Multiply all learning rates by `factor`; return a message with the first one."""
+    lr = optimizer.param_groups[0]["lr"]
+    for group in optimizer.param_groups:
+        group["lr"] *= factor
+    return f"learning rate {lr:g} × {factor:g} = {lr * factor:g} (--scale-lr)"
+
+
+def lr_factor(epoch: float, *, epochs: int, warmup_epochs: float, schedule: str) -> float:
+    """Return the fraction of the base learning rate at `epoch`, which may be fractional.
+
+    Args:
+        epochs: length of the training, with which the schedule ends.
+        warmup_epochs: length of the linear increase from 0 to 1 at the start.
+        schedule: "cosine" (half a cosine from 1 to 0), "step" (1, then 0.1 and 0.01 for the second
+            and the last third of all epochs), or "none" (always 1).
+    """
+    if epoch < warmup_epochs:
+        return epoch / warmup_epochs
+    if schedule == "none":
+        return 1.0
+    if schedule == "step":
+        return 0.1 ** int(3 * epoch / epochs)
+    progress = (epoch - warmup_epochs) / max(epochs - warmup_epochs, 1e-9)
+    return (1 + math.cos(math.pi * min(progress, 1))) / 2
+
+
+def freeze(model: nn.Module, names: Sequence[str]) -> str:
+    """Freeze submodules of `model`, such as layer1 or features.0; return a message for the log.
+
+    Their parameters get no gradient, and they stay in eval mode, so that their batch norms use and
+    keep the statistics that they have. Call it before the optimizer is created.
+
+    Raises UserError for a name that is not a submodule, and if nothing is left to train.
+    """
+    submodules = dict(model.named_modules())
+    for name in names:
+        if not name or name not in submodules:
+            children = ", ".join(child for child, _ in model.named_children())
+            raise UserError(f"--freeze {name}: the model has no such part; it has {children}")
+        submodules[name].requires_grad_(False).eval()
+    parameters = list(model.parameters())
+    frozen = sum(p.numel() for p in parameters if not p.requires_grad)
+    if not any(p.requires_grad for p in parameters):
+        raise UserError(
+            f"--freeze {' '.join(names)}: nothing is left to train in the model; freeze less"
+        )
+    return f"{frozen:,} of {sum(p.numel() for p in parameters):,} parameters are frozen"
+
+
+@contextmanager
+def eval_mode(module: nn.Module) -> Iterator[None]:
+    """Put `module` into eval mode, and afterwards each submodule back into the mode it had."""
+    in_training = [submodule for submodule in module.modules() if submodule.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for submodule in in_training:
+            submodule.training = True
+
+
+@contextmanager
+def without_compilation() -> Iterator[None]:
+    """Run compiled modules as they are; compilation for another batch size would slow them down."""
+    if "torch._dynamo" not in sys.modules:  # whose import takes a second: nothing is compiled
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+class Ema:
+    """Exponential moving average of a model's weights and statistics, in fp32.
+
+    It starts with the weights that the model has. These are random in most runs, so the first
+    updates have a lower decay: ``min(decay, (1 + step) / (10 + step))``.
+
+    Args:
+        model: before SyncBN conversion and before amp casts it.
+        decay: weight of the previous average in each update, from 0 to 1.
+
+    Attributes:
+        module: a copy of the model that holds the average.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.module = copy.deepcopy(model).requires_grad_(False)
+        self.decay = decay
+
+    @torch.no_grad()
+    def update(self, state_dict: Mapping[str, Tensor], step: int) -> None:
+        """Include the model's state, from ``Backend.fp32_state_dict``, after `step` other steps."""
+        own = self.module.state_dict(keep_vars=True)
+        # Tied weights have several names, and are averaged once.
+        pairs = list({id(mean): (mean, state_dict[name]) for name, mean in own.items()}.values())
+        averaged = [pair for pair in pairs if pair[0].is_floating_point()]
+        means = [mean for mean, _ in averaged]
+        values = [value for _, value in averaged]
+        decay = min(self.decay, (1 + step) / (10 + step))
+        get_ema_multi_avg_fn(decay)(means, values, None)
+        for count, value in pairs:
+            if not count.is_floating_point():
+                count.copy_(value)

@@ -1,0 +1,25 @@
+"""Escaping of text that others wrote, such as the names of files, classes and captions."""
+
+import json
+import re
+
+# Control characters, line separators, changes of direction, and bytes that are not UTF-8.
+UNSAFE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+FORMULA = ("=", "+", "-", "@")  # a spreadsheet program evaluates a cell that starts with one
+
+
+def printable(text: object) -> str:
+    r"""Return `text` in one line, with escapes such as \x1b for what would control a terminal."""
+    return UNSAFE.sub(lambda found: found[0].encode("unicode_escape").decode(), str(text))
+
+
+def json_line(value: object) -> str:
+    """Return `value` as JSON in one line, with escapes for what would control a terminal."""
+    text = json.dumps(value, ensure_ascii=False)
+    return UNSAFE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def csv_cell(text: str) -> str:
+    """Return `text` for a cell of a CSV file, with a quote before what would be a formula."""
+    text = printable(text)
+    return f"'{text}" if text.lstrip().startswith(FORMULA) else text
