@@ -15,7 +15,7 @@
 # (default 0) how often a job that failed is started again; it resumes. OMP_NUM_THREADS is the CPU
 # threads of each process (default: its share of the cores), PYTHON the interpreter (default: python
 # or python3, whichever has torch). STOP_WAIT (default 30) is how many seconds processes have to save
-# after a signal.
+# after a signal, CHECK_WAIT (default 20) how many --check may take.
 # The script works from any folder; paths in the flags are relative to the folder it is started from.
 #
 #   ./run.sh --check [flags]    checks this host and these flags for seconds, trains nothing
@@ -113,6 +113,7 @@ if [ -z "${NPROC:-}" ] && [ "$processes" = 0 ]; then processes=2; fi
 number NPROC "$processes" 1 1024
 number MAX_RESTARTS "${MAX_RESTARTS:-0}" 0 100000
 number STOP_WAIT "${STOP_WAIT:-30}" 1 100000
+number CHECK_WAIT "${CHECK_WAIT:-20}" 20 100000
 
 # From here on "$@" grows at the front, until it is the whole command.
 set -- "--nproc-per-node=$processes" "--max-restarts=${MAX_RESTARTS:-0}" "$here/main.py" "$@"

@@ -324,6 +324,7 @@ def test_it_becomes_the_interpreter_so_that_signals_arrive(machine):
             "MASTER_PORT",
         ),
         ({"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "a", "NODE_WAIT": "0"}, "NODE_WAIT"),
+        ({"CHECK_WAIT": "5"}, "CHECK_WAIT"),
     ],
 )
 def test_bad_settings_are_refused(machine, env, named):

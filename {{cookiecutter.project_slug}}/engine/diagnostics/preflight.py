@@ -48,7 +48,8 @@ RANK_0 = "rank 0"
 MAIN = "main.py"
 MIN_PYTHON = (3, 10)
 DRIVER_TIMEOUT_S = 7.0  # nvidia-smi takes seconds where the driver is not kept loaded
-TIMEOUT_S = 17.0  # for the children; starting and stopping them takes the rest of the 20 s
+CHECK_WAIT_S = int(os.environ.get("CHECK_WAIT") or 20)
+TIMEOUT_S = CHECK_WAIT_S - 3.0  # for the children; starting and stopping them takes the rest
 
 
 # Checks that need no torch
@@ -256,7 +257,8 @@ class Child:
             MAIN: ("flags", "correct that, or install what main.py imports (pip install -e .)"),
         }.get(self.name, ("torch", "install it (pip install -e .), or reinstall it"))
         if status is None:
-            return check, "no answer in time: try again; the first time is slowest on a slow disk"
+            fix = "try again, the first time is slowest, or set CHECK_WAIT to more seconds"
+            return check, f"no answer within {CHECK_WAIT_S} s: {fix}"
         if status == EXIT_USAGE:
             return check, message.replace("error: ", "", 1)
         return check, f"it can't be imported ({message}): {fix}"
