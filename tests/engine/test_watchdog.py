@@ -8,75 +8,66 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from datetime import timedelta
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from engine import UserError
-from engine.distributed import network
-from fresh import TEMPLATE
-
-# Each process connects to the others, prints "ready", and runs the code of its rank.
-PROCESS = """
-import os, sys, time
-import torch.distributed as dist
-from datetime import timedelta
 from engine import UserError, distributed
-from engine.distributed.network import serve_store
+from engine.distributed import network
 from engine.distributed.peers import PeerMonitor
+from fresh import TEMPLATE
+from processes import fork_server
 
-rank, world_size, port, action = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
 
-def main():
-    timeout = timedelta(seconds=30)
-    if rank == 0:
-        store = serve_store("127.0.0.1", port, timeout)
-    else:
-        store = dist.TCPStore("127.0.0.1", port, None, False, timeout, wait_for_workers=False)
-    PeerMonitor.connect(store, rank, "127.0.0.1")
-    store.set(f"ready {rank}", "")
-    store.wait([f"ready {other}" for other in range(world_size)])
-    print("ready", flush=True)
-    if os.fork() == 0:  # as a data loader's worker, which may outlive its process for seconds
-        os.closerange(0, 3)
-        time.sleep(60)
-        os._exit(0)
-    sys.stdin.readline()  # until all are ready
-    exec(action)
+def work(
+    rank: int, world_size: int, port: int, action: str, barrier: Barrier, errors: Path
+) -> None:
+    """Connect to the other processes, wait for them, and run the code `action`."""
+    os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
 
-distributed.run(main)
-"""
+    def main() -> None:
+        timeout = timedelta(seconds=30)
+        if rank == 0:
+            store = network.serve_store("127.0.0.1", port, timeout)
+        else:
+            store = dist.TCPStore("127.0.0.1", port, None, False, timeout, wait_for_workers=False)
+        PeerMonitor.connect(store, rank, "127.0.0.1")
+        if os.fork() == 0:  # as a data loader's worker, which may outlive its process for seconds
+            os.closerange(0, 3)
+            time.sleep(60)
+            os._exit(0)
+        barrier.wait(30)
+        exec(action, {**globals(), "store": store})
+
+    distributed.run(main)
 
 
 class Job:
-    """Processes of a job, each with its own action."""
+    """Processes of a job, each with its own action.
+
+    They are forks of a process that has imported torch, which saves seconds.
+    """
 
     def __init__(self, *actions: str) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC")}
-        self.processes = [
-            subprocess.Popen(
-                [sys.executable, "-c", PROCESS, str(rank), str(len(actions)), str(port), action],
-                env=environment | {"PYTHONPATH": str(TEMPLATE)},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank, action in enumerate(actions)
-        ]
-        for process in self.processes:
-            assert process.stdout.readline() == "ready\n", process.stderr.read()
-        for process in self.processes:
-            with contextlib.suppress(BrokenPipeError):  # ended by the one before
-                process.stdin.write("\n")
-                process.stdin.flush()
+        self.folder = tempfile.TemporaryDirectory()
+        context = fork_server()
+        barrier = context.Barrier(len(actions) + 1)
+        self.processes = []
+        for rank, action in enumerate(actions):
+            errors = Path(self.folder.name, str(rank))
+            arguments = (rank, len(actions), port, action, barrier, errors)
+            self.processes.append(context.Process(target=work, args=arguments))
+            self.processes[-1].start()
+        barrier.wait(60)
 
     def __enter__(self) -> "Job":
         return self
@@ -84,14 +75,17 @@ class Job:
     def __exit__(self, *_: object) -> None:
         for process in self.processes:
             process.kill()
-            process.wait()
+            process.join()
+        self.folder.cleanup()
 
-    def statuses(self, seconds: float = 30.0) -> list[int]:
+    def statuses(self, seconds: float = 30.0) -> list[int | None]:
         deadline = time.monotonic() + seconds
-        return [one.wait(max(0.1, deadline - time.monotonic())) for one in self.processes]
+        for process in self.processes:
+            process.join(max(0.1, deadline - time.monotonic()))
+        return [process.exitcode for process in self.processes]
 
     def errors(self) -> str:
-        return "".join(process.stderr.read() for process in self.processes)
+        return "".join(path.read_text() for path in sorted(Path(self.folder.name).iterdir()))
 
 
 WAIT = "time.sleep(60)"
@@ -132,7 +126,7 @@ def test_users_error_is_logged_once_and_is_everyones_status() -> None:
 @pytest.mark.parametrize("rank", [0, 2])
 def test_killed_process_ends_all_others_with_one_message(rank) -> None:
     with Job(WAIT, WAIT, WAIT) as job:
-        job.processes[rank].send_signal(signal.SIGKILL)
+        job.processes[rank].kill()
         statuses = job.statuses()
         errors = job.errors()
     assert statuses == [-signal.SIGKILL if other == rank else 1 for other in range(3)]
@@ -151,14 +145,12 @@ def test_process_ends_with_its_parent_in_any_state(tmp_path, state) -> None:
     os.mkfifo(tmp_path / "pipe")
     wait = {"stopped": "os.kill(os.getpid(), 19)", "blocked": f"open('{tmp_path}/pipe')"}[state]
     code = (
-        "import os, signal\n"
+        "import os\n"
         "from engine.distributed.watchdog import end_with_parent\n"
-        "parent = os.getpid()\n"
         "if child := os.fork():\n"
-        "    print(child, flush=True)\n"
         "    os.waitpid(child, os.WUNTRACED)\n"
         "end_with_parent()\n"
-        f"print('ready', flush=True)\n{wait}\n"
+        f"print(os.getpid(), flush=True)\n{wait}\n"
     )
     parent = subprocess.Popen(
         [sys.executable, "-c", code],
@@ -167,7 +159,6 @@ def test_process_ends_with_its_parent_in_any_state(tmp_path, state) -> None:
         text=True,
     )
     child = int(parent.stdout.readline())
-    assert parent.stdout.readline() == "ready\n"
     time.sleep(0.2)
     parent.kill()
     parent.wait()
@@ -193,8 +184,6 @@ def test_strangers_cannot_end_a_job() -> None:
 
 
 def test_rank_0_out_of_reach_is_reported() -> None:
-    from engine.distributed.peers import PeerMonitor
-
     store = dist.HashStore()
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

@@ -62,6 +62,7 @@ def test_generated_ci_lints_and_tests(project):
     assert checks[-1] == "mypy"
 
 
+@pytest.mark.slow
 def test_pre_commit_passes_and_fixes_style(project):
     done = commit_hooks(project)
     assert done.returncode == 0, done.stdout + done.stderr
