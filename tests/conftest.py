@@ -1,7 +1,8 @@
-"""What the tests generate projects with."""
+"""Fixtures that generate projects."""
 
 import json
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -15,16 +16,19 @@ from fresh import copy_template
 # And runs that are compared to the last bit have the same number of them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Under nohup it is ignored, also by the processes that tests start and send it to.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
 
 def pytest_runtest_setup(item):
-    """Leaves out slow tests after SLOW_UNTIL, in seconds since 1970, if that is set."""
+    """Skip slow tests after SLOW_UNTIL, in seconds since 1970, if that is set."""
     if item.get_closest_marker("slow") and time.time() > float(os.environ.get("SLOW_UNTIL", "inf")):
         pytest.skip("the time for slow tests is up (SLOW_UNTIL)")
 
 
 @pytest.fixture(scope="session")
 def template(tmp_path_factory):
-    """The template as a fresh clone has it."""
+    """Return the template as a fresh clone has it."""
     folder = tmp_path_factory.mktemp("template") / "ddp-apex-template"
     folder.mkdir()
     return copy_template(folder)
