@@ -16,6 +16,7 @@ def test_warm_up_is_excluded_from_throughput(clock, tmp_path):
     results = first.results()
     assert results["images_per_second"] == 5.0
     assert results["train_loss"] == 3.0
+    assert (first.warm_up_seconds(), second.warm_up_seconds()) == (300.0, 0.0)
 
 
 def test_throughput_within_the_warm_up_counts_all_steps(clock):
@@ -26,6 +27,7 @@ def test_throughput_within_the_warm_up_counts_all_steps(clock):
             clock[0] += 5.0
             meter.update(torch.ones(()))
         assert meter.results()["images_per_second"] == 2.0
+        assert meter.warm_up_seconds() == 0
 
 
 def test_asynchronous_record_has_the_numbers_of_its_own_step(clock, monkeypatch):

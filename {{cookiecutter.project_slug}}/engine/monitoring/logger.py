@@ -39,6 +39,7 @@ LOG_EVERY = 10  # steps
 LINE_S = 60.0  # seconds between progress lines where there is no terminal
 LINE = "{desc}: {n_fmt}/{total_fmt}{postfix}, {remaining} left"
 WARM_UP = 3  # steps, in which kernels are chosen and compiled
+NOTABLE_WARM_UP_S = 5.0  # is logged
 POSITION = ("epoch", "step")
 # Of the console's table, which fits a terminal with 80 columns.
 WIDTH = 80
@@ -280,6 +281,9 @@ class Logger:
         self.throughputs.append(values["images_per_second"])
         self._write_event(lambda events: events.add_scalars("epoch", values, position["step"]))
         self.curves.start()
+        warm_up = self._meter.warm_up_seconds() if self._meter else 0
+        if warm_up > NOTABLE_WARM_UP_S:
+            self.info(f"{WARM_UP} steps of warm-up, {warm_up:.1f} s, not counted in images/s")
         self._print_row(self.rows[-1])
 
     def _main_columns(self) -> list[str]:

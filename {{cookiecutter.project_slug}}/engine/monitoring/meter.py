@@ -124,7 +124,7 @@ class Meter:
     def _complete(
         self, step: int, lr: float, counts: dict[str, int], numbers: Tensor, interval: tuple
     ) -> LogRecord:
-        images_per_second = _images_per_second(*interval)  # from here on the copy is valid
+        images_per_second = _throughput(*interval)  # from here on the copy is valid
         nonfinite_losses, loss_scale, *totals = numbers.tolist()
         means = {}
         for (name, count), total in zip(counts.items(), totals, strict=True):
@@ -144,8 +144,14 @@ class Meter:
         for name in names:
             totals, counts = zip(*(state[name] for state in states if name in state), strict=True)
             results[name] = torch.tensor(totals).sum().item() / sum(counts)  # in fp32, as each sum
-        results["images_per_second"] = _images_per_second(*self._timed_interval())
+        results["images_per_second"] = _throughput(*self._timed_interval())
         return results
+
+    def warm_up_seconds(self) -> float:
+        """Return how long the warm-up took; 0 if the throughput includes it. Waits for it."""
+        if self.warm_up and self.num_steps > self.warm_up:
+            return _seconds(self._start, self._warm_up_end)
+        return 0.0
 
     def _now(self) -> Timestamp:
         """Return the time at which the device finishes the work queued so far."""
@@ -163,9 +169,14 @@ class Meter:
         return self.num_steps * self.images_per_step, self._start, self._now()
 
 
-def _images_per_second(num_images: int, start: Timestamp, end: Timestamp) -> float:
-    """Return the throughput of an interval. Waits until the device has reached its end."""
+def _throughput(num_images: int, start: Timestamp, end: Timestamp) -> float:
+    """Return the images per second of an interval. Waits until the device has reached its end."""
+    return num_images / _seconds(start, end)
+
+
+def _seconds(start: Timestamp, end: Timestamp) -> float:
+    """Return the length of an interval. Waits until the device has reached its end."""
     if isinstance(start, float):
-        return num_images / (end - start)
+        return end - start
     end.synchronize()
-    return 1000 * num_images / start.elapsed_time(end)
+    return start.elapsed_time(end) / 1000
