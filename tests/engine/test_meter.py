@@ -1,5 +1,6 @@
 """engine.monitoring.meter: mean loss and throughput."""
 
+import pytest
 import torch
 from engine.monitoring.logger import WARM_UP, Logger
 from engine.monitoring.meter import Meter
@@ -17,6 +18,19 @@ def test_warm_up_is_excluded_from_throughput(clock, tmp_path):
     assert results["images_per_second"] == 5.0
     assert results["train_loss"] == 3.0
     assert (first.warm_up_seconds(), second.warm_up_seconds()) == (300.0, 0.0)
+
+
+@pytest.mark.parametrize(("seconds", "is_logged"), [(5.0, True), (1.0, False)])
+def test_a_long_warm_up_is_logged_once(clock, tmp_path, capsys, seconds, is_logged):
+    logger = Logger(tmp_path, 0, Metric("val_accuracy"))
+    for _ in range(2):
+        meter = logger.start_epoch(torch.device("cpu"), 10)
+        for step in range(WARM_UP + 4):
+            clock[0] += seconds if step < meter.warm_up else 1.0
+            meter.update(torch.tensor(1.0))
+        logger._print_warm_up(meter.results()["images_per_second"])
+    text = "warm-up: 3 steps in 15.0 s, not counted in images/s\n"
+    assert capsys.readouterr().out == (text if is_logged else "")
 
 
 def test_throughput_within_the_warm_up_counts_all_steps(clock):

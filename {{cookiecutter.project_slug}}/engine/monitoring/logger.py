@@ -39,7 +39,6 @@ LOG_EVERY = 10  # steps
 LINE_S = 60.0  # seconds between progress lines where there is no terminal
 LINE = "{desc}: {n_fmt}/{total_fmt}{postfix}, {remaining} left"
 WARM_UP = 3  # steps, in which kernels are chosen and compiled
-NOTABLE_WARM_UP_S = 5.0  # is logged
 POSITION = ("epoch", "step")
 # Of the console's table, which fits a terminal with 80 columns.
 WIDTH = 80
@@ -281,10 +280,17 @@ class Logger:
         self.throughputs.append(values["images_per_second"])
         self._write_event(lambda events: events.add_scalars("epoch", values, position["step"]))
         self.curves.start()
-        warm_up = self._meter.warm_up_seconds() if self._meter else 0
-        if warm_up > NOTABLE_WARM_UP_S:
-            self.info(f"{WARM_UP} steps of warm-up, {warm_up:.1f} s, not counted in images/s")
+        self._print_warm_up(values["images_per_second"])
         self._print_row(self.rows[-1])
+
+    def _print_warm_up(self, images_per_second: float) -> None:
+        """Print how long the warm-up took, if it was notably longer than other steps."""
+        if self._meter is None:  # a resumed run, which only validates this epoch
+            return
+        seconds = self._meter.warm_up_seconds()
+        usual = WARM_UP * self._meter.images_per_step / images_per_second
+        if seconds > usual + 1:
+            self.info(f"warm-up: {WARM_UP} steps in {seconds:.1f} s, not counted in images/s")
 
     def _main_columns(self) -> list[str]:
         """Return the columns of the console's table, with which metrics.csv starts."""
