@@ -36,13 +36,13 @@ from engine.data import (
     ResumableDistributedSampler,
     SeededDataset,
     ShardSampler,
-    build_loader,
     mix_seeds,
     rng_preserved,
     sample_batch,
     seed_everything,
     to_device,
 )
+from engine.data.loading import TrainLoader, build_loader
 from engine.data.skipping import skip_broken
 from engine.diagnostics.checks import Settings, check_settings
 from engine.diagnostics.first_step import FirstStepAudit, check_finite, check_trainable
@@ -109,7 +109,7 @@ def parse_args() -> argparse.Namespace:
 class Data:
     """Batches to train and validate on, and what the model and the logs need to know of them."""
 
-    train_loader: DataLoader | RepeatedBatch
+    train_loader: TrainLoader | RepeatedBatch
     sampler: ResumableDistributedSampler | RepeatedBatch
     batches_per_epoch: int  # of each process
     val_loader: DataLoader | list
@@ -219,12 +219,11 @@ def build_data(
     seeded_train_set = SeededDataset(train_set, args.seed)
     seeded_val_set = SeededDataset(val_set, args.seed)
     sampler = ResumableDistributedSampler(seeded_train_set, args.seed)
-    loader = partial(build_loader, batch_size=args.batch_size, workers=args.workers, device=device)
-    train_loader = loader(seeded_train_set, sampler, drop_last=True)
+    options = {"batch_size": args.batch_size, "workers": args.workers, "device": device}
+    train_loader = TrainLoader(seeded_train_set, sampler, epochs=args.epochs, **options)
     # Not padded to equal shards: each validation sample counts once.
-    val_loader = loader(
-        seeded_val_set, ShardSampler(seeded_val_set, dist.get_rank(), dist.get_world_size())
-    )
+    shard = ShardSampler(seeded_val_set, dist.get_rank(), dist.get_world_size())
+    val_loader = build_loader(seeded_val_set, sampler=shard, **options)
     # % if ddp == "dataparallel"
     sample_size = min(2, optim.smallest_replica_batch(args.batch_size), len(train_set))
     # % else

@@ -15,8 +15,9 @@ import template_task_contrastive as task_contrastive
 import template_task_segmentation as task_segmentation
 import torch
 from engine import UserError
-from engine.data import SeededDataset, build_loader, images, verify
+from engine.data import SeededDataset, images, verify
 from engine.data.files import FileError, read_file
+from engine.data.loading import build_loader
 from engine.data.skipping import RECORD, SkippingDataset, skip_broken
 from PIL import Image
 from torchvision import tv_tensors
@@ -118,7 +119,7 @@ def skipping(folder: Path, limit: int) -> SkippingDataset:
 
 def greys(dataset: SkippingDataset, workers: int) -> list[list[int]]:
     loader = build_loader(
-        SeededDataset(dataset, 0), range(8), batch_size=4, workers=workers, device=CPU
+        SeededDataset(dataset, 0), sampler=range(8), batch_size=4, workers=workers, device=CPU
     )
     return [(batch[0].flatten(1)[:, 0] // 10).tolist() for batch in loader]
 

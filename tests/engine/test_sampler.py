@@ -1,7 +1,11 @@
 """Tests of engine.data: order of the samples and their random numbers after any position."""
 
+import os
 import random
 import socket
+import subprocess
+import sys
+from itertools import chain, islice
 from multiprocessing import resource_sharer
 
 import numpy as np
@@ -13,12 +17,13 @@ from engine.data import (
     ResumableDistributedSampler,
     SeededDataset,
     ShardSampler,
-    build_loader,
     collate,
     sample_batch,
     to_device,
 )
 from engine.data.images import Crop, Span, crop_and_resize, decode, read_encoded
+from engine.data.loading import EpochBatches, TrainLoader, build_loader
+from fresh import TEMPLATE
 from PIL import Image
 from torch.utils.data import Dataset
 
@@ -43,9 +48,7 @@ def read_epoch(world_size: int, epoch: int, start_sample: int, workers: int = 0)
     for rank in range(world_size):
         sampler = ResumableDistributedSampler(data, 5, num_replicas=world_size, rank=rank)
         sampler.set_epoch(epoch, start_sample)
-        loader = build_loader(
-            data, sampler, batch_size=4, workers=workers, device=CPU, drop_last=True
-        )
+        loader = TrainLoader(data, sampler, batch_size=4, epochs=9, workers=workers, device=CPU)
         batches.append(list(loader))
         assert len(batches[-1]) == len(loader)
     return batches
@@ -78,6 +81,40 @@ def test_epochs_without_a_position_start_at_the_first_sample() -> None:
     sampler.set_epoch(1)
     assert sorted(sampler) == list(range(103))
     assert data.epoch == 1
+
+
+class WorkerIds(Numbers):
+    """The same, with the process that reads each sample."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.cat([super().__getitem__(index), torch.tensor([os.getpid()])])
+
+
+@pytest.mark.parametrize("steps", [None, 5])
+def test_workers_live_for_all_epochs_and_read_the_same_batches(steps: int | None) -> None:
+    """Also if an epoch is left after `steps` and read again from there."""
+    data = SeededDataset(WorkerIds(), seed=5)
+    sampler = ResumableDistributedSampler(data, 5, num_replicas=2, rank=1)
+    loader = TrainLoader(data, sampler, batch_size=4, epochs=3, workers=2, device=CPU)
+    processes = set()
+    for epoch in range(3):
+        (_, alone) = read_epoch(2, epoch, 0)
+        sampler.set_epoch(epoch)
+        batches = list(islice(loader, steps))
+        if steps:
+            sampler.set_epoch(epoch, steps * 8)
+            batches += list(islice(loader, len(loader)))  # not the end of the iteration
+        assert [batch[:, :4].tolist() for batch in batches] == [b.tolist() for b in alone]
+        processes |= {int(process) for batch in batches for process in batch[:, 4]}
+    assert len(processes) == 2 and os.getpid() not in processes
+
+
+def test_nothing_is_loaded_beyond_the_last_epoch() -> None:
+    sampler = ResumableDistributedSampler(SeededDataset(Numbers(), 0), 5, num_replicas=2, rank=0)
+    sampler.set_epoch(1, 32)
+    epochs, batches = zip(*EpochBatches(sampler, 4, epochs=3), strict=True)
+    assert epochs == (*8 * [1], *12 * [2])
+    assert list(chain(*batches[:8])) == list(sampler)[:32]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 104])
@@ -180,7 +217,7 @@ def test_decoding_on_the_gpu_is_refused_on_the_cpu() -> None:
     data = Numbers()
     data.decode = "gpu"
     with pytest.raises(UserError, match="--decode gpu: this run is on the CPU; leave it out"):
-        build_loader(SeededDataset(data, 0), range(4), batch_size=2, workers=0, device=CPU)
+        build_loader(SeededDataset(data, 0), sampler=range(4), batch_size=2, workers=0, device=CPU)
 
 
 class LostReceiver(Numbers):
@@ -197,6 +234,30 @@ class LostReceiver(Numbers):
 
 def test_worker_of_a_lost_training_process_prints_nothing(capfd) -> None:
     data = SeededDataset(LostReceiver(), seed=5)
-    loader = build_loader(data, range(2), batch_size=2, workers=1, device=CPU)
+    loader = build_loader(data, sampler=range(2), batch_size=2, workers=1, device=CPU)
     assert len(list(loader)) == 1
     assert capfd.readouterr().err == ""
+
+
+KEEPS_ITS_LOADER = """
+import torch
+from engine.data import ResumableDistributedSampler, SeededDataset
+from engine.data.loading import TrainLoader
+data = SeededDataset(list(range(100)), 0)
+sampler = ResumableDistributedSampler(data, 0, num_replicas=1, rank=0)
+loader = TrainLoader(
+    data, sampler, batch_size=4, epochs=9, workers=2, device=torch.device("cpu")
+)
+print(len(list(loader)))
+"""
+
+
+def test_process_that_keeps_its_loader_exits() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", KEEPS_ITS_LOADER],
+        env=os.environ | {"PYTHONPATH": str(TEMPLATE)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "25\n", "")

@@ -3,19 +3,17 @@
 import random
 import sys
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, nullcontext
 from itertools import repeat
-from types import TracebackType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler, default_collate, get_worker_info
+from torch.utils.data import Dataset, Sampler, default_collate, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
-from engine.data import gpu_decoding, images
-from engine.distributed.watchdog import end_with_parent, ignore_stop_signals
+from engine.data import images
 
 
 class SizedDataset(Protocol):
@@ -86,12 +84,18 @@ class ResumableDistributedSampler(DistributedSampler):
         self.start_sample = start_sample
 
     def __iter__(self) -> Iterator[int]:
-        generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        order = torch.randperm(len(self.dataset), generator=generator).tolist()
-        return iter(order[self.start_sample + self.rank :: self.num_replicas][: len(self)])
+        return iter(self.order(self.epoch, self.start_sample))
 
     def __len__(self) -> int:
         return max(0, len(self.dataset) - self.start_sample) // self.num_replicas
+
+    def order(self, epoch: int, start_sample: int = 0) -> list[int]:
+        """Return the samples of this process from a position on."""
+        generator = torch.Generator().manual_seed(self.seed + epoch)
+        order = torch.randperm(len(self.dataset), generator=generator).tolist()
+        remaining = order[start_sample:]
+        num_samples = len(remaining) // self.num_replicas  # equally many in each process
+        return remaining[self.rank :: self.num_replicas][:num_samples]
 
 
 class ShardSampler(Sampler[int]):
@@ -145,55 +149,6 @@ def decode_crops(sample: Any) -> Any:
     if type(sample) in (tuple, list):
         return type(sample)(map(decode_crops, sample))
     return sample
-
-
-def build_loader(
-    dataset: SeededDataset,
-    sampler: Iterable[int],
-    *,
-    batch_size: int,
-    workers: int,
-    device: torch.device,
-    drop_last: bool = False,
-) -> DataLoader:
-    """Return a loader of `dataset` that does not draw from the training's random numbers.
-
-    Its images are decoded by the loader's workers, or on `device` if ``dataset.decode`` is "gpu".
-
-    Raises:
-        UserError: if images are to be decoded on a device that cannot.
-    """
-    options: dict[str, Any] = {
-        "sampler": sampler,
-        "batch_size": batch_size,
-        "num_workers": workers,
-        "drop_last": drop_last,
-        "pin_memory": device.type == "cuda",
-        "generator": torch.Generator(),  # the default would draw the workers' seeds from torch's
-        "worker_init_fn": prepare_worker,
-    }
-    if dataset.decode == "gpu":
-        gpu_decoding.require_gpu_decoder(device)
-        return gpu_decoding.DecodingLoader(device, dataset, **options)
-    return DataLoader(dataset, collate_fn=collate, **options)
-
-
-def prepare_worker(worker: int) -> None:
-    """Leave signals and errors to the training process, which a loader's worker belongs to."""
-    ignore_stop_signals()
-    end_with_parent()
-    sys.excepthook = _report_unless_disconnected
-
-
-def _report_unless_disconnected(
-    kind: type[BaseException], error: BaseException, trace: TracebackType | None
-) -> None:
-    """Report an error of the thread that hands over tensors, unless the training has ended.
-
-    The training process may exit while it receives one.
-    """
-    if not issubclass(kind, (ConnectionError, EOFError)):
-        sys.__excepthook__(kind, error, trace)
 
 
 def sample_batch(dataset: SizedDataset, count: int) -> list[Tensor]:

@@ -18,7 +18,8 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset
 
 from engine import UserError
-from engine.data import collate, prepare_worker
+from engine.data import collate
+from engine.data.loading import prepare_worker
 from engine.diagnostics.first_step import tensors_in
 from engine.diagnostics.preflight import ERROR, OK, WARNING
 

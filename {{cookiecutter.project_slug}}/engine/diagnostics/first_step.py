@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from engine import UserError, summarize
 from engine.backend import unwrap
+from engine.data.loading import TrainLoader
 from engine.optim import eval_mode
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class FirstStepAudit:
     Args:
         model: as it is trained, inside DistributedDataParallel if there are several ranks.
         optimizer: returned by amp.initialize.
-        batches: of the training. If it is a DataLoader, the ranks' shards are compared.
+        batches: of the training. If it is a loader, the ranks' shards are compared.
 
     Raises UserError if the optimizer misses a parameter; a weight, batch norm or master weight has
     another type than the opt_level specifies; ranks share a GPU or start with different weights;
@@ -96,7 +97,8 @@ class FirstStepAudit:
         _require_types(self.module, optimizer, backend)
         _require_own_device(device)
         _require_equal_weights(self.module)
-        if isinstance(batches, DataLoader) and not isinstance(batches.dataset, IterableDataset):
+        is_loader = isinstance(batches, DataLoader | TrainLoader)
+        if is_loader and not isinstance(batches.dataset, IterableDataset):
             _require_fair_shards(batches, device)
 
     def check_gradients(self) -> None:
@@ -161,7 +163,7 @@ def _require_equal_weights(module: nn.Module) -> None:
         )
 
 
-def _require_fair_shards(batches: DataLoader, device: torch.device) -> None:
+def _require_fair_shards(batches: DataLoader | TrainLoader, device: torch.device) -> None:
     if not len(batches):  # drop_last leaves nothing
         num_samples = len(batches.sampler)  # type: ignore[arg-type]  # Sampler has no __len__
         problem = (

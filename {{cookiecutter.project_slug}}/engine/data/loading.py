@@ -1,0 +1,162 @@
+"""Data loaders whose workers live for the whole training."""
+
+import atexit
+import multiprocessing
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, Dataset
+
+from engine.data import ResumableDistributedSampler, SeededDataset, collate, gpu_decoding
+from engine.distributed.watchdog import end_with_parent, ignore_stop_signals
+
+
+class TrainLoader:
+    """Loader of one epoch after the other, whose workers live as long as it is iterated over.
+
+    They load the first batches of an epoch during the last steps, and the validation, of the one
+    before it. Each iteration yields the batches from the position of `sampler` to the end of its
+    epoch, without an incomplete one.
+
+    Args:
+        epochs: number of epochs, beyond which nothing is loaded.
+        options: of `build_loader`.
+
+    Raises:
+        UserError: if images are to be decoded on a device that cannot.
+    """
+
+    def __init__(
+        self,
+        dataset: SeededDataset,
+        sampler: ResumableDistributedSampler,
+        *,
+        batch_size: int,
+        epochs: int,
+        **options: Any,
+    ) -> None:
+        self.dataset = dataset
+        self.sampler = sampler
+        self.batch_size = batch_size
+        self.batch_sampler = BatchSampler(sampler, batch_size, drop_last=True)
+        self._loader = build_loader(
+            EpochDataset(dataset),
+            batch_sampler=EpochBatches(sampler, batch_size, epochs),
+            **options,
+        )
+        self._batches: Iterator = iter(())
+        self._position: tuple[int, int] | None = None  # of the sampler, where `_batches` continue
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler)
+
+    def __iter__(self) -> Iterator:
+        start = (self.sampler.epoch, self.sampler.start_sample)
+        if start != self._position:
+            self._batches = iter(self._loader)
+        self._position = None
+        for remaining in reversed(range(len(self))):
+            batch = next(self._batches)
+            if not remaining:
+                self._position = (self.sampler.epoch + 1, 0)
+            yield batch
+
+
+class EpochDataset(Dataset):
+    """`dataset` for workers that live for several epochs: each batch states its epoch."""
+
+    def __init__(self, dataset: SeededDataset) -> None:
+        self.dataset = dataset
+        self.decode = dataset.decode
+
+    def __getitems__(self, batch: tuple[int, list[int]]) -> list:
+        self.dataset.epoch, indices = batch
+        return self.dataset.__getitems__(indices)
+
+
+class EpochBatches:
+    """Epoch and indices of each batch from the position of `sampler` to the end of all epochs."""
+
+    def __init__(self, sampler: ResumableDistributedSampler, batch_size: int, epochs: int) -> None:
+        self.sampler = sampler
+        self.batch_size = batch_size
+        self.epochs = epochs
+
+    def __iter__(self) -> Iterator[tuple[int, list[int]]]:
+        start_sample = self.sampler.start_sample
+        for epoch in range(self.sampler.epoch, self.epochs):
+            order = self.sampler.order(epoch, start_sample)
+            for indices in BatchSampler(order, self.batch_size, drop_last=True):
+                yield epoch, indices
+            start_sample = 0
+
+
+def build_loader(
+    dataset: SeededDataset | EpochDataset,
+    *,
+    workers: int,
+    device: torch.device,
+    **options: Any,
+) -> DataLoader:
+    """Return a loader of `dataset` that does not draw from the training's random numbers.
+
+    Its workers are kept for further iterations. Its images are decoded by them, or on `device` if
+    ``dataset.decode`` is "gpu".
+
+    Args:
+        options: of DataLoader, such as `sampler` and `batch_size`.
+
+    Raises:
+        UserError: if images are to be decoded on a device that cannot.
+    """
+    options |= {
+        "num_workers": workers,
+        "persistent_workers": workers > 0,
+        "pin_memory": device.type == "cuda",
+        "generator": torch.Generator(),  # the default would draw the workers' seeds from torch's
+        "worker_init_fn": prepare_worker,
+    }
+    atexit.unregister(_end_workers)  # so that it is registered once
+    atexit.register(_end_workers)
+    if dataset.decode == "gpu":
+        gpu_decoding.require_gpu_decoder(device)
+        return gpu_decoding.DecodingLoader(device, dataset, **options)
+    return DataLoader(dataset, collate_fn=collate, **options)
+
+
+def prepare_worker(worker: int) -> None:
+    """Leave signals and errors to the training process, which a loader's worker belongs to."""
+    ignore_stop_signals()
+    end_with_parent()
+    sys.excepthook = _report_unless_disconnected
+
+
+def _end_workers() -> None:
+    """End the workers of loaders that are still referenced when the interpreter exits.
+
+    multiprocessing would send them SIGTERM, which they ignore, and wait for them without a limit.
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise an error
+    children = [child for child in multiprocessing.active_children() if child.daemon]
+    for child in children:  # others than loaders' workers may handle it
+        child.terminate()
+    deadline = time.monotonic() + 1
+    for child in children:
+        child.join(max(0.0, deadline - time.monotonic()))
+        child.kill()
+
+
+def _report_unless_disconnected(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Report an error of the thread that hands over tensors, unless the training has ended.
+
+    The training process may exit while it receives one.
+    """
+    if not issubclass(kind, (ConnectionError, EOFError)):
+        sys.__excepthook__(kind, error, trace)
