@@ -180,14 +180,15 @@ class Run:
         self.process.wait()
         self.wait_until(lambda: not self.ranks())
 
-    def wait_until(self, holds: Callable[[], bool], seconds: float = 60.0) -> None:
+    def wait_until(self, holds: Callable[[], bool], seconds: float = 180.0) -> None:
+        """Wait for a condition; to start a run took more than a minute on a busy machine."""
         deadline = time.monotonic() + seconds
         while not holds():
             assert time.monotonic() < deadline, self.log.read_text()
-            time.sleep(0.02)
+            time.sleep(0.05)
 
     def wait_for(self, pattern: str) -> None:
-        """Until the log has the pattern, or the run is over."""
+        """Wait until the log has the pattern, or the run is over."""
         self.wait_until(lambda: re.search(pattern, self.said) or self.process.poll() is not None)
 
     @property
@@ -195,7 +196,7 @@ class Run:
         return self.log.read_text()
 
     def ranks(self) -> dict[int, int]:
-        """The processes that train, by rank."""
+        """Return the processes that train, by rank."""
         found = {}
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
@@ -207,8 +208,8 @@ class Run:
                     found.setdefault(int(of_rank[0]), int(folder.name))
         return found
 
-    def end(self, seconds: float = 60) -> tuple[int, float]:
-        """The exit status, and how long it took."""
+    def end(self, seconds: float = 120) -> tuple[int, float]:
+        """Return the exit status, and how long it took."""
         began = time.monotonic()
         return self.process.wait(seconds), time.monotonic() - began
 
