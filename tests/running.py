@@ -136,9 +136,10 @@ def predicted_accuracy(
 
 
 def metrics(output: Path) -> list[dict[str, float]]:
-    """The rows of a run's metrics.csv."""
+    """The rows of a run's metrics.csv, without empty cells."""
     with (output / "metrics.csv").open() as file:
-        return [{name: float(cell) for name, cell in row.items()} for row in csv.DictReader(file)]
+        rows = list(csv.DictReader(file))
+    return [{name: float(cell) for name, cell in row.items() if cell} for row in rows]
 
 
 def best(output: Path, metric: str) -> float:

@@ -537,8 +537,25 @@ def is_finished(run: Run) -> bool:
     return is_trained or run.logger.metric.has_stalled(progress.scores, args.patience)
 
 
+def is_validation_due(run: Run) -> bool:
+    """Return whether to validate the epoch: every --eval-every epochs, and the last one."""
+    return run.progress.epoch % run.args.eval_every == 0 or is_finished(run)
+
+
+def validate_epoch(run: Run) -> None:
+    """Validate the epoch that was trained last, and save its results."""
+    logger, progress = run.logger, run.progress
+    results = evaluate(run, run.data.val_loader)
+    row = progress.unvalidated | results
+    logger.log_epoch(row)
+    show_samples(run, results, int(row["epoch"]))
+    progress.unvalidated = {}
+    progress.scores.append(logger.metric.best(results).score)
+    run.checkpoints.save(results)  # as best.pt too, if the metric is the best yet
+
+
 def train(run: Run, resumed: Path | None) -> None:
-    """Train until `is_finished`; validate and save after each epoch."""
+    """Train until `is_finished`; save after each epoch, and validate those that are due."""
     logger, progress = run.logger, run.progress
     run.audit = FirstStepAudit(run.model, run.optimizer, run.backend, run.data.train_loader, logger)
     if not resumed:
@@ -550,15 +567,14 @@ def train(run: Run, resumed: Path | None) -> None:
         logger.info("nothing is left to train: --epochs and --steps count from the beginning")
     while progress.unvalidated or not is_finished(run):
         if not progress.unvalidated:
-            progress.unvalidated = train_one_epoch(run)
+            row = train_one_epoch(run)
+            if is_validation_due(run):
+                progress.unvalidated = row
+            else:
+                logger.log_epoch(row)
             run.checkpoints.save()  # an error in the validation does not lose the epoch
-        results = evaluate(run, run.data.val_loader)
-        row = progress.unvalidated | results
-        logger.log_epoch(row)
-        show_samples(run, results, int(row["epoch"]))
-        progress.unvalidated = {}
-        progress.scores.append(logger.metric.best(results).score)
-        run.checkpoints.save(results)  # as best.pt too, if the metric is the best yet
+        if progress.unvalidated:
+            validate_epoch(run)
     if logger.metric.has_stalled(progress.scores, run.args.patience):
         logger.info(f"{task.METRIC} has not improved in --patience {run.args.patience} validations")
     run.checkpoints.finish()

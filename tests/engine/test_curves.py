@@ -90,6 +90,29 @@ def test_further_metrics_have_plots_of_their_own(write_run, tmp_path, monkeypatc
     assert [title[0] for title in titles[4:]] == ["top5", "grad_norm", "M"]
 
 
+def test_epochs_without_a_validation_are_left_out(write_run, monkeypatch):
+    """The lines connect the others, and nothing is marked as not finite."""
+    drawn = {}
+    plot = curves._plot
+
+    def recording_plot(axes, title, *arguments):
+        lines = plot(axes, title, *arguments)
+        drawn[axes.get_title()] = list(lines[-1].get_xdata())
+        return lines
+
+    monkeypatch.setattr(curves, "_plot", recording_plot)
+    rows = [row(epoch) for epoch in range(1, 6)]
+    for epoch in (1, 3):
+        rows[epoch - 1] |= {METRIC: "", "val_loss": ""}
+    folder = write_run("run", rows)
+    curves.main([str(folder)])
+    assert drawn[METRIC] == [2, 4, 5]
+    assert drawn["loss"] == [1, 2, 3, 4, 5]
+    assert curves.read_run(folder).describe_best() == f"best {METRIC} 0.9688 in epoch 5"
+    curves.main([str(write_run("none", rows[:1]))])
+    assert curves.read_run(folder.with_name("none")).describe_best() == f"no {METRIC}"
+
+
 def test_labels_name_the_flags_that_differ(write_run, tmp_path):
     common = {"epochs": 9, "seed": 0}
     runs = [

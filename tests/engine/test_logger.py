@@ -231,6 +231,23 @@ def test_evaluation_is_written_as_json(tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("no_curves")
+def test_epoch_without_a_validation_has_empty_cells(logger, capsys):
+    """The table has the metric's column from the start, which the curves need."""
+    training = {name: value for name, value in row(1).items() if not name.startswith("val_")}
+    logger.log_epoch(training)
+    curves.main([str(logger.output)])
+    logger.log_epoch(row(2))
+    with (logger.output / "metrics.csv").open() as file:
+        first, second = csv.DictReader(file)
+    assert (first[METRIC], first["val_loss"], second[METRIC]) == ("", "", "0.75")
+    unvalidated, _, validated = capsys.readouterr().out.splitlines()
+    assert len(unvalidated) == len(validated)
+    assert len(unvalidated.split()) == len(validated.split()) - 2
+    again = open_logger(logger.output, Progress(epoch=2, step=20), logger.output / "last.pt")
+    assert again.rows == logger.rows
+
+
+@pytest.mark.usefixtures("no_curves")
 @pytest.mark.parametrize("best", [0.5, 0.75])
 def test_summary_has_a_best_result_from_within_an_epoch(logger, capsys, best):
     """A run that ended there was resumed, without that row."""

@@ -6,6 +6,7 @@ model and few samples, for each of the three tasks.
 
 import contextlib
 import copy
+import csv
 import itertools
 import re
 import sys
@@ -394,6 +395,62 @@ def test_patience_stops_a_run_that_does_not_improve(
     assert [row["epoch"] for row in metrics(tmp_path)] == [1, 2, 3, 4]
     state = torch.load(tmp_path / "last.pt", weights_only=True)
     assert (state["epoch"], state["scores"]) == (4, [0.5] * 4)
+
+
+def stop_after_step(folder: Path, output: Path, step: int, *flags: object) -> None:
+    """Train until rank 1 gets a signal in that step, or to the end; then resume it."""
+    project = load_project(folder)
+    train_step, signals = project.main.train_step, []
+
+    def make_signals() -> StopSignals:
+        signals.append(StopSignals())
+        return signals[-1]
+
+    def signalled_step(run: object, *arguments: object) -> object:
+        if run.progress.step + 1 == step and dist.get_rank() == 1:
+            signals[0].requested = 15
+        return train_step(run, *arguments)
+
+    with (
+        mock.patch.object(project.main, "StopSignals", make_signals),
+        mock.patch.object(project.main, "train_step", signalled_step),
+        mock.patch.object(watchdog, "exit_process", side_effect=SystemExit),
+        contextlib.suppress(SystemExit),
+    ):
+        train(folder, output, *flags)
+    finish_writing()
+    dist.barrier()
+    train(folder, output, *flags, "--resume", "auto")
+
+
+@pytest.mark.parametrize("step", [5, 12])  # in an epoch that is not validated, and in one that is
+def test_every_nth_epoch_and_the_last_are_validated(
+    shared_project: Callable, two_processes: Processes, tmp_path: Path, step: int
+) -> None:
+    """A run that was stopped and resumed ends with the same results to the last bit."""
+    run = (stop_after_step, shared_project())
+    flags = ("--epochs", 5, "--eval-every", 2)
+    two_processes(*run, tmp_path / "whole", 0, *flags)
+    two_processes(*run, tmp_path / "stopped", step, *flags)
+    with (tmp_path / "stopped" / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["epoch"]) for row in rows] == [1, 2, 3, 4, 5]
+    assert all(row["train_loss"] for row in rows)
+    for column in ("val_loss", "val_accuracy"):
+        assert [bool(row[column]) for row in rows] == [False, True, False, True, True]
+    state = torch.load(tmp_path / "stopped" / "last.pt", weights_only=True)
+    assert len(state["scores"]) == 3
+    assert state["best"] == max(float(row["val_accuracy"] or 0) for row in rows)
+    assert_same_run(tmp_path / "stopped", tmp_path / "whole")
+
+
+def test_patience_counts_validations(
+    shared_project: Callable, two_processes: Processes, tmp_path: Path
+) -> None:
+    run = (train_with_equal_metrics, shared_project(), tmp_path)
+    two_processes(*run, "--epochs", 9, "--eval-every", 2, "--patience", 2)
+    state = torch.load(tmp_path / "last.pt", weights_only=True)
+    assert (state["epoch"], state["scores"]) == (6, [0.5] * 3)
 
 
 def start_without_metric(folder: Path, output: Path) -> str:

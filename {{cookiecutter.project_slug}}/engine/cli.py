@@ -316,6 +316,7 @@ def add_run_arguments(parser: ArgumentParser, output: Path) -> None:
     add("--output", type=Path, default=output, help="folder of checkpoints and metrics")
     add("--resume", type=Path, help="a checkpoint, or 'auto' for the newest in --output, if any")
     add("--save-every", type=interval, help="steps or minutes between checkpoints")
+    add("--eval-every", type=positive_int, default=1, help="epochs between validations")
     add("--patience", type=positive_int, help="stop after N validations without a better metric")
     add("--keep", type=positive_int, default=2, help="how many checkpoints to keep")
     add(

@@ -46,6 +46,7 @@ OTHER_FLAGS = (
     "workers",
     "save_every",
     "log_every",
+    "eval_every",
     "keep",
     "timeout",
     "eval_only",
@@ -81,16 +82,18 @@ class Run:
     name: str
     config: dict[str, object]
     metric: Metric
-    columns: dict[str, list[float]]
+    columns: list[str]
+    rows: list[dict[str, float]]  # an epoch without a validation has no metrics
 
     @property
     def best(self) -> tuple[Best, float]:
         """The best value of the metric, and the first epoch that has it."""
-        results = []
-        for index, epoch in enumerate(self.columns["epoch"]):
-            row = {name: values[index] for name, values in self.columns.items()}
-            results.append((self.metric.best(row), epoch))
+        results = [(self.metric.best(row), row["epoch"]) for row in self.rows]
         return max(results, key=lambda result: (result[0].score, -result[1]))
+
+    def points(self, column: str) -> list[tuple[float, float]]:
+        """Return the epochs that have a value in a column, each with the value."""
+        return [(row["epoch"], row[column]) for row in self.rows if column in row]
 
     def describe_best(self) -> str:
         """Return the best value with its epoch."""
@@ -113,7 +116,7 @@ def read_run(folder: Path) -> Run:
     try:
         rows = read_rows(table)
         _check_rows(rows, table)
-        columns = {name: [float(row[name] or "nan") for row in rows] for name in rows[0]}
+        numbers = [{name: float(cell) for name, cell in row.items() if cell} for row in rows]
         flags = json.loads(config.read_text())
     except OSError as error:
         raise UserError(f"{error.filename}: {error.strerror}; name the folder of a run") from None
@@ -121,7 +124,8 @@ def read_run(folder: Path) -> Run:
         raise UserError(f"{folder} does not hold the files of a run ({error})") from None
     if not isinstance(flags, dict):
         raise UserError(f"{config} holds no settings: copy it from the run again")
-    return Run(str(folder), flags, _metric_of(flags, columns, table), columns)
+    columns = list(rows[0])
+    return Run(str(folder), flags, _metric_of(flags, columns, table), columns, numbers)
 
 
 def _check_rows(rows: list[dict[str, str]], table: Path) -> None:
@@ -136,7 +140,7 @@ def _check_rows(rows: list[dict[str, str]], table: Path) -> None:
             raise UserError(f"line {line} of {table} is incomplete: remove it")
 
 
-def _metric_of(flags: dict[str, Any], columns: dict[str, list[float]], table: Path) -> Metric:
+def _metric_of(flags: dict[str, Any], columns: list[str], table: Path) -> Metric:
     """Return the metric that config.json names; in runs of version 0.9, the only one."""
     further = [name for name in columns if name not in COLUMNS]
     metric = Metric(str(flags.get(METRIC, *further[:1])), flags.get(METRIC_MODE, "max"))
@@ -192,7 +196,7 @@ def draw(runs: list[Run], path: Path) -> None:
     metric = metrics[0].name
     labels = _legend_labels(runs)
     num_lines = sum(label.count("\n") + 1 for label in labels)
-    has_scales = any(len(set(run.columns["loss_scale"])) > 1 for run in runs)
+    has_scales = any(len({scale for _, scale in run.points("loss_scale")}) > 1 for run in runs)
     further = _further_metrics(runs)
     layout: list[list] = [[*"LLLMMM"], [*("rriiss" if has_scales else "rrriii")]]
     for first in range(0, len(further), 3):  # three plots in a row, of two cells each
@@ -247,17 +251,16 @@ def _plot(axes: Axes, title: str, runs: list[Run], columns: list[str]) -> list[L
     lost_epochs: list[float] = []
     present = [name for name in columns if any(name in run.columns for run in runs)]
     for run, colour, marker in zip(runs, cycle(COLOURS), cycle(MARKERS)):
-        epochs = run.columns["epoch"]
         lines: list[Line2D] = []
         for column in present:
-            values = run.columns.get(column, [math.nan] * len(epochs))
-            every = math.ceil(len(values) / MAX_MARKERS)
+            points = run.points(column)
+            epochs = [epoch for epoch, _ in points]
+            values = [value for _, value in points]
+            every = math.ceil(len(values) / MAX_MARKERS) or 1
             look = _line(column) | {"color": colour, "marker": marker, "markevery": every}
             lines += axes.plot(epochs, values, **look)
             finite += filter(math.isfinite, values)
-            if column in run.columns:
-                pairs = zip(epochs, values, strict=True)
-                lost_epochs += [epoch for epoch, value in pairs if not math.isfinite(value)]
+            lost_epochs += [epoch for epoch, value in points if not math.isfinite(value)]
         first_lines += lines[:1]
     if len(present) > 1:
         for column in present:

@@ -321,7 +321,9 @@ class Logger:
         """Write metrics.csv as a whole, so that a row that did not fit is written later."""
         with replacing(self.output / TABLE) as temporary, temporary.open("w", newline="") as file:
             names = dict.fromkeys(chain.from_iterable(self.rows))
-            columns = [name for name in self._main_columns() if name in names or not names]
+            columns = self._main_columns()
+            if names:  # the metric's column is there before the first validation
+                columns = [name for name in columns if name in {*names, self.metric.name}]
             columns += [name for name in names if name not in columns]
             writer = csv.DictWriter(file, columns, lineterminator="\n")
             writer.writeheader()
