@@ -146,8 +146,8 @@ class Run:
         self.eval_models = {"": unwrap(self.model)}
         if self.ema:
             self.eval_models[AVERAGE] = self.ema.module
-        classes = len(self.data.classes)
-        self.metrics = {suffix: task.Metrics(classes, self.device) for suffix in self.eval_models}
+        build_metrics = partial(task.Metrics, len(self.data.classes), self.device, self.args)
+        self.metrics = {suffix: build_metrics() for suffix in self.eval_models}
 
 
 def init_distributed(args: argparse.Namespace) -> tuple[torch.device, Backend]:

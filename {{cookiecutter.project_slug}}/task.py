@@ -24,6 +24,7 @@ from engine.data import SizedDataset, images
 from engine.data.folders import list_classes
 from engine.data.images import MEAN, STD, Crop, Encoded, Span, crop_and_resize, read_image
 from engine.monitoring import image_grid
+from engine.monitoring.class_report import ClassReport
 from engine.optim import eval_mode
 
 METRIC = "val_accuracy"  # best.pt has the best value
@@ -43,12 +44,17 @@ def add_arguments(parser: cli.ArgumentParser) -> None:
     parser.group("data").add_argument(
         "--decode", choices=("cpu", "gpu"), default="cpu", help="where JPEG files are decoded"
     )
+    parser.group("run").add_argument(
+        "--report", action="store_true", help="write figures of each class and a confusion matrix"
+    )
 
 
 def check_arguments(parser: cli.ArgumentParser, args: argparse.Namespace) -> None:
     """Stop with an error message if flags contradict each other."""
     if args.decode == "gpu" and (args.dummy or args.data is None):
         parser.error("--decode gpu is for the JPEG files of --data")
+    if args.report and args.dummy:
+        parser.error("--report is about validation data, which --dummy has none of")
 
 
 def build_model(arch: str, num_classes: int) -> nn.Module:
@@ -105,12 +111,15 @@ def criterion(output: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> 
 class Metrics:
     """Loss and accuracy of the validation set, exact for any number of processes."""
 
-    def __init__(self, num_classes: int, device: torch.device) -> None:
+    def __init__(self, num_classes: int, device: torch.device, args: argparse.Namespace) -> None:
         self.totals = torch.zeros(3, dtype=torch.float64, device=device)
+        self.report = ClassReport(num_classes, device) if args.report else None
 
     def reset(self) -> None:
         """Clear the totals."""
         self.totals.zero_()
+        if self.report:
+            self.report.reset()
 
     def update(self, output: Tensor, targets: Tensor) -> None:
         """Add a batch: the sum of its losses, its correct predictions, its size."""
@@ -118,12 +127,15 @@ class Metrics:
         correct = (output.argmax(dim=1) == targets).sum()
         size = correct.new_tensor(len(targets))
         self.totals += torch.stack([losses.double(), correct.double(), size.double()])
+        if self.report:
+            self.report.update(output, targets)
 
     def compute(self) -> dict[str, float]:
         """Return val_loss and val_accuracy (0 to 1) over all processes; every process calls it."""
         dist.all_reduce(self.totals)
         loss, correct, count = self.totals.tolist()
-        return {"val_loss": loss / count, METRIC: correct / count}
+        results = {"val_loss": loss / count, METRIC: correct / count}
+        return results | self.report.compute() if self.report else results
 
 
 def random_crop(height: int, width: int) -> Crop:
@@ -166,6 +178,7 @@ def show(
     """Write `output`/validation/epoch_NNN.png (eval_only.png without an epoch); return its path.
 
     It shows eight samples from across the set with the most likely class and the true one.
+    --report adds its files to `output`.
     """
     pixels, labels = image_grid.sample_evenly(val_set, 8)
     inputs, _ = prepare([pixels.to(next(model.parameters()).device), labels])
@@ -178,6 +191,8 @@ def show(
         is_correct = prediction == label
         truth = "" if is_correct else f"\nis {val_set.classes[label]}"
         captions.append((f"{val_set.classes[prediction]}: {probability:.2f}{truth}", is_correct))
+    if metrics.report:
+        metrics.report.write(output, val_set.classes)
     path = image_grid.image_path(output, epoch)
     image_grid.save_image_grid(path, inputs, captions)
     return path

@@ -255,7 +255,7 @@ class Metrics:
     similar caption is its own; the loss is the cross entropy of that choice.
     """
 
-    def __init__(self, num_classes: int, device: torch.device) -> None:
+    def __init__(self, num_classes: int, device: torch.device, args: argparse.Namespace) -> None:
         self.device = device
         self.reset()
 

@@ -234,7 +234,7 @@ class Metrics:
     From one confusion matrix, (true class, predicted class), of all pixels of the whole set.
     """
 
-    def __init__(self, num_classes: int, device: torch.device) -> None:
+    def __init__(self, num_classes: int, device: torch.device, args: argparse.Namespace) -> None:
         self.confusion = torch.zeros(num_classes, num_classes, dtype=torch.int64, device=device)
         self.losses = torch.zeros((), dtype=torch.float64, device=device)
 

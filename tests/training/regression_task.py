@@ -82,7 +82,7 @@ def criterion(output: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> 
 class Metrics:
     """Loss and mean absolute error of the validation set."""
 
-    def __init__(self, num_classes: int, device: torch.device) -> None:
+    def __init__(self, num_classes: int, device: torch.device, args: argparse.Namespace) -> None:
         self.totals = torch.zeros(3, dtype=torch.float64, device=device)
 
     def reset(self) -> None:

@@ -455,6 +455,28 @@ def test_dummy_data_needs_no_files(project, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+def test_report_of_a_run_and_of_a_checkpoint(project, tmp_path):
+    """Both are of the whole validation set, in one process and in two."""
+    assert run_two(project, *SHORT, "--report", "--output", tmp_path / "run").returncode == 0
+    flags = ("--eval-only", "--report", "--resume", tmp_path / "run" / "last.pt")
+    done = run(project, *SHORT, *flags, "--output", tmp_path / "eval", nproc=0)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "eval" / "eval.json").read_text())["metrics"]
+    last = metrics(tmp_path / "run")[-1]
+    labels = np.load(project / "data" / "digits.npz")["labels"][::5]
+    for folder, results in (("run", last), ("eval", found)):
+        assert results["val_top5_accuracy"] > results["val_accuracy"]
+        with (tmp_path / folder / "class_report.csv").open() as file:
+            rows = list(csv.DictReader(file))
+        assert [row["class"] for row in rows] == list("0123456789")
+        assert [int(row["samples"]) for row in rows] == np.bincount(labels).tolist()
+        correct = sum(int(row["correct"]) for row in rows)
+        assert correct / len(labels) == pytest.approx(results["val_accuracy"])
+        with Image.open(tmp_path / folder / "confusion_matrix.png") as picture:
+            assert min(picture.size) > 500
+        assert (tmp_path / folder / "confusion_matrix.csv").exists()
+
+
 def test_checkpoint_can_be_evaluated_and_loaded_into_plain_torch(project, tmp_path):
     assert run_two(project, *SHORT, "--output", tmp_path).returncode == 0
     done = run(project, *SHORT, "--eval-only", "--resume", tmp_path / "last.pt", nproc=0)

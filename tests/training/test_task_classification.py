@@ -1,5 +1,6 @@
 """Classification: validation counts each sample once, however processes divide the set."""
 
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
@@ -42,7 +43,7 @@ def evaluate_shard(folder: Path, size: int) -> dict[str, float]:
     model = build(project)
     for buffer in model.buffers():  # as if each rank had gone its own way in training
         buffer.add_(rank)
-    metrics = task.Metrics(10, torch.device("cpu"))
+    metrics = task.Metrics(10, torch.device("cpu"), Namespace(report=False))
     evaluate(project, model, metrics, batches)  # the next evaluation resets the metrics
     return evaluate(project, model, metrics, batches)
 

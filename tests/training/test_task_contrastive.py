@@ -189,7 +189,7 @@ def evaluate_shard(folder, size: int) -> dict[str, float]:
     project, val_set = load_project(folder), Subset(task.Digits(train=False), range(size))
     shard = ShardSampler(val_set, dist.get_rank(), dist.get_world_size())
     batches = DataLoader(val_set, 4, sampler=shard)
-    metrics = task.Metrics(0, torch.device("cpu"))
+    metrics = task.Metrics(0, torch.device("cpu"), Namespace())
     evaluate(project, build(), metrics, batches)  # the next evaluation resets the metrics
     return evaluate(project, build(), metrics, batches)
 
@@ -225,7 +225,7 @@ def test_nonfinite_layer_of_either_encoder_is_named(name: str) -> None:
 @torch.no_grad()
 def test_metrics_copy_embeddings_that_cuda_graphs_overwrite() -> None:
     """As CUDA graphs do."""
-    metrics = task.Metrics(0, torch.device("cpu"))
+    metrics = task.Metrics(0, torch.device("cpu"), Namespace())
     images, texts = torch.ones(2, 2, task.EMBEDDING)
     metrics.update((images, texts), torch.zeros(2, 5, dtype=torch.uint8))
     for embedded in (images, texts):

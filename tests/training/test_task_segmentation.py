@@ -57,7 +57,7 @@ def evaluate_shard(folder, size: int) -> tuple[dict[str, float], torch.Tensor]:
     project, canvases = load_project(folder), Canvases(size)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     batches = DataLoader(canvases, 2, sampler=ShardSampler(canvases, rank, world_size))
-    metrics = task.Metrics(11, CPU)
+    metrics = task.Metrics(11, CPU, Namespace())
     evaluate(project, build(), metrics, batches)  # the next evaluation resets the metrics
     results = evaluate(project, build(), metrics, batches)
     return results, metrics.confusion
@@ -85,7 +85,7 @@ def test_miou_equals_that_of_one_process(processes: Processes, project: Project,
 
 
 def test_absent_classes_are_excluded_from_miou():
-    metrics = task.Metrics(3, CPU)
+    metrics = task.Metrics(3, CPU, Namespace())
     scores = torch.tensor([[9.0, 0, 0], [9, 0, 0], [0, 9, 0], [0, 9, 0]]).T.reshape(1, 3, 2, 2)
     metrics.update(scores, torch.tensor([[[0, 1], [1, IGNORED]]]))
     assert torch.equal(metrics.iou().isnan(), torch.tensor([False, False, True]))
@@ -348,7 +348,7 @@ def test_broken_file_does_not_stop_the_start(folder, kind):
 def test_formulas_in_class_names_are_quoted(folder, tmp_path):
     (folder / "classes.txt").write_text("=1+1\ntree\nhouse\n")
     _, val_set = build_datasets(folder)
-    metrics = task.Metrics(3, CPU)
+    metrics = task.Metrics(3, CPU, Namespace())
     path = task.show(task.build_model("unet", 3), val_set, metrics, tmp_path / "run")
     rows = path.with_suffix(".csv").read_text().splitlines()
     assert rows[1].startswith("'=1+1,,#")

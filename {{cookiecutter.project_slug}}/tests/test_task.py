@@ -159,7 +159,7 @@ def compute_metrics(
 
     Reused ones have other results before they are reset.
     """
-    metrics = task.Metrics(len(getattr(val_set, "classes", ())), CPU)
+    metrics = task.Metrics(len(getattr(val_set, "classes", ())), CPU, args)
     model = build(args, val_set).eval()
     batch = spread_batch(val_set)
     if is_reused:

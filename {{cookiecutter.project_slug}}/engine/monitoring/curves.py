@@ -47,6 +47,7 @@ OTHER_FLAGS = (
     "save_every",
     "log_every",
     "eval_every",
+    "report",
     "keep",
     "timeout",
     "eval_only",

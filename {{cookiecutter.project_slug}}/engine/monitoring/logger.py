@@ -330,11 +330,14 @@ class Logger:
             writer.writerows(self.rows)
 
     def log_image(self, step: int, write_image: Callable[..., Path], *args: object) -> None:
-        """Call ``write_image(*args)``, which writes a PNG file, and add the file to the events."""
+        """Call ``write_image(*args)``, which writes a PNG file, and add the file to the events.
+
+        It may write further files.
+        """
         if not self.active:
             return
         # Errors other than those of the disk are bugs of write_image.
-        with self._errors_as_warning("the validation image is not written", OSError):
+        with self._errors_as_warning("files of the validation are not written", OSError):
             path = write_image(*args)
             self._write_event(lambda events: events.add_image(path.parent.name, path, step))
 
