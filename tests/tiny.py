@@ -18,6 +18,8 @@ class Classification:
         ("--accumulate", 2, "--clip-grad", 0.1),
         ("--label-smoothing", 0.5),
         ("--scale-lr", 64, "--accumulate", 2),
+        ("--class-weights",),
+        ("--class-weights", "--label-smoothing", 0.5),
     )
 
     def __init__(self, task: object) -> None:
@@ -42,10 +44,16 @@ class Classification:
         return nn.Sequential(first, nn.BatchNorm2d(8), nn.Tanh(), *pooled, last)
 
     def losses(
-        self, model: nn.Module, images: Tensor, targets: Tensor, **options: float
+        self,
+        model: nn.Module,
+        images: Tensor,
+        targets: Tensor,
+        weights: float = 1,
+        **options: float,
     ) -> list[Tensor]:
         """Return those of which the training's loss is the mean; the first is validation's."""
-        return [F.cross_entropy(model(images), targets, **options)]
+        losses = F.cross_entropy(model(images), targets, reduction="none", **options)
+        return [(losses * weights).mean()]
 
     def parts(self, model: nn.Module) -> list[nn.Module]:
         """Return the parts of the model with learning rates of their own."""
@@ -55,6 +63,7 @@ class Classification:
 class Segmentation(Classification):
     """Four classes of pixels."""
 
+    own_flags = Classification.own_flags[:4]  # without --class-weights
     frozen = "0"
     half_tolerance = 0.1
 

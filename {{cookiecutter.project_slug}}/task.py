@@ -9,6 +9,7 @@ import argparse
 from collections.abc import Callable
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from torchvision.transforms import v2
 
 from engine import UserError, cli
 from engine.data import SizedDataset, images
+from engine.data.class_weights import WeightedDataset, balanced_weights
 from engine.data.folders import list_classes
 from engine.data.images import MEAN, STD, Crop, Encoded, Span, crop_and_resize, read_image
 from engine.monitoring import image_grid
@@ -44,6 +46,9 @@ def add_arguments(parser: cli.ArgumentParser) -> None:
     parser.group("data").add_argument(
         "--decode", choices=("cpu", "gpu"), default="cpu", help="where JPEG files are decoded"
     )
+    parser.group("optimization").add_argument(
+        "--class-weights", action="store_true", help="weigh samples so that classes count equally"
+    )
     parser.group("run").add_argument(
         "--report", action="store_true", help="write figures of each class and a confusion matrix"
     )
@@ -53,6 +58,8 @@ def check_arguments(parser: cli.ArgumentParser, args: argparse.Namespace) -> Non
     """Stop with an error message if flags contradict each other."""
     if args.decode == "gpu" and (args.dummy or args.data is None):
         parser.error("--decode gpu is for the JPEG files of --data")
+    if args.class_weights and args.dummy:
+        parser.error("--class-weights is for the classes of training data, not for --dummy")
     if args.report and args.dummy:
         parser.error("--report is about validation data, which --dummy has none of")
 
@@ -71,6 +78,17 @@ def build_model(arch: str, num_classes: int) -> nn.Module:
 
 def build_datasets(args: argparse.Namespace) -> tuple[SizedDataset, SizedDataset]:
     """Return the training and the validation set of (image, label), each with ``.classes``.
+
+    With --class-weights, the training samples are (image, label, weight).
+    """
+    train_set, val_set = read_datasets(args)
+    if not args.class_weights:
+        return train_set, val_set
+    return WeightedDataset(train_set, balanced_weights(train_set.labels)), val_set
+
+
+def read_datasets(args: argparse.Namespace) -> tuple[Digits, Digits] | tuple[Images, Images]:
+    """Return the training and the validation set of (image, label).
 
     --data is a folder ``train/CLASS/IMAGE`` and ``val/CLASS/IMAGE``; the default is the digits
     that come with the project. Images are float (3, H, W), or encoded files, which the data
@@ -94,18 +112,29 @@ def build_datasets(args: argparse.Namespace) -> tuple[SizedDataset, SizedDataset
     return train_set, val_set
 
 
-def prepare(batch: list[Tensor]) -> tuple[Tensor, Tensor]:
+def prepare(batch: list[Tensor]) -> tuple[Tensor, Any]:
     """Return the model's input and the loss's targets for a batch that is on the device.
 
-    Crops of files are uint8 and are normalized here; the digits already are.
+    Crops of files are uint8 and are normalized here; the digits already are. The targets are
+    labels, or, in training with --class-weights, labels and weights of the samples.
     """
-    pixels, labels = batch
-    return images.normalize(pixels), labels
+    pixels, labels, *weights = batch
+    return images.normalize(pixels), (labels, weights[0]) if weights else labels
 
 
-def criterion(output: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """Return the mean cross entropy of the logits (N, num_classes) and the labels (N,)."""
-    return F.cross_entropy(output, targets, label_smoothing=label_smoothing)
+def criterion(
+    output: Tensor, targets: Tensor | tuple[Tensor, Tensor], label_smoothing: float = 0.0
+) -> Tensor:
+    """Return the mean cross entropy of the logits (N, num_classes) and the labels (N,).
+
+    It is divided by the number of samples, not by the sum of their weights, which differs between
+    processes: so the mean over processes is that of the whole batch.
+    """
+    if isinstance(targets, Tensor):
+        return F.cross_entropy(output, targets, label_smoothing=label_smoothing)
+    labels, weights = targets
+    losses = F.cross_entropy(output, labels, label_smoothing=label_smoothing, reduction="none")
+    return (losses * weights).mean()
 
 
 class Metrics:
@@ -293,6 +322,11 @@ class Images(Dataset):
 
     def __len__(self) -> int:
         return len(self.samples)
+
+    @property
+    def labels(self) -> list[int]:
+        """The labels of all samples."""
+        return [label for _, label in self.samples]
 
     def reorder_classes(self, classes: list[str]) -> None:
         """Change the labels to the order of `classes`, which are the same in another order."""

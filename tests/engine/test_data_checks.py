@@ -25,7 +25,7 @@ from PIL import Image
 def settings(**changed: object) -> SimpleNamespace:
     """Return the settings of a default run that concern the data, with some changed."""
     defaults = {"data": None, "dummy": False, "workers": 0, "batch_size": 32, "skip_broken": 0}
-    defaults["eval_only"] = False
+    defaults |= {"eval_only": False, "class_weights": False}
     return SimpleNamespace(**defaults | changed)
 
 

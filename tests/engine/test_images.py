@@ -138,7 +138,9 @@ def folder(tmp_path_factory):
 
 
 def datasets_in(folder):
-    return task.build_datasets(SimpleNamespace(data=folder, decode="cpu", eval_only=False))
+    return task.build_datasets(
+        SimpleNamespace(data=folder, decode="cpu", eval_only=False, class_weights=False)
+    )
 
 
 def batches(loader):

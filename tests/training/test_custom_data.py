@@ -25,13 +25,13 @@ def project(request, bake):
     return request.param, project, re.search("## Your own data.*?(?=\n## )", readme, re.DOTALL)[0]
 
 
-def trains(task, project, text, folder, output):
+def trains(task, project, text, folder, output, *others):
     """That the command of the README trains on the folder, for one epoch of a small model."""
     (command,) = re.findall(r"^    \./run\.sh (.*)$", text, re.MULTILINE)
     metric, arch = TASKS[task]
     flags = shlex.split(command.replace("DIR", str(folder)))
     small = ("--arch", arch, "--epochs", 1, "--batch-size", 2, "--workers", 0)
-    done = run(project, *flags, *small, "--output", output, nproc=0)
+    done = run(project, *flags, *small, *others, "--output", output, nproc=0)
     assert done.returncode == 0, done.stderr
     assert 0 <= metrics(output)[-1][metric] <= 1
 
@@ -64,9 +64,8 @@ def test_readme_example_of_array_data_trains(project, tmp_path):
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     path = project / "task.py"
     source = path.read_text(encoding="utf-8")
-    (old,) = [
-        node for node in ast.parse(source).body if getattr(node, "name", "") == "build_datasets"
-    ]
+    name = ast.parse(code).body[0].name
+    (old,) = [node for node in ast.parse(source).body if getattr(node, "name", "") == name]
     lines = source.splitlines(keepends=True)
     replaced = "".join([*lines[: old.lineno - 1], code, *lines[old.end_lineno :]])
     (kind,) = re.findall(r"np\.savez\(path, images=images, (\w+)=", code)
@@ -80,6 +79,7 @@ def test_readme_example_of_array_data_trains(project, tmp_path):
         np.savez(tmp_path / f"{split}.npz", images=images, **{kind: others[kind]})
     path.write_text(replaced, encoding="utf-8")
     try:
-        trains(task, project, text, tmp_path, tmp_path / "run")
+        flags = ("--class-weights",) if task == "classification" else ()
+        trains(task, project, text, tmp_path, tmp_path / "run", *flags)
     finally:
         path.write_text(source, encoding="utf-8")

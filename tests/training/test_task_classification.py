@@ -1,5 +1,6 @@
 """Classification: validation counts each sample once, however processes divide the set."""
 
+import pickle
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -8,8 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from engine.data import ShardSampler
+from engine.data.class_weights import balanced_weights
 from processes import Processes
 from projects import Project, evaluate, load_project
+from sklearn.utils.class_weight import compute_sample_weight
 from torch import nn
 from torch.utils.data import DataLoader, Subset
 
@@ -61,6 +64,49 @@ def test_evaluation_equals_that_of_one_process(
     for results in processes(evaluate_shard, project.folder, size):
         assert results[task.METRIC] == accuracy
         assert results["val_loss"] == pytest.approx(loss, rel=1e-6)
+
+
+def weighted_datasets(project: Project, folder: Path) -> tuple:
+    args = Namespace(data=folder, decode="cpu", eval_only=False, class_weights=True)
+    return project.task.build_datasets(args)
+
+
+def test_class_weights_are_those_of_scikit_learn(project: Project, image_folder: Path) -> None:
+    for path in sorted((image_folder / "train" / "red").iterdir())[:9]:
+        path.unlink()
+    train_set, val_set = weighted_datasets(project, image_folder)
+    labels = [label for _, label, _ in train_set]
+    assert labels == [0] * 12 + [1] * 3
+    weights = torch.stack([weight for *_, weight in train_set])
+    assert weights.tolist() == pytest.approx(compute_sample_weight("balanced", labels))
+    assert len(val_set[0]) == 2  # validation has none
+    pixels = torch.randint(255, (15, 3, 8, 8), dtype=torch.uint8)
+    inputs, targets = project.task.prepare([pixels, torch.tensor(labels), weights])
+    output = nn.Linear(192, 2)(inputs.flatten(1))
+    expected = nn.functional.cross_entropy(
+        output, targets[0], weight=torch.tensor([15 / 24, 15 / 6])
+    )  # torch divides by the sum of the weights, which is 15 for the whole set
+    assert project.task.criterion(output, targets).item() == pytest.approx(expected.item())
+
+
+def test_weighted_loss_is_the_mean_of_that_of_parts(project: Project) -> None:
+    """As DistributedDataParallel and --accumulate average it."""
+    output, labels = torch.randn(8, 3), torch.tensor([0, 0, 0, 0, 0, 1, 2, 2])
+    weights = balanced_weights(labels)
+    whole = project.task.criterion(output, (labels, weights), 0.1)
+    parts = zip(output.split(4), zip(labels.split(4), weights.split(4), strict=True), strict=True)
+    losses = [project.task.criterion(*part, 0.1) for part in parts]
+    assert whole.item() == pytest.approx(torch.stack(losses).mean().item())
+
+
+def test_weighted_dataset_has_the_attributes_of_its_data_set(
+    project: Project, image_folder: Path
+) -> None:
+    train_set, _ = weighted_datasets(project, image_folder)
+    copy = pickle.loads(pickle.dumps(train_set))  # for the processes that load data
+    copy.reorder_classes(["red", "blue"])
+    assert (copy.classes, copy[0][1], len(copy)) == (["red", "blue"], 1, 24)
+    assert copy.decode == "cpu"
 
 
 def test_labels_of_a_folder_follow_another_order_of_its_classes(

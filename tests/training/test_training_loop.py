@@ -61,7 +61,7 @@ class Samples(torch.utils.data.Dataset):
         generator = torch.Generator().manual_seed(1)
         self.images = torch.randn(SAMPLES, 3, 4, 4, generator=generator)
         self.images[::20] *= 8  # so that some steps have larger gradients than others
-        self.targets = small.targets(SAMPLES, generator)
+        self.targets = self.labels = small.targets(SAMPLES, generator)
 
     def __len__(self) -> int:
         return SAMPLES
@@ -80,12 +80,13 @@ def on_small_data(
         rank = dist.get_rank()
         device = torch.device("cuda", rank) if dist.get_backend() == "nccl" else device
     build_model = build_model or small_task(project.task).build_model
+    datasets = "read_datasets" if hasattr(project.task, "read_datasets") else "build_datasets"
     command = ["main.py", *map(str, FLAGS + flags), "--output", str(output)]
     with contextlib.ExitStack() as patches:
         for thing, name, value in (
             (sys, "argv", command),
             (project.task, "build_model", lambda *_: build_model()),
-            (project.task, "build_datasets", lambda *_: (Samples(project), Samples(project))),
+            (project.task, datasets, lambda *_: (Samples(project), Samples(project))),
             (distributed, "resolve_ranks", lambda _: (rank, rank, 2)),
             (distributed, "select_device", lambda _: device),
             (distributed, "rendezvous", lambda *_: None),
@@ -181,6 +182,9 @@ def reference(
             optimizer.zero_grad()
             for indices in groups_of(chosen):
                 given = samples.images[indices], samples.targets[indices]
+                if getattr(args, "class_weights", False):
+                    sizes = samples.targets.bincount()
+                    options["weights"] = SAMPLES / (len(sizes) * sizes[given[1]])
                 loss = torch.stack(small.losses(model, *given, **options)).mean()
                 (loss * len(indices) / len(chosen)).backward()
             if args.clip_grad:

@@ -63,6 +63,7 @@ def test_usage_error_is_reported_by_one_process(project, flags, saying):
         pytest.param(["--keep-batchnorm-fp32"], "O1 casts none", id="keep_batchnorm"),
         pytest.param(["--seed", "99999999999999999999"], "2^32", id="seed"),
         pytest.param(["--eval-only"], "--resume", id="eval_only"),
+        pytest.param(["--class-weights", "--dummy"], "--class-weights is for", id="class_weights"),
         pytest.param(["--report", "--dummy"], "--report is about validation data", id="report"),
         pytest.param(["--arch", "googlenet"], "choose another --arch", id="aux_outputs"),
         pytest.param(["--arch", "vit_b_16"], "Wrong image height", id="image_size"),

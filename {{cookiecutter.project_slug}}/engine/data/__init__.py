@@ -24,6 +24,21 @@ class SizedDataset(Protocol):
     def __getitem__(self, index: int) -> Any: ...
 
 
+class DatasetWrapper(Dataset):
+    """Base class of a data set that changes the samples of `dataset`, and has its attributes."""
+
+    def __init__(self, dataset: SizedDataset) -> None:
+        self.dataset = dataset
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dataset":  # while it is unpickled
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+
 class SeededDataset(Dataset):
     """`dataset` with random numbers that depend only on the seed, the epoch and the batch.
 

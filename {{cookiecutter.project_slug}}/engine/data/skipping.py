@@ -5,10 +5,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from torch.utils.data import Dataset
-
 from engine import UserError
-from engine.data import SizedDataset, decode_crops
+from engine.data import DatasetWrapper, SizedDataset, decode_crops
 from engine.data.files import FileError
 from engine.data.images import Encoded, decode
 
@@ -20,7 +18,7 @@ def skip_broken(dataset: SizedDataset, limit: int, output: Path) -> SizedDataset
     return SkippingDataset(dataset, limit, output / RECORD) if limit else dataset
 
 
-class SkippingDataset(Dataset):
+class SkippingDataset(DatasetWrapper):
     """`dataset` with the next readable sample in place of one with an unreadable file.
 
     The number of samples stays, and a replacement depends on nothing but the files, so that
@@ -32,17 +30,9 @@ class SkippingDataset(Dataset):
     """
 
     def __init__(self, dataset: SizedDataset, limit: int, record: Path) -> None:
-        self.dataset = dataset
+        super().__init__(dataset)
         self.limit = limit
         self.record = record
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "dataset":  # while it is unpickled
-            raise AttributeError(name)
-        return getattr(self.dataset, name)
-
-    def __len__(self) -> int:
-        return len(self.dataset)
 
     def __getitem__(self, index: int) -> Any:
         for offset in range(len(self)):

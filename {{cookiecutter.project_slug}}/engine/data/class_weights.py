@@ -1,0 +1,29 @@
+"""Weights of samples by which all classes count equally in the training loss."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.data import DatasetWrapper, SizedDataset
+
+
+def balanced_weights(labels: Sequence[int] | Tensor) -> Tensor:
+    """Return a weight for each sample, float32 (N,), inversely proportional to its class's size.
+
+    The mean of the weights is 1, as with ``class_weight="balanced"`` of scikit-learn.
+    """
+    _, classes, sizes = torch.as_tensor(labels).unique(return_inverse=True, return_counts=True)
+    return (len(classes) / (len(sizes) * sizes.double()))[classes].float()
+
+
+class WeightedDataset(DatasetWrapper):
+    """`dataset` with the weight of each sample, a float32 scalar, as its last element."""
+
+    def __init__(self, dataset: SizedDataset, weights: Tensor) -> None:
+        super().__init__(dataset)
+        self.weights = weights
+
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
+        return (*self.dataset[index], self.weights[index])
