@@ -43,7 +43,7 @@ from engine.data import (
     to_device,
 )
 from engine.data.loading import TrainLoader, build_loader
-from engine.data.skipping import skip_broken
+from engine.data.skipping import only_readable, skip_broken
 from engine.diagnostics.checks import Settings, check_settings
 from engine.diagnostics.first_step import FirstStepAudit, check_finite, check_trainable
 from engine.distributed.consistency import require_same_data
@@ -221,9 +221,9 @@ def build_data(
     sampler = ResumableDistributedSampler(seeded_train_set, args.seed)
     options = {"batch_size": args.batch_size, "workers": args.workers, "device": device}
     train_loader = TrainLoader(seeded_train_set, sampler, epochs=args.epochs, **options)
-    # Not padded to equal shards: each validation sample counts once.
-    shard = ShardSampler(seeded_val_set, dist.get_rank(), dist.get_world_size())
-    val_loader = build_loader(seeded_val_set, sampler=shard, **options)
+    # Not padded to equal shards, and without replacements: each validation sample counts once.
+    shard = ShardSampler(val_set, dist.get_rank(), dist.get_world_size())
+    val_loader = build_loader(only_readable(val_set, args.seed), sampler=shard, **options)
     # % if ddp == "dataparallel"
     sample_size = min(2, optim.smallest_replica_batch(args.batch_size), len(train_set))
     # % else

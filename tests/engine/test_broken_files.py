@@ -15,10 +15,10 @@ import template_task_contrastive as task_contrastive
 import template_task_segmentation as task_segmentation
 import torch
 from engine import UserError
-from engine.data import SeededDataset, images, verify
+from engine.data import SeededDataset, gpu_decoding, images, verify
 from engine.data.files import FileError, read_file
 from engine.data.loading import build_loader
-from engine.data.skipping import RECORD, SkippingDataset, skip_broken
+from engine.data.skipping import RECORD, SkippingDataset, only_readable, skip_broken
 from PIL import Image
 from torchvision import tv_tensors
 
@@ -117,9 +117,9 @@ def skipping(folder: Path, limit: int) -> SkippingDataset:
     return skip_broken(task.Images(folder.parent, task.center_crop), limit, folder.parent / "run")
 
 
-def greys(dataset: SkippingDataset, workers: int) -> list[list[int]]:
+def greys(dataset: SeededDataset, workers: int, batch_size: int = 4) -> list[list[int]]:
     loader = build_loader(
-        SeededDataset(dataset, 0), sampler=range(8), batch_size=4, workers=workers, device=CPU
+        dataset, sampler=range(8), batch_size=batch_size, workers=workers, device=CPU
     )
     return [(batch[0].flatten(1)[:, 0] // 10).tolist() for batch in loader]
 
@@ -128,7 +128,7 @@ def greys(dataset: SkippingDataset, workers: int) -> list[list[int]]:
 def test_unreadable_samples_are_replaced_by_the_next_and_listed(folder, capfd, workers):
     dataset = skipping(folder, 3)
     for _ in range(2):
-        assert greys(dataset, workers) == [[0, 1, 4, 4], [4, 5, 7, 7]]
+        assert greys(SeededDataset(dataset, 0), workers) == [[0, 1, 4, 4], [4, 5, 7, 7]]
     listed = (folder.parent / "run" / RECORD).read_text().splitlines()
     assert sorted(listed) == [str(folder / f"{number}.png") for number in (2, 3, 6)]
     warnings = capfd.readouterr().err.splitlines()
@@ -138,12 +138,33 @@ def test_unreadable_samples_are_replaced_by_the_next_and_listed(folder, capfd, w
     assert dataset.classes == ["cat"]
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_loader_of_the_readable_samples_has_each_once(folder, workers):
+    """Batches are shorter, or absent if no sample of them is left."""
+    dataset = only_readable(skipping(folder, 3), 0)
+    assert greys(dataset, workers, batch_size=2) == [[0, 1], [4, 5], [7]]
+    listed = (folder.parent / "run" / RECORD).read_text().splitlines()
+    assert sorted(listed) == [str(folder / f"{number}.png") for number in (2, 3, 6)]
+    with pytest.raises(FileError, match="2.png|3.png"):
+        greys(only_readable(skipping(folder, 0), 0), 0)
+    (folder.parent / "run" / RECORD).unlink()
+    with pytest.raises(UserError, match="lists 2 more, as many as --skip-broken"):
+        greys(only_readable(skipping(folder, 2), 0), 0)
+
+
+def test_batches_for_the_gpu_lack_unreadable_samples(folder):
+    dataset = task.Images(folder.parent, task.center_crop, "gpu")
+    dataset = only_readable(SkippingDataset(dataset, 3, folder / RECORD), 0)
+    loader = gpu_decoding.DecodingLoader(CPU, dataset, batch_size=2, num_workers=0)
+    assert [len(labels) for _, labels in loader] == [2, 2, 1]
+
+
 def test_one_unreadable_file_too_many_is_an_error(folder):
     with pytest.raises(UserError, match=r"6.png can't be read .* lists 2 more, as many as --skip-"):
-        greys(skipping(folder, 2), 0)
+        greys(SeededDataset(skipping(folder, 2), 0), 0)
     assert len((folder.parent / "run" / RECORD).read_text().splitlines()) == 2
     with pytest.raises(FileError, match="2.png|3.png"):
-        greys(skipping(folder, 0), 0)
+        greys(SeededDataset(skipping(folder, 0), 0), 0)
 
 
 def test_files_that_the_gpu_does_not_decode_are_tested_on_the_cpu(folder):

@@ -3,7 +3,9 @@
 import pickle
 from argparse import Namespace
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -64,6 +66,34 @@ def test_evaluation_equals_that_of_one_process(
     for results in processes(evaluate_shard, project.folder, size):
         assert results[task.METRIC] == accuracy
         assert results["val_loss"] == pytest.approx(loss, rel=1e-6)
+
+
+def evaluate_folder(folder: Path, data: Path, skip_broken: int) -> dict[str, float]:
+    """Return what each rank computes on a folder, with the loader of main.py."""
+    project = load_project(folder)
+    args = Namespace(data=data, dummy=False, decode="cpu", eval_only=False, class_weights=False)
+    args.skip_broken, args.output, args.report = skip_broken, data / "run", False
+    args.seed, args.epochs, args.batch_size, args.workers = 0, 1, 2, 0
+    logger = SimpleNamespace(timer=lambda _: nullcontext())
+    format = torch.contiguous_format
+    loaded = project.main.build_data(args, torch.device("cpu"), format, logger).val_loader
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(48, 2))
+    return evaluate(project, model, project.task.Metrics(2, torch.device("cpu"), args), loaded)
+
+
+def test_unreadable_files_are_left_out_of_the_validation(
+    processes: Processes, project: Project, image_folder: Path
+) -> None:
+    """No other sample takes their place."""
+    broken = sorted((image_folder / "val" / "red").iterdir())[1:4]
+    for path in broken:
+        path.write_bytes(b"no image")
+    with_broken = processes(evaluate_folder, project.folder, image_folder, 3)
+    for path in broken:
+        path.unlink()
+    without = processes(evaluate_folder, project.folder, image_folder, 0)
+    assert with_broken[0] == pytest.approx(without[0])
 
 
 def weighted_datasets(project: Project, folder: Path) -> tuple:

@@ -65,7 +65,11 @@ class SeededDataset(Dataset):
         """Return the samples of a batch; a DataLoader prefers this to single samples."""
         with nullcontext() if get_worker_info() else rng_preserved():
             seed_cpu(mix_seeds(self.seed, self.epoch, *indices[:1]))
-            return [self.dataset[index] for index in indices]
+            return self.read(indices)
+
+    def read(self, indices: Sequence[int]) -> list:
+        """Return the samples of a batch, after their random numbers are seeded."""
+        return [self.dataset[index] for index in indices]
 
 
 class ResumableDistributedSampler(DistributedSampler):
@@ -151,8 +155,11 @@ class RepeatedBatch:
 
 
 def collate(samples: list) -> Any:
-    """Collate as torch's `default_collate`; `Encoded` images become uint8 (N, 3, size, size)."""
-    return default_collate([decode_crops(sample) for sample in samples])
+    """Collate as torch's `default_collate`; `Encoded` images become uint8 (N, 3, size, size).
+
+    Returns None for no samples.
+    """
+    return default_collate([decode_crops(sample) for sample in samples]) if samples else None
 
 
 def decode_crops(sample: Any) -> Any:

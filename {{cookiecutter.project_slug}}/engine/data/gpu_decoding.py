@@ -43,12 +43,16 @@ class Packed(NamedTuple):
     size: int
 
 
-def pack(batch: list[tuple]) -> list:
+def pack(batch: list[tuple]) -> list | None:
     """Collate a batch of (Encoded, …) to [Packed, …]; the CPU decodes what the GPU should not.
+
+    Returns None for no samples.
 
     Raises:
         UserError: if the dataset returns something else, or a file is damaged.
     """
+    if not batch:
+        return None
     if not isinstance(batch[0][0], Encoded):
         raise UserError("--decode gpu: this data set's images are not files; leave it out")
     images, *others = zip(*batch, strict=True)
@@ -163,10 +167,10 @@ class DecodingLoader(DataLoader):
     def __iter__(self) -> Iterator[list[Tensor]]:  # type: ignore[override]  # torch's is narrower
         return self._decode_ahead(super().__iter__())  # draws the workers' seed now
 
-    def _decode_ahead(self, batches: Iterator[list]) -> Iterator[list[Tensor]]:
+    def _decode_ahead(self, batches: Iterator[list | None]) -> Iterator[list[Tensor]]:
         with ThreadPoolExecutor(1) as thread:
             pending: deque[Future[list[Tensor]]] = deque()
-            for batch in batches:
+            for batch in filter(None, batches):  # without those of which no sample is left
                 pending.append(thread.submit(self._decode, batch))
                 if len(pending) > PREFETCH:
                     yield self._collect(pending.popleft())

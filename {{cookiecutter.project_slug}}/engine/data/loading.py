@@ -126,7 +126,14 @@ def build_loader(
     if dataset.decode == "gpu":
         gpu_decoding.require_gpu_decoder(device)
         return gpu_decoding.DecodingLoader(device, dataset, **options)
-    return DataLoader(dataset, collate_fn=collate, **options)
+    return NonEmptyLoader(dataset, collate_fn=collate, **options)
+
+
+class NonEmptyLoader(DataLoader):
+    """DataLoader without the batches of which no sample is left."""
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch's is narrower
+        return (batch for batch in super().__iter__() if batch is not None)
 
 
 def prepare_worker(worker: int) -> None:

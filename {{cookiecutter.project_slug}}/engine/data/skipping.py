@@ -2,11 +2,12 @@
 
 import fcntl
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from engine import UserError
-from engine.data import DatasetWrapper, SizedDataset, decode_crops
+from engine.data import DatasetWrapper, SeededDataset, SizedDataset, decode_crops
 from engine.data.files import FileError
 from engine.data.images import Encoded, decode
 
@@ -16,6 +17,15 @@ RECORD = "broken_files.txt"  # in --output
 def skip_broken(dataset: SizedDataset, limit: int, output: Path) -> SizedDataset:
     """Return `dataset` with up to `limit` unreadable files skipped; unchanged for a limit of 0."""
     return SkippingDataset(dataset, limit, output / RECORD) if limit else dataset
+
+
+def only_readable(dataset: SizedDataset, seed: int) -> SeededDataset:
+    """Return `dataset` for a loader that leaves unreadable samples out instead of replacing them.
+
+    Each sample then counts once in a validation; a replacement would count twice.
+    """
+    kind = ReadableSamples if isinstance(dataset, SkippingDataset) else SeededDataset
+    return kind(dataset, seed)
 
 
 class SkippingDataset(DatasetWrapper):
@@ -36,15 +46,21 @@ class SkippingDataset(DatasetWrapper):
 
     def __getitem__(self, index: int) -> Any:
         for offset in range(len(self)):
-            try:
-                return self._read((index + offset) % len(self))
-            except FileError as error:
-                self._add(error)
+            sample = self.read((index + offset) % len(self))
+            if sample is not None:
+                return sample
         raise UserError("no file of the data set can be read")
 
-    def _read(self, index: int) -> Any:
-        """Return a sample, after decoding what a loader's worker would decode."""
-        sample = self.dataset[index]
+    def read(self, index: int) -> Any:
+        """Return a sample, or None if its file can't be read, which is recorded."""
+        try:
+            return self._decode(self.dataset[index])
+        except FileError as error:
+            self._add(error)
+            return None
+
+    def _decode(self, sample: Any) -> Any:
+        """Return a sample after decoding what a loader's worker would decode."""
         if getattr(self.dataset, "decode", "cpu") == "cpu":
             return decode_crops(sample)
         if isinstance(sample[0], Encoded) and not sample[0].suits_gpu:
@@ -71,3 +87,14 @@ class SkippingDataset(DatasetWrapper):
             raise UserError(f"{self.record} can't be written ({problem.strerror})") from None
         message = f"warning: {error}; skipped, {len(known) + 1} of at most {self.limit}"
         print(message, file=sys.stderr, flush=True)
+
+
+class ReadableSamples(SeededDataset):
+    """SeededDataset whose batches lack the samples that can't be read."""
+
+    dataset: SkippingDataset
+
+    def read(self, indices: Sequence[int]) -> list:
+        """Return the samples of a batch that can be read."""
+        samples = [self.dataset.read(index) for index in indices]
+        return [sample for sample in samples if sample is not None]
