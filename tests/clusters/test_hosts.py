@@ -12,7 +12,7 @@ import time
 
 import pytest
 import torch
-from running import SCREENED, Run, assert_same_run, run
+from running import SCREENED, Run, assert_same_run, best_accuracy, metrics, run
 
 pytestmark = pytest.mark.xdist_group("faults")
 # Eleven steps in an epoch. Three processes and more need --deterministic for the same bits.
@@ -426,6 +426,35 @@ def test_elastic_run_trains_each_sample_once(hosts, project, tmp_path):
         order = torch.randperm(1437, generator=torch.Generator().manual_seed(3 + epoch)).tolist()
         assert len(order) - len(indices) < 64 * 3
         assert sorted(indices) == sorted(order[: len(indices)])
+
+
+@pytest.mark.slow
+def test_elastic_run_reaches_the_accuracy_of_an_undisturbed_one(hosts, project, tmp_path):
+    """With the default flags, on 2, 1, then 2 hosts; restarts cost 10 steps each at most."""
+    flags = ("--save-every", 10, "--output")
+
+    def start(host):
+        output = tmp_path / f"{host.number}"
+        return host.start(project, *flags, output, NNODES="1:2", MAX_RESTARTS="2")
+
+    def wait_for_epoch(one, number):
+        table = tmp_path / "0" / "metrics.csv"
+        one.wait_until(lambda: table.exists() and len(metrics(table.parent)) >= number, 200)
+
+    with contextlib.ExitStack() as stack:
+        first, second = [stack.enter_context(start(host)) for host in hosts[:2]]
+        wait_for_epoch(first, 1)
+        hosts[1].lose()
+        hosts[1].come_back()
+        wait_for_epoch(first, 3)
+        second = stack.enter_context(start(hosts[1]))
+        assert first.end(300)[0] == second.end(60)[0] == 0, first.said
+    assert re.findall(r"([12]) of MAX_RESTARTS=2 are used", first.said)
+    done = run(project, *flags, tmp_path / "whole", CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stderr
+    disturbed, undisturbed = best_accuracy(tmp_path / "0"), best_accuracy(tmp_path / "whole")
+    print(f"val_accuracy {disturbed:.4f}, undisturbed {undisturbed:.4f}")
+    assert disturbed >= max(0.97, undisturbed - 0.02)
 
 
 @pytest.mark.slow
