@@ -308,6 +308,18 @@ def test_state_loads_into_another_memory_format(to):
     torch.testing.assert_close(*results)
 
 
+@pytest.mark.parametrize("kind", [FusedAdam, FusedLAMB, FusedNovoGrad, FusedAdagrad])
+def test_moments_of_another_shape_are_rejected(kind):
+    """The fused kernels would write behind them. torch itself does not compare the shapes."""
+    optimizer = kind(parameters(), lr=0.1)
+    steps(optimizer, gradients(1))
+    for change in ({"params": [1, 1, 2, 3]}, {"params": [1, 0, 2, 3]}):
+        state = optimizer.state_dict()
+        state["param_groups"][0] |= change
+        with pytest.raises(ValueError, match=r"is \(5,\), not \(3, 4\)"):
+            optimizer.load_state_dict(state)
+
+
 def test_loaded_state_is_a_copy():
     own = parameters()
     optimizer = FusedAdam(own)

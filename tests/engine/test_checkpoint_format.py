@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from apex_native import amp
+from apex_native.optimizers import FusedAdam
 from engine import UserError, backend, replacing
 from engine.checkpoint import TrainingState
 from engine.checkpoint import format as checkpoint
@@ -231,6 +232,32 @@ def test_another_shape_is_rejected(whole: Path, part: str) -> None:
     checkpoint.write(whole, entries)
     with pytest.raises(UserError, match="does not fit"):
         restore(whole, checkpoint.load(whole), state_of(model, optimizer))
+
+
+@pytest.mark.parametrize("kind", [FusedAdam, torch.optim.AdamW])
+def test_a_parameter_that_occurs_twice_is_rejected(tmp_path: Path, kind: type) -> None:
+    """It would get moments of another shape, behind which the fused kernels write."""
+    model = nn.Linear(40, 40)
+    optimizer = kind(model.parameters())
+    model(torch.ones(2, 40)).mean().backward()
+    optimizer.step()
+    entries = entries_of(model, optimizer)
+    entries["optimizer"]["param_groups"][0]["params"] = [1, 1]
+    checkpoint.write(tmp_path / "twice.pt", entries)
+    entries = checkpoint.load(tmp_path / "twice.pt")
+    with pytest.raises(UserError, match="does not fit .*a parameter twice"):
+        restore(tmp_path / "twice.pt", entries, state_of(model, optimizer))
+
+
+def test_a_tensor_with_attributes_is_rejected(whole: Path) -> None:
+    """They hide methods, such as that which the search for nan calls."""
+    entries = torch.load(whole, weights_only=True)
+    bias = nn.Parameter(entries["model"]["bias"])
+    bias.isnan = 1  # type: ignore[method-assign, assignment]
+    entries["model"]["bias"] = bias
+    torch.save(entries, whole)
+    with pytest.raises(UserError, match="use another one"):
+        checkpoint.load(whole)
 
 
 def test_metadata_of_version_0_9_is_read(whole: Path) -> None:

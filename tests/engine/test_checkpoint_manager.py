@@ -448,12 +448,20 @@ def saved_once(folder: str, step: int) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"meter": 5}, {"meter": {"a": ("many", 1)}}, {"rng": 5}, {"rng": {"python": 2**70}}],
+    [
+        {"meter": 5},
+        {"meter": {"a": ("many", 1)}},
+        {"meter": {"a": (1.0, -1)}},
+        {"rng": 5},
+        {"rng": {"python": 2**70}},
+    ],
 )
 def test_an_altered_state_of_a_process_is_rejected(
     two_processes: Processes, tmp_path: Path, change: dict
 ) -> None:
-    with pytest.raises(AssertionError, match="the state of its processes, or .* use another one"):
+    with pytest.raises(
+        AssertionError, match="--resume .* the state of its processes .*use another one"
+    ):
         two_processes(resumed_with, str(tmp_path), change)
 
 

@@ -1,5 +1,7 @@
 """engine.monitoring.meter: mean loss and throughput."""
 
+import math
+
 import pytest
 import torch
 from engine.monitoring.logger import WARM_UP, Logger
@@ -94,3 +96,9 @@ def test_logged_values_have_means_of_their_own(clock):
     assert again.record(5, 0.1, 8.0).means == {"grad_norm": 8.0}
     results = again.results()
     assert [results[name] for name in ("train_loss", "grad_norm", "tokens")] == [1.0, 4.0, 100.0]
+
+
+def test_mean_of_no_steps_is_nan(clock):
+    meter = Meter(torch.device("cpu"), 10)
+    clock[0] += 1.0
+    assert math.isnan(meter.results()["train_loss"])

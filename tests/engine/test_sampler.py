@@ -165,6 +165,9 @@ def test_repeated_batch_resumes_within_an_epoch() -> None:
     assert [len(repeated), len(list(repeated))] == [10, 10]
     repeated.set_epoch(1, 3 * 8)
     assert [len(repeated), len(list(repeated))] == [7, 7]
+    repeated.set_epoch(1, 11 * 8)  # of a longer epoch
+    assert [len(repeated), len(list(repeated))] == [0, 0]
+    repeated.set_epoch(1)
     assert next(iter(repeated)) is batch
 
 

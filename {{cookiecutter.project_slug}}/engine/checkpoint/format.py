@@ -3,7 +3,7 @@
 import errno
 import io
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,11 +17,11 @@ from torch.optim import Optimizer
 from engine import UserError, distributed, replacing
 from engine.backend import Backend
 from engine.checkpoint.archive import read
+from engine.checkpoint.validation import check_sizes, check_values, first_nan
 from engine.optim import Ema
 
 LAST, BEST = "last.pt", "best.pt"
 KEYS = ("model", "optimizer", "amp", "epoch", "step", "samples", "best", "ranks")
-MAX_COUNT = 2**53  # of steps and the like; a float holds larger integers inexactly
 FORMAT_VERSION = 1  # of the files that `write` writes; those of version 0.9 have none
 
 
@@ -88,7 +88,7 @@ def write(path: Path, entries: dict[str, Any]) -> None:
     Raises ValueError if the weights or the optimizer hold nan, and OSError for a full disk and the
     like.
     """
-    bad = _first_nan(entries)
+    bad = first_nan(entries)
     if bad:
         raise ValueError(f"{bad} is not finite")
     with replacing(path) as temporary, temporary.open("wb") as file:
@@ -148,7 +148,7 @@ def load(path: Path, content: io.BytesIO | None = None) -> dict[str, Any]:
             "the version of the project that wrote it"
         )
     check_sizes(path, entries)
-    bad = _first_nan(entries)
+    bad = first_nan(entries)
     if bad:
         raise UserError(f"{path}: {bad} is not finite; use an earlier one")
     entries["origin"] = {}
@@ -156,7 +156,7 @@ def load(path: Path, content: io.BytesIO | None = None) -> dict[str, Any]:
         _complete(entries)
     entries["metadata"] = entries.pop("about", entries.get("metadata", {}))
     entries.setdefault("history", [])
-    _check_values(path, entries)
+    check_values(path, entries)
     return entries
 
 
@@ -230,96 +230,6 @@ def broadcast_file(path: Path, source: int, group: dist.ProcessGroup) -> io.Byte
     content = content or bytearray(int(size))
     dist.broadcast(torch.frombuffer(content, dtype=torch.uint8), source, group)
     return io.BytesIO(content)
-
-
-def _check_values(path: Path, entries: dict[str, Any]) -> None:
-    moments = entries["optimizer"].get("state", {})
-    if not isinstance(moments, dict) or not all(isinstance(one, dict) for one in moments.values()):
-        raise UserError(f"{path}: its optimizer's state is none; use another one")
-    if not _is_valid_history(entries):
-        raise UserError(f"{path}: its history of metrics is altered; use another one")
-    counts = [entries["epoch"], entries["samples"]]
-    if entries["step"] is not None:  # as in a checkpoint of another script
-        counts.append(entries["step"])
-    if not all(isinstance(count, int) and 0 <= count < MAX_COUNT for count in counts):
-        raise UserError(f"{path}: its epoch and step are no counts; use another one")
-    best = entries["best"]
-    if not (is_number(best) and best == best and isinstance(entries["ranks"], list)):
-        raise UserError(f"{path}: its best or its ranks are altered; use another one")
-    if not is_metadata(entries["metadata"]):
-        raise UserError(f"{path}: its metadata is altered; use another one")
-    scalers = entries.get("amp", {})
-    scalers = scalers.values() if isinstance(scalers, dict) else [{}]
-    scales: list[Any] = [part.get("loss_scale") for part in scalers if isinstance(part, dict)]
-    if not all(is_number(scale) and 0 < scale < math.inf for scale in scales):
-        raise UserError(f"{path}: its loss scale is altered; use another one")
-
-
-def _is_valid_history(entries: dict[str, Any]) -> bool:
-    unvalidated, scores = entries.get("unvalidated", {}), entries.get("scores", [])
-    return (
-        _are_rows(entries["history"])
-        and isinstance(unvalidated, dict)
-        and (not unvalidated or _are_rows([unvalidated]))
-        and isinstance(scores, list)
-        and all(isinstance(score, float) for score in scores)
-    )
-
-
-def _are_rows(value: object) -> bool:
-    """Return whether `value` is a list of rows of metrics.csv."""
-    return isinstance(value, list) and all(
-        isinstance(row, dict)
-        and all(isinstance(row.get(name), int) for name in ("epoch", "step"))
-        and all(isinstance(name, str) and is_number(value) for name, value in row.items())
-        for row in value
-    )
-
-
-def is_metadata(value: object) -> bool:
-    """Return whether `value` describes a model and its data, or is empty."""
-    if not isinstance(value, dict):
-        return False
-    classes, samples = value.get("classes", []), value.get("samples", {})
-    texts = [value.get(name, "") for name in ("metric", "arch", "data", "opt_level")]
-    return (
-        isinstance(classes, list)
-        and isinstance(samples, dict)
-        and all(isinstance(text, str) for text in [*classes, *texts])
-    )
-
-
-def is_number(value: object) -> bool:
-    """Return whether `value` is a float, or an integer that can be converted to one."""
-    return isinstance(value, float) or isinstance(value, int) and abs(value) < MAX_COUNT
-
-
-def check_sizes(path: Path, entries: dict[str, Any]) -> None:
-    """Raise UserError for a tensor without values of its own, such as a sparse or expanded one."""
-    for name, tensor in _named_tensors(entries):
-        is_plain = tensor.layout == torch.strided and tensor.device.type == "cpu"
-        is_plain = is_plain and not (tensor.is_quantized or tensor.is_nested)
-        # Strides can repeat one element without end.
-        if not is_plain or tensor.nbytes > tensor.untyped_storage().nbytes():
-            raise UserError(f"{path}: {name} is larger than what is stored; use another one")
-
-
-def _first_nan(entries: dict[str, Any]) -> str | None:
-    """Return the name of the first tensor of model, average or optimizer that holds nan."""
-    parts = {key: entries.get(key) for key in ("model", "ema", "optimizer")}
-    for name, tensor in _named_tensors(parts):
-        if tensor.is_floating_point() and tensor.isnan().any():
-            return name
-    return None
-
-
-def _named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in nested dicts, lists and tuples, each with the path of its keys."""
-    if isinstance(value, Tensor):
-        yield name, value
-    elif isinstance(value, dict | list | tuple):
-        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _named_tensors(item, f"{name}.{key}" if name else str(key))
 
 
 def _complete(entries: dict[str, Any]) -> None:

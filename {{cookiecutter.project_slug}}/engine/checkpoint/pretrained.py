@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from engine import UserError, distributed
-from engine.checkpoint import format
+from engine.checkpoint import format, validation
 from engine.checkpoint.archive import read, security_warning
 from engine.checkpoint.compatibility import describe_difference
 
@@ -137,7 +137,7 @@ def _read(source: str, arch: str) -> tuple[dict[str, Tensor], str, list[str]]:
         content = read(Path(source))
         key = format.best_weights(content) if isinstance(content, dict) else ""
         state = _find_weights(content, key)
-        format.check_sizes(Path(source), state)
+        validation.check_sizes(Path(source), state)
     except UserError as error:
         raise UserError(f"--weights {error}") from None
     if not state:
@@ -149,7 +149,7 @@ def _read(source: str, arch: str) -> tuple[dict[str, Tensor], str, list[str]]:
         if not _is_finite(value):
             raise UserError(f"--weights {source}: {name} is not finite; use another file")
     metadata = content.get("metadata", content.get("about"))
-    classes = metadata.get("classes", []) if format.is_metadata(metadata) else []
+    classes = metadata.get("classes", []) if validation.is_metadata(metadata) else []
     return state, "moving average of the weights" if key == "ema" else "weights", classes
 
 

@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 
 from engine import UserError
 from engine.backend import unwrap
-from engine.checkpoint.format import MAX_COUNT, TrainingState, is_number
+from engine.checkpoint.format import TrainingState
+from engine.checkpoint.validation import MAX_COUNT, is_number
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 ERRORS = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
@@ -84,7 +85,9 @@ def _restore_optimizer(optimizer: Optimizer, saved: dict[str, Any]) -> None:
         for name in {"step", "lr"}.intersection(theirs):  # FusedAdam's groups have a step
             _check_number(f"the group's {name}", theirs[name], is_count=name == "step")
             groups[-1][name] = theirs[name]
-    indices = chain.from_iterable(group["params"] for group in groups)
+    indices = list(chain.from_iterable(group["params"] for group in groups))
+    if len(set(indices)) < len(indices):  # the moments of one parameter would be those of another
+        raise ValueError("its parameter groups hold a parameter twice")
     parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     known = dict(zip(indices, parameters, strict=True))
     state = {index: saved["state"][index] for index in known if saved["state"].get(index)}

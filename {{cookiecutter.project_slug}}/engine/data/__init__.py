@@ -145,7 +145,7 @@ class RepeatedBatch:
 
     def set_epoch(self, epoch: int, start_sample: int = 0) -> None:
         """Set the position to start at, as for ResumableDistributedSampler."""
-        self.remaining = self.num_batches - start_sample // self.samples_per_step
+        self.remaining = max(0, self.num_batches - start_sample // self.samples_per_step)
 
     def __iter__(self) -> Iterator[Sequence[Tensor]]:
         return repeat(self.batch, self.remaining)

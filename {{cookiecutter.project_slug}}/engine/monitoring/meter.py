@@ -1,5 +1,6 @@
 """Loss and throughput of training, measured without making the CPU wait for the GPU."""
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -136,14 +137,18 @@ class Meter:
         return LogRecord(step, lr, loss, nonfinite_losses, loss_scale, images_per_second, means)
 
     def results(self) -> dict[str, float]:
-        """Return the means and the throughput of all ranks. Waits for the device."""
+        """Return the means and the throughput of all ranks. Waits for the device.
+
+        The mean of no values is nan: a checkpoint may be at the end of an epoch of smaller data.
+        """
         states: list[Sums] = [{} for _ in range(dist.get_world_size())]
         dist.all_gather_object(states, self.state_dict())  # ranks may have values of other names
         names = dict.fromkeys(chain.from_iterable(states))
         results = {}
         for name in names:
             totals, counts = zip(*(state[name] for state in states if name in state), strict=True)
-            results[name] = torch.tensor(totals).sum().item() / sum(counts)  # in fp32, as each sum
+            total = torch.tensor(totals).sum().item()  # in fp32, as each sum
+            results[name] = total / sum(counts) if any(counts) else math.nan
         results["images_per_second"] = _throughput(*self._timed_interval())
         return results
 

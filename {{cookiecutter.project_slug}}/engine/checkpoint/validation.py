@@ -1,0 +1,177 @@
+"""Validation of a checkpoint's entries, before any of them is restored."""
+
+import math
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine import UserError
+
+MAX_COUNT = 2**53  # of steps and the like; a float holds larger integers inexactly
+NUM_WORDS = 624  # of a Mersenne Twister, the random-number generator of all libraries on the CPU
+TORCH_HEADER = struct.Struct("=QiiQ")  # of torch's: seed, left, seeded, next
+
+
+def check_values(path: Path, entries: dict[str, Any]) -> None:
+    """Raise UserError if the values beside the tensors are altered."""
+    moments = entries["optimizer"].get("state", {})
+    if not isinstance(moments, dict) or not all(isinstance(one, dict) for one in moments.values()):
+        raise UserError(f"{path}: its optimizer's state is none; use another one")
+    if not _is_valid_history(entries):
+        raise UserError(f"{path}: its history of metrics is altered; use another one")
+    counts = [entries["epoch"], entries["samples"]]
+    if entries["step"] is not None:  # as in a checkpoint of another script
+        counts.append(entries["step"])
+    if not all(isinstance(count, int) and 0 <= count < MAX_COUNT for count in counts):
+        raise UserError(f"{path}: its epoch and step are no counts; use another one")
+    best = entries["best"]
+    if not (is_number(best) and best == best and isinstance(entries["ranks"], list)):
+        raise UserError(f"{path}: its best or its ranks are altered; use another one")
+    if not all(_is_rank(rank) for rank in entries["ranks"]):
+        raise UserError(f"{path}: the state of its processes is altered; use another one")
+    if not is_metadata(entries["metadata"]):
+        raise UserError(f"{path}: its metadata is altered; use another one")
+    scalers = entries.get("amp", {})
+    scalers = scalers.values() if isinstance(scalers, dict) else [{}]
+    scales: list[Any] = [part.get("loss_scale") for part in scalers if isinstance(part, dict)]
+    if not all(is_number(scale) and 0 < scale < math.inf for scale in scales):
+        raise UserError(f"{path}: its loss scale is altered; use another one")
+
+
+def _is_valid_history(entries: dict[str, Any]) -> bool:
+    unvalidated, scores = entries.get("unvalidated", {}), entries.get("scores", [])
+    return (
+        _are_rows(entries["history"])
+        and isinstance(unvalidated, dict)
+        and (not unvalidated or _are_rows([unvalidated]))
+        and isinstance(scores, list)
+        and all(isinstance(score, float) for score in scores)
+    )
+
+
+def _are_rows(value: object) -> bool:
+    """Return whether `value` is a list of rows of metrics.csv."""
+    return isinstance(value, list) and all(
+        isinstance(row, dict)
+        and all(isinstance(row.get(name), int) for name in ("epoch", "step"))
+        and all(isinstance(name, str) and is_number(value) for name, value in row.items())
+        for row in value
+    )
+
+
+def _is_rank(value: object) -> bool:
+    """Return whether `value` holds a process's random-number state and the sums of its meter."""
+    if not isinstance(value, dict):
+        return False
+    sums = value.get("meter", {"": value.get("losses")})  # as version 0.9 called those of the loss
+    return (
+        isinstance(sums, dict)
+        and all(isinstance(name, str) and _is_sum(one) for name, one in sums.items())
+        and is_rng_state(value.get("rng"))
+    )
+
+
+def _is_sum(value: object) -> bool:
+    match value:
+        case (total, int(count)):
+            return is_number(total) and 0 <= count < MAX_COUNT
+    return False
+
+
+def is_rng_state(value: object) -> bool:
+    """Return whether `value` is a result of `get_rng_state` that it is safe to draw from.
+
+    NumPy and torch accept a position behind the words of a generator, and then draw what the memory
+    holds there, or crash. Python and CUDA check all that they restore.
+    """
+    return (
+        isinstance(value, dict)
+        and _is_python_rng_state(value.get("python"))
+        and _is_torch_rng_state(value.get("torch"))
+        and ("numpy" not in value or _is_numpy_rng_state(value["numpy"]))
+    )
+
+
+def _is_python_rng_state(value: object) -> bool:
+    match value:
+        case (int(), (*words, position), None | float()):
+            return _are_words(words) and _is_position(position)
+    return False
+
+
+def _is_numpy_rng_state(value: object) -> bool:
+    match value:
+        case (str(), words, position, int(), float()):
+            return _are_words(words) and _is_position(position)
+    return False
+
+
+def _is_position(value: object) -> bool:
+    return isinstance(value, int) and 0 <= value <= NUM_WORDS
+
+
+def _are_words(value: object) -> bool:
+    if not isinstance(value, list | tuple) or len(value) != NUM_WORDS:
+        return False
+    return all(isinstance(word, int) and 0 <= word < 2**32 for word in value)
+
+
+def _is_torch_rng_state(value: object) -> bool:
+    if not isinstance(value, Tensor) or value.dtype != torch.uint8 or value.dim() != 1:
+        return False
+    if len(value) < TORCH_HEADER.size:
+        return False
+    _, left, _, position = TORCH_HEADER.unpack(bytes(value[: TORCH_HEADER.size].tolist()))
+    # It draws left - 1 words from the position on, and then generates new ones.
+    return 1 <= left <= NUM_WORDS + 1 - position
+
+
+def is_metadata(value: object) -> bool:
+    """Return whether `value` describes a model and its data, or is empty."""
+    if not isinstance(value, dict):
+        return False
+    classes, samples = value.get("classes", []), value.get("samples", {})
+    texts = [value.get(name, "") for name in ("metric", "arch", "data", "opt_level")]
+    return (
+        isinstance(classes, list)
+        and isinstance(samples, dict)
+        and all(isinstance(text, str) for text in [*classes, *texts])
+    )
+
+
+def is_number(value: object) -> bool:
+    """Return whether `value` is a float, or an integer that can be converted to one."""
+    return isinstance(value, float) or isinstance(value, int) and abs(value) < MAX_COUNT
+
+
+def check_sizes(path: Path, entries: dict[str, Any]) -> None:
+    """Raise UserError for a tensor without values of its own, such as a sparse or expanded one."""
+    for name, tensor in _named_tensors(entries):
+        is_plain = tensor.layout == torch.strided and tensor.device.type == "cpu"
+        is_plain = is_plain and not (tensor.is_quantized or tensor.is_nested)
+        is_plain = is_plain and not vars(tensor)  # attributes of a file hide torch's methods
+        # Strides can repeat one element without end.
+        if not is_plain or tensor.nbytes > tensor.untyped_storage().nbytes():
+            raise UserError(f"{path}: {name} is larger than what is stored; use another one")
+
+
+def first_nan(entries: dict[str, Any]) -> str | None:
+    """Return the name of the first tensor of model, average or optimizer that holds nan."""
+    parts = {key: entries.get(key) for key in ("model", "ema", "optimizer")}
+    for name, tensor in _named_tensors(parts):
+        if tensor.is_floating_point() and tensor.isnan().any():
+            return name
+    return None
+
+
+def _named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in nested dicts, lists and tuples, each with the path of its keys."""
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, dict | list | tuple):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _named_tensors(item, f"{name}.{key}" if name else str(key))
