@@ -28,6 +28,7 @@ FILES = [
     "LICENSE",
     "README.md",
     "config.example.json",
+    "constraints.txt",
     "main.py",
     "predict.py",
     "pyproject.toml",

@@ -3,9 +3,11 @@
 import os
 import subprocess
 import sys
+from itertools import chain
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -45,7 +47,10 @@ def test_generated_ci_lints_and_tests(project):
         'pip install -e .[test] "${{ matrix.torch }}"',
         "python -m pytest -n auto --dist loadfile",
     )
-    assert job["strategy"]["matrix"]["torch"] == ["torch==2.6.*", "torch"]
+    matrix = job["strategy"]["matrix"]["include"]
+    assert [one["torch"] for one in matrix] == ["torch==2.6.*", "torch", "torch"]
+    assert [one.get("constraints") for one in matrix] == [None, None, "constraints.txt"]
+    assert job["env"] == {"PIP_CONSTRAINT": "${{ matrix.constraints }}"}
     pyproject = tomllib.loads((project / "pyproject.toml").read_text())
     needed = pyproject["project"]["optional-dependencies"]["test"]
     assert {name.partition(">")[0] for name in needed} == {
@@ -60,6 +65,17 @@ def test_generated_ci_lints_and_tests(project):
         done = subprocess.run([sys.executable, "-m", *check.split()], cwd=project)
         assert done.returncode == 0
     assert checks[-1] == "mypy"
+
+
+def test_constraints_fix_a_version_of_each_dependency(bake):
+    folder = bake(task="segmentation")
+    lines = (folder / "constraints.txt").read_text().splitlines()
+    fixed = dict(line.split("==") for line in lines if not line.startswith("#"))
+    settings = tomllib.loads((folder / "pyproject.toml").read_text())
+    extras = settings["project"]["optional-dependencies"].values()
+    needed = [*settings["project"]["dependencies"], *chain.from_iterable(extras)]
+    for requirement in map(Requirement, [*needed, *settings["build-system"]["requires"]]):
+        assert requirement.specifier.contains(fixed[requirement.name]), requirement
 
 
 @pytest.mark.slow
