@@ -47,7 +47,7 @@ from engine.data.skipping import only_readable, skip_broken
 from engine.diagnostics.checks import Settings, check_settings
 from engine.diagnostics.first_step import FirstStepAudit, check_finite, check_trainable
 from engine.distributed.consistency import require_same_data
-from engine.distributed.watchdog import StopSignals, Watchdog
+from engine.distributed.watchdog import StopSignals, Watchdog, time_limit
 from engine.monitoring.image_grid import sample_evenly
 from engine.monitoring.logger import Logger
 from engine.monitoring.meter import Meter
@@ -209,7 +209,8 @@ def build_data(
             sample=sample,
             val_sample=sample,
         )
-    with logger.timer("reading the data"):
+    title = "reading the data"
+    with logger.timer(title), time_limit(title, args.timeout):
         train_set, val_set = (
             skip_broken(dataset, args.skip_broken, args.output)
             for dataset in task.build_datasets(args)

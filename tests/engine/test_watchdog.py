@@ -102,6 +102,24 @@ def test_exception_ends_all_processes_and_only_its_traceback_is_logged(rank) -> 
     assert "error: " not in errors
 
 
+@pytest.mark.parametrize(("seconds", "status"), [(60, 1), (0, 0)])
+def test_a_body_that_exceeds_its_time_limit_is_reported(seconds: int, status: int) -> None:
+    action = f"""
+from engine.distributed.watchdog import time_limit
+rank, size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
+dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+with time_limit("reading the data", 1.0):
+    time.sleep({seconds} * rank)
+time.sleep(2)
+dist.barrier()
+"""
+    with Job(action, action) as job:
+        assert job.statuses() == [status, status]
+        errors = job.errors()
+    message = "error: rank 1 has been in reading the data for 1 s, more than --timeout; it is here"
+    assert errors.count("error: ") == errors.count(message) == status
+
+
 def test_same_exception_in_all_processes_is_logged_once() -> None:
     with Job(*3 * ["raise ValueError('the cause')"]) as job:
         assert job.statuses() == [1, 1, 1]

@@ -227,6 +227,24 @@ def test_hanging_data_loader_is_reported(project, breaking, tmp_path, trains, wh
     assert "time.sleep(600)" in hung.said
 
 
+LISTS_FOR_LONG = """
+import time, runpy, task
+task.build_datasets = lambda args: time.sleep(600)
+runpy.run_path("{main}", run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+def test_hanging_disk_at_the_start_is_reported(project, breaking, tmp_path):
+    main = project / "main.py"
+    main.write_text(LISTS_FOR_LONG.format(main=project / "kept.py"))
+    with started(project, tmp_path / "run", "--timeout", 3) as hung:
+        status, _ = hung.end()
+    assert status == 1, hung.said
+    assert "has been in reading the data for 3 s, more than --timeout" in hung.said
+    assert "time.sleep(600)" in hung.said
+
+
 @pytest.mark.slow
 def test_exception_after_a_signal_is_reported(project, breaking, tmp_path):
     breaking("print('now', flush=True); time.sleep(3); raise RuntimeError('the cause')")

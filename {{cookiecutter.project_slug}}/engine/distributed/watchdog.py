@@ -12,6 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -135,20 +136,34 @@ class Watchdog(threading.Thread):
             place = self.place
             seconds = time.monotonic() - self.entered_at
             if place and seconds > self.timeout_s:
-                self._exit(place, seconds)
+                _exit_from(place, seconds)
 
-    def _exit(self, place: str, seconds: float) -> None:
-        # Documented despite its name; faulthandler's format would lack the lines of code.
-        frame = sys._current_frames().get(threading.main_thread().ident or 0)
-        stack = traceback.format_stack(frame)
-        print(
-            f"error: rank {dist.get_rank()} has been in {place} for {seconds:.0f} s, more than "
-            f"--timeout; it is here:\n{''.join(stack)}",
-            file=sys.stderr,
-            flush=True,
-        )
-        time.sleep(LINGER_S)  # the others log where they are: one of them is the cause
-        exit_process(1)
+
+@contextmanager
+def time_limit(place: str, timeout_s: float) -> Iterator[None]:
+    """Exit, as the watchdog does, if the body takes longer, such as on a disk that hangs."""
+    timer = threading.Timer(timeout_s, _exit_from, (place, timeout_s))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _exit_from(place: str, seconds: float) -> None:
+    """Exit after logging for how long, and where in the code, the main thread is in `place`."""
+    # Documented despite its name; faulthandler's format would lack the lines of code.
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    stack = traceback.format_stack(frame)
+    print(
+        f"error: rank {dist.get_rank()} has been in {place} for {seconds:.0f} s, more than "
+        f"--timeout; it is here:\n{''.join(stack)}",
+        file=sys.stderr,
+        flush=True,
+    )
+    time.sleep(LINGER_S)  # the others log where they are: one of them is the cause
+    exit_process(1)
 
 
 def ignore_stop_signals() -> None:
