@@ -131,8 +131,8 @@ MISSING = {
     "from apex.contrib.clip_grad import (\n    clip_grad_norm_,\n)": "use torch.nn.utils.clip_grad",
     "from apex.contrib.optimizers import FP16_Optimizer": 'initialize with opt_level="O2"',
     "from apex.fp16_utils import FP16_Optimizer": 'initialize with opt_level="O2"',
-    "from apex.fp16_utils.loss_scaler import DynamicLossScaler": "use apex.amp.scale_loss",
-    "from apex.normalization import manual_rms_norm": "use torch.nn.functional.rms_norm",
+    "from apex.fp16_utils.loss_scaler import DynamicLossScaler": "use apex.amp.initialize",
+    "from apex.normalization import manual_rms_norm": "use torch.nn.functional.layer_norm or rms",
 }
 UNCHANGED = {
     "from apex.contrib.peer_memory import PeerMemoryPool": "No module named 'apex.contrib'",
@@ -163,6 +163,36 @@ def test_errors_about_missing_names_state_the_equivalent(start, tmp_path):
     assert done.returncode == 0, done.stderr
     for (code, expected), error in zip(cases.items(), done.stdout.splitlines(), strict=True):
         assert error == expected if code in UNCHANGED else expected in error, code
+
+
+PACKAGED = (
+    "import amp_C",
+    "import apex; apex.amp.init()",
+    "from apex.contrib.optimizers import FP16_Optimizer",
+    "from apex.normalization.fused_layer_norm import fused_layer_norm_affine",
+    "from apex.parallel.distributed import flat_dist_call",
+)
+
+
+def test_errors_about_names_of_the_package_say_how_to_install_it(start, tmp_path):
+    (tmp_path / "old_script.py").write_text(EXPLAINING)
+    paths = [tmp_path / f"{index}.py" for index in range(len(PACKAGED) + 1)]
+    for path, code in zip(paths, (*PACKAGED, "import apex.RNN"), strict=True):
+        path.write_text(code)
+    done = start("old_script.py", *map(str, paths))
+    assert done.returncode == 0, done.stderr
+    *packaged, other = done.stdout.splitlines()
+    assert len(packaged) == len(PACKAGED)
+    assert all("pip install git+https://" in error for error in packaged)
+    assert "pip install" not in other
+
+
+def test_fill_needs_the_package(start, tmp_path):
+    (tmp_path / "old_script.py").write_text("print('ran')")
+    done = start("--fill", "old_script.py")
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert "--fill needs the installable package: pip install git+https://" in done.stderr
 
 
 def test_uncaught_error_about_a_missing_name_states_the_equivalent(start, tmp_path):
@@ -255,7 +285,6 @@ import apex.normalization.fused_layer_norm as norms
 from apex.amp._amp_state import _amp_state, master_params
 from apex.fp16_utils import clip_grad_norm
 from apex.amp.scaler import LossScaler
-from apex.multi_tensor_apply.multi_tensor_apply import MultiTensorApply
 from apex.optimizers.fused_adagrad import FusedAdagrad
 from apex.optimizers.fused_adam import FusedAdam
 from apex.optimizers.fused_lamb import FusedLAMB

@@ -5,8 +5,8 @@
     torchrun --nproc-per-node 4 -m apex_native old_script.py [its arguments]
 
 ``import apex`` then finds this package, in every module that the script imports and in every
-process that it starts. A script that takes ``--local_rank`` receives it where the launcher, such
-as torchrun, only sets LOCAL_RANK.
+process that it starts; after ``--fill``, in the installable package, only for what an installed
+Apex lacks. A ``--local_rank`` is passed where the launcher, such as torchrun, sets LOCAL_RANK only.
 """
 
 import atexit
@@ -18,50 +18,50 @@ import sys
 import tokenize
 import traceback
 from pathlib import Path
+from types import ModuleType
 
 import torch.distributed as dist
 
 import apex_native.compat  # noqa: F401, the package does not import it
 
-# Modules of Apex that scripts import from, and the modules that hold their names here.
+# Modules here, and the modules of Apex that scripts import their names from.
 ALIASES = {
-    "amp._amp_state": "amp.state",
-    "amp.scaler": "amp.state",
-    "fp16_utils": "compat",
-    "fp16_utils.fp16util": "compat",
-    "multi_tensor_apply": "compat",
-    "multi_tensor_apply.multi_tensor_apply": "compat",
-    "normalization.fused_layer_norm": "normalization",
-    "optimizers.fused_adagrad": "optimizers.elementwise",
-    "optimizers.fused_adam": "optimizers.elementwise",
-    "optimizers.fused_lamb": "optimizers.layerwise",
-    "optimizers.fused_novograd": "optimizers.layerwise",
-    "optimizers.fused_sgd": "optimizers.elementwise",
-    "parallel.optimized_sync_batchnorm": "parallel.syncbn",
-    "parallel.sync_batchnorm": "parallel.syncbn",
+    "amp.state": "amp._amp_state amp.scaler",
+    "compat": "fp16_utils fp16_utils.fp16util multi_tensor_apply",
+    "normalization": "normalization.fused_layer_norm",
+    "optimizers.elementwise": "optimizers.fused_adagrad optimizers.fused_adam optimizers.fused_sgd",
+    "optimizers.layerwise": "optimizers.fused_lamb optimizers.fused_novograd",
+    "parallel.syncbn": "parallel.optimized_sync_batchnorm parallel.sync_batchnorm",
 }
 
-# What to use instead of modules and names of Apex that are missing here.
+# The installable package has more of Apex, in `extras`, than this folder by itself.
+EXTRAS, URL = "apex_native.extras", "git+https://github.com/org/ddp-apex-template"
+HAS_EXTRAS = importlib.util.find_spec(EXTRAS) is not None
+# Processes that the script spawns inherit the path and find an `apex` there that calls install().
+SPAWNED = str(Path(__file__).with_name("_spawned"))
+
+# What to use instead of names of Apex, given as patterns, that only the installable package has,
+PACKAGED = {
+    r"FP16_Optimizer|FP16Model|(Dynamic)?LossScaler": 'apex.amp.initialize with opt_level="O2"',
+    r"FusedMixedPrecisionLamb": "apex.optimizers.FusedLAMB",
+    r"\w*(layer|rms)_norm\w*": "torch.nn.functional.layer_norm or rms_norm",
+    r"amp_C|apex_C|flat_dist_call": "torch's _foreach functions, torch.distributed.all_reduce",
+    r"apex\.amp\.init": 'apex.amp.initialize with opt_level="O1"',
+    r"apex\.contrib\.clip_grad": "torch.nn.utils.clip_grad_norm_",
+    r"apex\.contrib\.focal_loss": "torch.nn.functional.binary_cross_entropy_with_logits",
+    r"apex\.contrib\.xentropy": "torch.nn.functional.cross_entropy",
+    r"apex\.(fused_dense|mlp)": "torch.nn.Sequential of torch.nn.Linear and an activation",
+}
+# and of names that it lacks too.
 EQUIVALENTS = {
-    "FP16_Optimizer": 'apex.amp.initialize with opt_level="O2"',
-    "manual_rms_norm": "torch.nn.functional.rms_norm",
-    "amp_C": "torch's _foreach functions",
-    "apex.RNN": "torch.nn.LSTM, GRU or RNN",
-    "apex.contrib.clip_grad": "torch.nn.utils.clip_grad_norm_",
-    "apex.contrib.fmha": "torch.nn.functional.scaled_dot_product_attention",
-    "apex.contrib.groupbn": "apex.parallel.SyncBatchNorm",
-    "apex.contrib.multihead_attn": "torch.nn.MultiheadAttention",
-    "apex.contrib.optimizers": "apex.optimizers or torch.distributed.optim.ZeroRedundancyOptimizer",
-    "apex.contrib.xentropy": "torch.nn.functional.cross_entropy",
-    "apex.fp16_utils.loss_scaler": "apex.amp.scale_loss",
-    "apex.fused_dense": "torch.nn.Linear",
-    "apex.mlp": "torch.nn.Sequential of torch.nn.Linear and torch.nn.ReLU",
-    "apex.pyprof": "torch.profiler",
-    "apex.transformer": "torch.distributed.tensor.parallel",
+    r"apex\.RNN": "torch.nn.LSTM, GRU or RNN",
+    r"apex\.contrib\.fmha": "torch.nn.functional.scaled_dot_product_attention",
+    r"apex\.contrib\.groupbn": "apex.parallel.SyncBatchNorm",
+    r"apex\.contrib\.multihead_attn": "torch.nn.MultiheadAttention",
+    r"apex\.contrib\.optimizers": "torch.distributed.optim.ZeroRedundancyOptimizer",
+    r"apex\.pyprof": "torch.profiler",
+    r"apex\.transformer": "torch.distributed.tensor.parallel",
 }
-
-# Importing these fails: kernels of an installed Apex, and a module whose name is not Apex's.
-HIDDEN = ("amp_C", "apex_C", "apex.compat")
 
 
 def install() -> None:
@@ -71,20 +71,27 @@ def install() -> None:
     for name, module in list(sys.modules.items()):
         if name.split(".")[0] == "apex_native":
             sys.modules["apex" + name.removeprefix("apex_native")] = module
-    for alias, name in ALIASES.items():
-        module = sys.modules[f"apex_native.{name}"]
-        sys.modules[f"apex.{alias}"] = module
-        parent, _, last = f"apex.{alias}".rpartition(".")
-        if not hasattr(sys.modules[parent], last):
-            setattr(sys.modules[parent], last, module)
-        if not hasattr(module, "__path__"):
-            # A package, as in Apex; find_spec() raises for names below a module.
-            module.__path__ = []  # type: ignore[assignment]
-    for name in HIDDEN:
+    for name, aliases in ALIASES.items():
+        for alias in aliases.split():
+            add_module(f"apex.{alias}", sys.modules[f"apex_native.{name}"])
+    for name in ("amp_C", "apex_C", "apex.compat"):  # an installed Apex's, and a name of ours
         sys.modules[name] = None  # type: ignore[assignment]
     atexit.register(destroy_process_group)
-    # Processes that the script spawns inherit the path and find an `apex` there that calls this.
-    sys.path.insert(0, str(Path(__file__).with_name("_spawned")))
+    sys.path.insert(0, SPAWNED)
+    if HAS_EXTRAS:
+        importlib.import_module(EXTRAS).install()
+    elif "APEX_NATIVE_FILL" in os.environ:
+        sys.exit(f"--fill needs the installable package: pip install {URL}")
+
+
+def add_module(name: str, module: ModuleType) -> None:
+    """Make `module` importable as `name`."""
+    sys.modules[name] = module
+    parent, _, last = name.rpartition(".")
+    if parent and isinstance(getattr(sys.modules[parent], last, module), ModuleType):
+        setattr(sys.modules[parent], last, module)
+    if not hasattr(module, "__path__"):
+        module.__path__ = []  # a package, as in Apex; find_spec() raises for names below a module
 
 
 def destroy_process_group() -> None:
@@ -101,9 +108,11 @@ def explain(error: ImportError | AttributeError) -> None:
     text = re.sub(r"cannot import name '(\w+)' from '([\w.]+)'", r"\2.\1", text)
     text = re.sub(r"module '([\w.]+)' has no attribute '(\w+)'", r"\1.\2", text)
     text = re.sub(r"from +([\w.]+) +import +\(?", r"\1.", text)
-    for name, equivalent in EQUIVALENTS.items():
-        if re.search(rf"\b{re.escape(name)}\b", text):
-            message = f"{error}: apex_native does not have {name}; use {equivalent}"
+    for pattern, equivalent in (EQUIVALENTS if HAS_EXTRAS else PACKAGED | EQUIVALENTS).items():
+        if match := re.search(rf"\b({pattern})\b", text):
+            message = f"{error}: apex_native does not have {match[0]}; use {equivalent}"
+            if pattern in PACKAGED:
+                message += f", or install the package, which has it: pip install {URL}"
             error.args = (message,)
             if isinstance(error, ImportError):
                 error.msg = message
@@ -137,10 +146,12 @@ def run(name: str, arguments: list[str], is_module: bool) -> None:
 
 def main() -> None:
     """Run the script or the module that the command line names."""
-    passed = re.fullmatch(r"--local[_-]rank=(\d+)", "".join(sys.argv[1:2]))
-    if passed:  # by torch.distributed.launch, which puts it before the script's name
+    if passed := re.fullmatch(r"--local[_-]rank=(\d+)", "".join(sys.argv[1:2])):
+        # By torch.distributed.launch, which puts it before the script's name.
         os.environ.setdefault("LOCAL_RANK", passed[1])
         del sys.argv[1]
+    if sys.argv[1:2] == ["--fill"]:
+        os.environ["APEX_NATIVE_FILL"] = sys.argv.pop(1)  # for the script's own processes, too
     is_module = sys.argv[1:2] == ["-m"] and len(sys.argv) > 2
     if not is_module and (len(sys.argv) < 2 or not Path(sys.argv[1]).is_file()):
         sys.exit("usage: python -m apex_native SCRIPT.py [its arguments], or -m MODULE")

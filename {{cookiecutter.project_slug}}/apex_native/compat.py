@@ -1,10 +1,9 @@
 """Contents of ``apex.fp16_utils`` and ``apex.multi_tensor_apply`` that old scripts still import.
 
-``python -m apex_native`` makes this module available under both names. FP16_Optimizer is absent:
-amp at O2 does what it did.
+``python -m apex_native`` makes it available as both; the installable package has the rest of them.
 """
 
-from typing import NoReturn
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
@@ -76,14 +75,4 @@ def to_python_float(tensor: Tensor) -> float:
     return tensor.item()
 
 
-class MultiTensorApply:
-    """Placeholder for the object that calls Apex's kernels; ``available`` is False."""
-
-    available = False
-
-    def __call__(self, *args: object) -> NoReturn:
-        """Raise RuntimeError."""
-        raise RuntimeError("apex_native has none of Apex's kernels: use torch._foreach functions.")
-
-
-multi_tensor_applier = MultiTensorApply()
+multi_tensor_applier = SimpleNamespace(available=False)  # Apex's kernels are not here

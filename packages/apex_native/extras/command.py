@@ -1,0 +1,33 @@
+"""The command ``apex-native``."""
+
+import sys
+
+from apex_native import VERSION
+from apex_native import __main__ as runner
+
+USAGE = """usage: apex-native run [--fill] SCRIPT.py [its arguments]
+       apex-native run [--fill] -m MODULE [its arguments]
+       apex-native --version
+
+Run a script that was written for NVIDIA Apex, unchanged, on PyTorch alone.
+
+  --fill   use what an installed Apex still has, and add only what it lacks
+
+On several GPUs: torchrun --nproc-per-node 4 -m apex_native [--fill] SCRIPT.py [its arguments]
+"""
+
+
+def main() -> None:
+    """Run the subcommand that the command line names."""
+    command = sys.argv[1] if len(sys.argv) > 1 else ""
+    if command == "run":
+        del sys.argv[1]
+        runner.main()
+    elif command == "--version":
+        print(f"apex-native {VERSION}")
+    elif command in ("-h", "--help"):
+        print(USAGE, end="")
+    else:
+        wrong = f"apex-native: no command {command!r}\n" if command else ""
+        sys.stderr.write(wrong + USAGE)
+        sys.exit(2)

@@ -1,0 +1,45 @@
+"""The names of Apex that apex_native covers, in the one list that docs/migration.md repeats."""
+
+# For each module of Apex: the modules of apex_native that have its names, and these names.
+COVERED: dict[str, dict[str, str]] = {
+    "apex.amp": {
+        "amp": "initialize scale_loss master_params state_dict load_state_dict disable_casts "
+        "half_function bfloat16_function float_function promote_function register_half_function "
+        "register_bfloat16_function register_float_function register_promote_function _amp_state",
+    },
+    "apex.amp._amp_state": {"amp.state": "_amp_state master_params"},
+    "apex.amp.frontend": {"amp": "initialize state_dict load_state_dict"},
+    "apex.amp.handle": {"amp": "scale_loss disable_casts"},
+    "apex.amp.scaler": {"amp.state": "LossScaler"},
+    "apex.fp16_utils": {
+        "compat": "BN_convert_float clip_grad_norm convert_network master_params_to_model_params "
+        "model_grads_to_master_grads network_to_half prep_param_lists to_python_float tofp16",
+    },
+    "apex.fp16_utils.fp16util": {
+        "compat": "BN_convert_float clip_grad_norm convert_network master_params_to_model_params "
+        "model_grads_to_master_grads network_to_half prep_param_lists to_python_float tofp16",
+    },
+    "apex.multi_tensor_apply": {"compat": "multi_tensor_applier"},
+    "apex.normalization": {
+        "normalization": "FusedLayerNorm FusedRMSNorm MixedFusedLayerNorm MixedFusedRMSNorm",
+    },
+    "apex.normalization.fused_layer_norm": {
+        "normalization": "FusedLayerNorm FusedRMSNorm MixedFusedLayerNorm MixedFusedRMSNorm",
+    },
+    "apex.optimizers": {
+        "optimizers": "FusedAdagrad FusedAdam FusedLAMB FusedNovoGrad FusedSGD",
+    },
+    "apex.optimizers.fused_adagrad": {"optimizers": "FusedAdagrad"},
+    "apex.optimizers.fused_adam": {"optimizers": "FusedAdam"},
+    "apex.optimizers.fused_lamb": {"optimizers": "FusedLAMB"},
+    "apex.optimizers.fused_novograd": {"optimizers": "FusedNovoGrad"},
+    "apex.optimizers.fused_sgd": {"optimizers": "FusedSGD"},
+    "apex.parallel": {
+        "parallel": "DistributedDataParallel Reducer SyncBatchNorm convert_syncbn_model "
+        "create_syncbn_process_group",
+    },
+    "apex.parallel.LARC": {"parallel.LARC": "LARC"},
+    "apex.parallel.distributed": {"parallel.distributed": "DistributedDataParallel Reducer"},
+    "apex.parallel.optimized_sync_batchnorm": {"parallel": "SyncBatchNorm"},
+    "apex.parallel.sync_batchnorm": {"parallel": "SyncBatchNorm"},
+}

@@ -1,0 +1,43 @@
+"""Fixtures that build the package, and its modules beside the template's for tests in place."""
+
+import shutil
+import subprocess
+import sys
+import zipfile
+
+import apex_native
+import pytest
+from fresh import LEFTOVERS, ROOT, TEMPLATE
+from library_fixtures import *  # noqa: F403
+
+# As the wheel has them: one package of two folders.
+apex_native.__path__.append(str(ROOT / "packages" / "apex_native"))
+
+BUILD = "import setuptools.build_meta as backend, sys; print(backend.build_wheel(sys.argv[1]))"
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory):
+    """Build the wheel from a copy of what it needs, and return its path."""
+    source = tmp_path_factory.mktemp("source")
+    for name in ("pyproject.toml", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    for folder in (TEMPLATE, ROOT / "packages"):
+        ignored = shutil.ignore_patterns(*LEFTOVERS)
+        shutil.copytree(folder, source / folder.name, ignore=ignored)
+    target = tmp_path_factory.mktemp("wheel")
+    done = subprocess.run(
+        [sys.executable, "-c", BUILD, target], cwd=source, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "absent from the `packages`" not in done.stderr, done.stderr
+    return target / done.stdout.split()[-1]
+
+
+@pytest.fixture(scope="session")
+def installed(wheel, tmp_path_factory):
+    """Return a folder for PYTHONPATH with the contents of the wheel."""
+    folder = tmp_path_factory.mktemp("installed")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+    return folder

@@ -1,0 +1,187 @@
+"""Scripts on the installed package: by the command, the module, the import, and ``--fill``."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.xdist_group("package")
+
+PRINT_MODULES = """
+import apex
+from apex import amp
+from apex.optimizers import FusedAdam
+print(amp.initialize.__module__, FusedAdam.__module__)
+"""
+
+
+@pytest.fixture
+def run(installed, tmp_path):
+    """Run Python with these arguments in tmp_path, where the wheel's contents can be imported."""
+
+    def run(*arguments, **variables):
+        environment = os.environ | {"PYTHONPATH": str(installed), "CUDA_VISIBLE_DEVICES": ""}
+        return subprocess.run(
+            [sys.executable, *arguments],
+            cwd=tmp_path,
+            env=environment | variables,
+            capture_output=True,
+            text=True,
+        )
+
+    return run
+
+
+COMMAND = ("-c", "from apex_native.extras.command import main; main()")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "text"),
+    [
+        (["--version"], 0, "apex-native "),
+        (["--help"], 0, "usage: apex-native run"),
+        ([], 2, "usage: apex-native run"),
+        (["mend", "script.py"], 2, "no command 'mend'"),
+        (["run", "missing.py"], 1, "usage: python -m apex_native"),
+    ],
+)
+def test_command_line(run, arguments, status, text):
+    done = run(*COMMAND, *arguments)
+    assert done.returncode == status
+    assert text in (done.stdout if status == 0 else done.stderr)
+
+
+def test_command_runs_scripts_with_their_arguments(run, tmp_path):
+    (tmp_path / "script.py").write_text(PRINT_MODULES + "import sys; print(sys.argv[1:])")
+    done = run(*COMMAND, "run", "script.py", "--lr", "1")
+    expected = "apex_native.amp.frontend apex_native.optimizers.elementwise\n['--lr', '1']\n"
+    assert done.stdout == expected, done.stderr
+
+
+def test_torchrun_runs_the_module(run, tmp_path):
+    (tmp_path / "script.py").write_text(PRINT_MODULES)
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1")
+    done = run(*torchrun, "-m", "apex_native", "script.py")
+    assert "apex_native.amp.frontend" in done.stdout, done.stderr
+
+
+AS_APEX = """
+import apex_native.as_apex
+import torch.multiprocessing as mp
+
+def work(rank):
+    from apex import amp
+    print(amp.__name__, flush=True)
+
+if __name__ == "__main__":
+    mp.spawn(work)
+    import apex.pyprof
+"""
+
+
+def test_import_of_as_apex_does_the_same(run, tmp_path):
+    (tmp_path / "script.py").write_text(AS_APEX)
+    done = run("script.py")
+    assert done.stdout == "apex_native.amp\n", done.stderr
+    assert done.stderr.splitlines()[-1].endswith("does not have apex.pyprof; use torch.profiler")
+
+
+def test_modules_of_the_package_are_not_names_of_apex(run, tmp_path):
+    (tmp_path / "script.py").write_text(
+        "import importlib.util\n"
+        "for name in ('extras', 'as_apex', 'compat'):\n"
+        "    assert importlib.util.find_spec(f'apex.{name}') is None, name\n"
+    )
+    done = run("-m", "apex_native", "script.py")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def fake_apex(tmp_path):
+    """Write an Apex of 2026: without amp, parallel and fp16_utils, with one old optimizer gone."""
+    files = {
+        "__init__.py": "from . import optimizers, normalization",
+        "optimizers/__init__.py": "from .fused_adam import FusedAdam\n"
+        "class FusedSGD: pass\nclass FusedLAMB: pass\nclass FusedAdagrad: pass",
+        "optimizers/fused_adam.py": "class FusedAdam: pass",
+        "normalization/__init__.py": "class FusedLayerNorm: pass",
+        "contrib/__init__.py": "",
+        "contrib/peer_memory/__init__.py": "class PeerMemoryPool: pass",
+    }
+    for name, text in files.items():
+        path = tmp_path / "site" / "apex" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    for kernels in ("amp_C", "fused_layer_norm_cuda"):
+        (tmp_path / "site" / f"{kernels}.py").touch()
+    return tmp_path / "site"
+
+
+FILLED = """
+from apex import amp
+from apex.contrib.peer_memory import PeerMemoryPool
+from apex.normalization import FusedLayerNorm
+from apex.optimizers import FusedAdam, FusedNovoGrad
+from apex.parallel import DistributedDataParallel
+import apex
+assert apex.amp is amp and apex.optimizers.FusedAdam is FusedAdam
+
+def work(_=0):
+    for one in (FusedLayerNorm, FusedAdam, FusedNovoGrad, DistributedDataParallel, amp.initialize):
+        print(one.__module__, flush=True)
+
+if __name__ == "__main__":
+    work()
+    import torch.multiprocessing as mp
+    mp.spawn(work)
+"""
+
+
+def test_fill_adds_what_an_installed_apex_lacks(run, tmp_path, installed, fake_apex):
+    (tmp_path / "script.py").write_text(FILLED)
+    path = os.pathsep.join([str(installed), str(fake_apex)])
+    done = run("-m", "apex_native", "--fill", "script.py", PYTHONPATH=path)
+    assert done.returncode == 0, done.stderr
+    first, *modules = done.stdout.splitlines()
+    used = [
+        "apex.normalization",
+        "apex.optimizers.fused_adam",
+        "apex_native.optimizers.layerwise",
+        "apex_native.parallel.distributed",
+        "apex_native.amp.frontend",
+    ]
+    assert [line for line in modules if not line.startswith("apex_native --fill")] == used * 2
+    has, adds = first.removeprefix("apex_native --fill: the installed Apex has ").split(
+        "; apex_native adds "
+    )
+    assert has == "apex.normalization, apex.optimizers"
+    assert {"apex.amp", "apex.fp16_utils", "apex.parallel"} <= set(adds.split(", "))
+    assert "apex.optimizers.FusedNovoGrad" in adds.split(", ")
+    assert "apex.optimizers.FusedAdam" not in adds.split(", ")
+
+
+def test_fill_replaces_calls_whose_kernels_are_missing(run, tmp_path, installed, fake_apex):
+    (fake_apex / "amp_C.py").unlink()
+    (tmp_path / "script.py").write_text("from apex.optimizers import FusedAdam; print(FusedAdam)")
+    path = os.pathsep.join([str(installed), str(fake_apex)])
+    done = run("-m", "apex_native", "--fill", "script.py", PYTHONPATH=path)
+    assert done.stdout.endswith("<class 'apex_native.optimizers.elementwise.FusedAdam'>\n")
+
+
+def test_fill_keeps_amp_as_a_whole(run, tmp_path, installed, fake_apex):
+    """An Apex that has amp.initialize gets nothing of another amp, whose state is another."""
+    (fake_apex / "apex" / "amp.py").write_text("def initialize(): pass")
+    (tmp_path / "script.py").write_text("from apex import amp; print(hasattr(amp, 'scale_loss'))")
+    path = os.pathsep.join([str(installed), str(fake_apex)])
+    done = run("-m", "apex_native", "--fill", "script.py", PYTHONPATH=path)
+    assert done.stdout.endswith("False\n"), done.stderr
+
+
+def test_fill_without_an_apex_exits(run, tmp_path):
+    (tmp_path / "script.py").write_text("print('ran')")
+    done = run("-m", "apex_native", "--fill", "script.py")
+    assert done.returncode == 1
+    assert done.stderr == (
+        "--fill: no Apex is installed; without --fill, apex_native serves alone.\n"
+    )
