@@ -6,19 +6,29 @@ COVERED: dict[str, dict[str, str]] = {
         "amp": "initialize scale_loss master_params state_dict load_state_dict disable_casts "
         "half_function bfloat16_function float_function promote_function register_half_function "
         "register_bfloat16_function register_float_function register_promote_function _amp_state",
+        "extras.old_amp": "init",
     },
     "apex.amp._amp_state": {"amp.state": "_amp_state master_params"},
     "apex.amp.frontend": {"amp": "initialize state_dict load_state_dict"},
     "apex.amp.handle": {"amp": "scale_loss disable_casts"},
     "apex.amp.scaler": {"amp.state": "LossScaler"},
+    "apex.amp.opt": {"extras.old_amp": "OptimWrapper"},
+    "apex.contrib": {},
+    "apex.contrib.optimizers": {"extras.fused_fp16_optimizer": "FP16_Optimizer"},
+    "apex.contrib.optimizers.fp16_optimizer": {"extras.fused_fp16_optimizer": "FP16_Optimizer"},
     "apex.fp16_utils": {
         "compat": "BN_convert_float clip_grad_norm convert_network master_params_to_model_params "
         "model_grads_to_master_grads network_to_half prep_param_lists to_python_float tofp16",
+        "extras.fp16_optimizer": "FP16Model FP16_Optimizer",
+        "extras.loss_scaler": "DynamicLossScaler LossScaler",
     },
+    "apex.fp16_utils.fp16_optimizer": {"extras.fp16_optimizer": "FP16_Optimizer"},
     "apex.fp16_utils.fp16util": {
         "compat": "BN_convert_float clip_grad_norm convert_network master_params_to_model_params "
         "model_grads_to_master_grads network_to_half prep_param_lists to_python_float tofp16",
+        "extras.fp16_optimizer": "FP16Model",
     },
+    "apex.fp16_utils.loss_scaler": {"extras.loss_scaler": "DynamicLossScaler LossScaler"},
     "apex.multi_tensor_apply": {"compat": "multi_tensor_applier"},
     "apex.normalization": {
         "normalization": "FusedLayerNorm FusedRMSNorm MixedFusedLayerNorm MixedFusedRMSNorm",
@@ -28,7 +38,9 @@ COVERED: dict[str, dict[str, str]] = {
     },
     "apex.optimizers": {
         "optimizers": "FusedAdagrad FusedAdam FusedLAMB FusedNovoGrad FusedSGD",
+        "extras.fused_fp16_optimizer": "FP16_Optimizer",
     },
+    "apex.optimizers.fp16_optimizer": {"extras.fused_fp16_optimizer": "FP16_Optimizer"},
     "apex.optimizers.fused_adagrad": {"optimizers": "FusedAdagrad"},
     "apex.optimizers.fused_adam": {"optimizers": "FusedAdam"},
     "apex.optimizers.fused_lamb": {"optimizers": "FusedLAMB"},
