@@ -197,7 +197,7 @@ def test_closure_is_called_again_after_an_overflow():
     def closure():
         optimizer.zero_grad()
         loss = outputs(model, torch.ones(2, 4)).square().mean()
-        losses.append(float(loss))
+        losses.append(loss.item())
         optimizer.backward(loss * factors.pop(0))
         return loss
 

@@ -2,6 +2,12 @@
 
 # For each module of Apex: the modules of apex_native that have its names, and these names.
 COVERED: dict[str, dict[str, str]] = {
+    "amp_C": {
+        "extras.multi_tensor": "multi_tensor_axpby multi_tensor_l2norm multi_tensor_scale",
+        "extras.multi_tensor_optimizers": "multi_tensor_adagrad multi_tensor_adam "
+        "multi_tensor_lamb multi_tensor_novograd multi_tensor_sgd",
+    },
+    "apex_C": {"extras.flat": "flatten unflatten"},
     "apex.amp": {
         "amp": "initialize scale_loss master_params state_dict load_state_dict disable_casts "
         "half_function bfloat16_function float_function promote_function register_half_function "
@@ -29,21 +35,29 @@ COVERED: dict[str, dict[str, str]] = {
         "extras.fp16_optimizer": "FP16Model",
     },
     "apex.fp16_utils.loss_scaler": {"extras.loss_scaler": "DynamicLossScaler LossScaler"},
-    "apex.multi_tensor_apply": {"compat": "multi_tensor_applier"},
+    "apex.multi_tensor_apply": {"extras.multi_tensor": "MultiTensorApply multi_tensor_applier"},
+    "apex.multi_tensor_apply.multi_tensor_apply": {"extras.multi_tensor": "MultiTensorApply"},
     "apex.normalization": {
         "normalization": "FusedLayerNorm FusedRMSNorm MixedFusedLayerNorm MixedFusedRMSNorm",
     },
     "apex.normalization.fused_layer_norm": {
         "normalization": "FusedLayerNorm FusedRMSNorm MixedFusedLayerNorm MixedFusedRMSNorm",
+        "extras.norm_functions": "fused_layer_norm fused_layer_norm_affine fused_rms_norm "
+        "fused_rms_norm_affine manual_rms_norm mixed_dtype_fused_layer_norm_affine "
+        "mixed_dtype_fused_rms_norm_affine",
     },
     "apex.optimizers": {
         "optimizers": "FusedAdagrad FusedAdam FusedLAMB FusedNovoGrad FusedSGD",
         "extras.fused_fp16_optimizer": "FP16_Optimizer",
+        "extras.mixed_precision_lamb": "FusedMixedPrecisionLamb",
     },
     "apex.optimizers.fp16_optimizer": {"extras.fused_fp16_optimizer": "FP16_Optimizer"},
     "apex.optimizers.fused_adagrad": {"optimizers": "FusedAdagrad"},
     "apex.optimizers.fused_adam": {"optimizers": "FusedAdam"},
     "apex.optimizers.fused_lamb": {"optimizers": "FusedLAMB"},
+    "apex.optimizers.fused_mixed_precision_lamb": {
+        "extras.mixed_precision_lamb": "FusedMixedPrecisionLamb",
+    },
     "apex.optimizers.fused_novograd": {"optimizers": "FusedNovoGrad"},
     "apex.optimizers.fused_sgd": {"optimizers": "FusedSGD"},
     "apex.parallel": {
@@ -51,7 +65,10 @@ COVERED: dict[str, dict[str, str]] = {
         "create_syncbn_process_group",
     },
     "apex.parallel.LARC": {"parallel.LARC": "LARC"},
-    "apex.parallel.distributed": {"parallel.distributed": "DistributedDataParallel Reducer"},
+    "apex.parallel.distributed": {
+        "parallel.distributed": "DistributedDataParallel Reducer",
+        "extras.flat": "apply_flat_dist_call flat_dist_call flatten split_by_type unflatten",
+    },
     "apex.parallel.optimized_sync_batchnorm": {"parallel": "SyncBatchNorm"},
     "apex.parallel.sync_batchnorm": {"parallel": "SyncBatchNorm"},
 }

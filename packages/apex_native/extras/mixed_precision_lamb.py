@@ -1,0 +1,91 @@
+"""FusedMixedPrecisionLamb: FusedLAMB with masters of its own, for torch.amp.GradScaler."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from apex_native.optimizers import FusedLAMB
+from torch import Tensor
+
+
+class FusedMixedPrecisionLamb(FusedLAMB):
+    """FusedLAMB that keeps fp32 masters of parameters of a half type, in its state.
+
+    ``scaler.step(optimizer)`` of torch's GradScaler leaves gradients scaled; ``step`` divides them,
+    and is skipped if the scaler found an inf or nan, for which it waits. There is no argument
+    `grad_scaler` of ``step``: torch no longer passes it. Unlike Apex's, ``state_dict`` has the
+    masters, and a resumed run is exact.
+
+    Args:
+        step: the number of steps taken before.
+        reduced_precision_dtype: the type of parameters that get masters, made in their first step.
+    """
+
+    _step_supports_amp_scaling = True  # read by GradScaler.step
+
+    def __init__(  # noqa: PLR0913, Apex's signature
+        self,
+        params: Iterable,
+        lr: float = 1e-3,
+        step: int = 0,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        amsgrad: bool = False,
+        adam_w_mode: bool = True,
+        grad_averaging: bool = True,
+        max_grad_norm: float = 1.0,
+        use_nvlamb: bool = False,
+        reduced_precision_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.reduced_precision_dtype = reduced_precision_dtype
+        super().__init__(
+            params,
+            lr,
+            bias_correction,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            adam_w_mode,
+            grad_averaging,
+            max_grad_norm=max_grad_norm,
+            use_nvlamb=use_nvlamb,
+        )
+        for group in self.param_groups:
+            group["step"] = step
+
+    def __getstate__(self) -> dict:
+        """Return the state of the base class and the type of the masters' parameters."""
+        return {**super().__getstate__(), "reduced_precision_dtype": self.reduced_precision_dtype}
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take a step, unless the scaler found an inf or nan; return the result of `closure`."""
+        found_inf = getattr(self, "found_inf", None)
+        if found_inf is not None and found_inf.item():
+            return None
+        return super().step(closure)
+
+    def _before_step(self) -> None:
+        super()._before_step()
+        scale = getattr(self, "grad_scale", None)
+        if scale is not None:  # the norm is that of scaled gradients
+            parameters = (p for group in self.param_groups for p in group["params"])
+            grads = [p.grad.float() for p in parameters if p.grad is not None]
+            norm = torch.nn.utils.get_total_norm(grads) / scale.to(grads[0].device)
+            clip = (norm / self.defaults["max_grad_norm"]).clamp(min=1)
+            self._clip = clip * scale.to(clip.device)
+
+    def _step_same(self, group: dict, parameters: list[Tensor]) -> None:
+        if parameters[0].dtype != self.reduced_precision_dtype:
+            super()._step_same(group, parameters)
+            return
+        states = [self.state[parameter] for parameter in parameters]
+        for parameter, state in zip(parameters, states, strict=True):
+            if not state:
+                state.update(self._new_state(parameter), master=parameter.detach().float())
+        masters = [state["master"] for state in states]
+        grads = [p.grad.float() for p in parameters if p.grad is not None]
+        self._update(group, masters, grads, states)
+        torch._foreach_copy_(parameters, masters)
