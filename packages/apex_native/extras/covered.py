@@ -20,8 +20,16 @@ COVERED: dict[str, dict[str, str]] = {
     "apex.amp.scaler": {"amp.state": "LossScaler"},
     "apex.amp.opt": {"extras.old_amp": "OptimWrapper"},
     "apex.contrib": {},
+    "apex.contrib.clip_grad": {"extras.losses": "clip_grad_norm_"},
+    "apex.contrib.clip_grad.clip_grad": {"extras.losses": "clip_grad_norm_"},
+    "apex.contrib.focal_loss": {"extras.losses": "focal_loss"},
+    "apex.contrib.focal_loss.focal_loss": {"extras.losses": "FocalLoss focal_loss"},
+    "apex.contrib.layer_norm": {"extras.layers": "FastLayerNorm"},
+    "apex.contrib.layer_norm.layer_norm": {"extras.layers": "FastLayerNorm"},
     "apex.contrib.optimizers": {"extras.fused_fp16_optimizer": "FP16_Optimizer"},
     "apex.contrib.optimizers.fp16_optimizer": {"extras.fused_fp16_optimizer": "FP16_Optimizer"},
+    "apex.contrib.xentropy": {"extras.losses": "SoftmaxCrossEntropyLoss"},
+    "apex.contrib.xentropy.softmax_xentropy": {"extras.losses": "SoftmaxCrossEntropyLoss"},
     "apex.fp16_utils": {
         "compat": "BN_convert_float clip_grad_norm convert_network master_params_to_model_params "
         "model_grads_to_master_grads network_to_half prep_param_lists to_python_float tofp16",
@@ -35,6 +43,10 @@ COVERED: dict[str, dict[str, str]] = {
         "extras.fp16_optimizer": "FP16Model",
     },
     "apex.fp16_utils.loss_scaler": {"extras.loss_scaler": "DynamicLossScaler LossScaler"},
+    "apex.fused_dense": {"extras.layers": "FusedDense FusedDenseGeluDense"},
+    "apex.fused_dense.fused_dense": {"extras.layers": "FusedDense FusedDenseGeluDense"},
+    "apex.mlp": {"extras.layers": "MLP"},
+    "apex.mlp.mlp": {"extras.layers": "MLP"},
     "apex.multi_tensor_apply": {"extras.multi_tensor": "MultiTensorApply multi_tensor_applier"},
     "apex.multi_tensor_apply.multi_tensor_apply": {"extras.multi_tensor": "MultiTensorApply"},
     "apex.normalization": {

@@ -1,0 +1,93 @@
+"""Losses of ``apex.contrib.xentropy`` and ``apex.contrib.focal_loss``, and its ``clip_grad``."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .multi_tensor import in_fp32
+
+
+class SoftmaxCrossEntropyLoss:
+    """Cross entropy of each sample, with label smoothing; called as ``.apply(logits, labels)``."""
+
+    @staticmethod
+    def apply(
+        logits: Tensor,
+        labels: Tensor,
+        smoothing: float = 0.0,
+        padding_idx: int = 0,
+        half_to_float: bool = False,
+    ) -> Tensor:
+        """Return the losses (N,) of `logits` (N, classes), computed in fp32, in their type.
+
+        Samples whose label is `padding_idx` have loss 0. `half_to_float` returns fp32.
+        """
+        (wide,) = in_fp32([logits])
+        losses = F.cross_entropy(
+            wide, labels, ignore_index=padding_idx, label_smoothing=smoothing, reduction="none"
+        )
+        return losses if half_to_float else losses.to(logits.dtype)
+
+
+def focal_loss(  # noqa: PLR0913, Apex's signature
+    cls_output: Tensor,
+    cls_targets_at_level: Tensor,
+    num_positive_sum: Tensor,
+    num_real_classes: int,
+    alpha: float,
+    gamma: float,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """Return the sum of the sigmoid focal losses, divided by `num_positive_sum`, in fp32.
+
+    Args:
+        cls_output: logits (…, classes).
+        cls_targets_at_level: the class of each sample (…); -1: none of them, -2: not counted.
+        num_positive_sum: a tensor of one element.
+        num_real_classes: how many classes to count; the others are padding.
+        alpha: the weight of positive matches; negative ones have 1 − alpha.
+        gamma: the exponent of the probability of the other outcome.
+        label_smoothing: the targets become `label_smoothing` / 2, and 1 minus that.
+
+    Source: Lin et al., "Focal Loss for Dense Object Detection", ICCV 2017.
+    """
+    (logits,) = in_fp32([cls_output[..., :num_real_classes]])
+    classes = torch.arange(num_real_classes, device=logits.device)
+    is_positive = cls_targets_at_level.unsqueeze(-1) == classes
+    targets = is_positive.to(logits.dtype) * (1 - label_smoothing) + label_smoothing / 2
+    losses = F.binary_cross_entropy_with_logits(logits, targets, reduction="none")
+    probabilities = logits.sigmoid()
+    others = torch.where(is_positive, 1 - probabilities, probabilities)
+    weights = torch.where(is_positive, alpha, 1 - alpha) * others**gamma
+    counted = (cls_targets_at_level != -2).unsqueeze(-1)
+    return torch.where(counted, weights * losses, 0.0).sum() / num_positive_sum.squeeze()
+
+
+class FocalLoss:
+    """The function ``focal_loss`` as ``FocalLoss.apply``."""
+
+    apply = staticmethod(focal_loss)
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Clip the gradients of `parameters` to the norm `max_norm` together, in place.
+
+    Returns their norm before. Unlike torch's function, it computes norms of half gradients in fp32,
+    which do not overflow. Raises RuntimeError for a norm that is inf or nan if
+    `error_if_nonfinite`; this waits for the device.
+    """
+    given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    grads = [parameter.grad for parameter in given if parameter.grad is not None]
+    norm = torch.nn.utils.get_total_norm(in_fp32(grads), float(norm_type), error_if_nonfinite)
+    factor = (float(max_norm) / (norm + 1e-6)).clamp(max=1.0)
+    for grad in grads:
+        grad.mul_(factor.to(grad.device))
+    return norm
