@@ -11,7 +11,7 @@ export VENV TASK TORCH
 RUN = "$(PYTHON)" .ci/in_venv.py
 
 # What depends on the version of torch: the launch, checkpoints, apex_native and short runs of all tasks.
-TESTS_OF_TORCH = tests/apex_native tests/engine tests/clusters/test_run_sh.py \
+TESTS_OF_TORCH = tests/apex_native tests/package tests/engine tests/clusters/test_run_sh.py \
 	tests/training/test_checkpoints_0_9.py tests/training/test_faults.py tests/training/test_short_run.py
 
 .PHONY: help demo test test-torch slow lint format setup clean distclean
@@ -58,7 +58,7 @@ setup: ## only make the environment, and print where it is
 	@$(RUN)
 
 clean: ## remove what the commands above leave in this folder
-	rm -rf build .hypothesis
+	rm -rf build .hypothesis *.egg-info
 	find . -name .git -prune -o -type d \( -name __pycache__ -o -name .pytest_cache \
 		-o -name .ruff_cache \) -prune -exec rm -rf {} +
 

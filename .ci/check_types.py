@@ -1,4 +1,7 @@
-"""Run mypy on the project that the default answers generate, as its owner's CI does."""
+"""Run mypy on the project that the default answers generate, as its owner's CI does.
+
+The modules that only the package apex-native has are checked with it, as a part of apex_native.
+"""
 
 import shutil
 import subprocess
@@ -11,6 +14,7 @@ def main() -> int:
     folder = ROOT / "build" / "types"
     shutil.rmtree(folder, ignore_errors=True)
     project = generate(folder)
+    shutil.copytree(ROOT / "packages" / "apex_native", project / "apex_native", dirs_exist_ok=True)
     return subprocess.run([sys.executable, "-m", "mypy"], cwd=project, check=False).returncode
 
 

@@ -1,5 +1,6 @@
 """Fixtures that build the package, and its modules beside the template's for tests in place."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -41,3 +42,20 @@ def installed(wheel, tmp_path_factory):
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder)
     return folder
+
+
+@pytest.fixture
+def run(installed, tmp_path):
+    """Run Python with these arguments in tmp_path, where the wheel's contents can be imported."""
+
+    def run(*arguments, **variables):
+        environment = os.environ | {"PYTHONPATH": str(installed), "CUDA_VISIBLE_DEVICES": ""}
+        return subprocess.run(
+            [sys.executable, *arguments],
+            cwd=tmp_path,
+            env=environment | variables,
+            capture_output=True,
+            text=True,
+        )
+
+    return run

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 from apex_native import optimizers
-from apex_native.extras.fp16_optimizer import FP16_Optimizer, FP16Model
+from apex_native.extras.fp16_optimizer import FP16_Optimizer, FP16Model, convert_module
 from apex_native.extras.fused_fp16_optimizer import FP16_Optimizer as FusedFP16_Optimizer
 from apex_native.extras.loss_scaler import DynamicLossScaler, LossScaler
 from torch import nn
@@ -217,6 +217,16 @@ def test_fp16_model_casts_its_inputs_and_spares_batch_norms():
     model = FP16Model(nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1)))
     assert model.network[0].weight.dtype == torch.float32
     assert model(torch.ones(3, 2)).dtype == torch.float16
+
+
+def test_convert_module_casts_a_module_without_its_children():
+    layer = nn.BatchNorm1d(2)
+    layer.child = nn.Linear(1, 1)
+    layer(torch.randn(3, 2)).square().sum().backward()
+    convert_module(layer, torch.float64)
+    assert {layer.weight.dtype, layer.weight.grad.dtype, layer.running_mean.dtype} == {torch.double}
+    assert layer.child.weight.dtype == torch.float32
+    assert layer.num_batches_tracked.dtype == torch.int64
 
 
 def test_dynamic_loss_scaler_in_a_loop_of_the_users_own():

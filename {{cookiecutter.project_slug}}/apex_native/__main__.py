@@ -42,14 +42,14 @@ SPAWNED = str(Path(__file__).with_name("_spawned"))
 
 # What to use instead of names of Apex, given as patterns, that only the installable package has,
 PACKAGED = {
-    r"FP16_Optimizer|FP16Model|(Dynamic)?LossScaler": 'apex.amp.initialize with opt_level="O2"',
+    r"FP16_?\w+|(Dynamic)?LossScaler|convert_module": 'apex.amp.initialize with opt_level="O2"',
     r"FusedMixedPrecisionLamb": "apex.optimizers.FusedLAMB",
     r"\w*(layer|rms)_norm\w*": "torch.nn.functional.layer_norm or rms_norm",
-    r"amp_C|apex_C|flat_dist_call": "torch's _foreach functions, torch.distributed.all_reduce",
-    r"apex\.amp\.init": 'apex.amp.initialize with opt_level="O1"',
+    r"amp_C|apex_C|MultiTensorApply": "torch's _foreach functions",
+    r"(apply_)?flat_dist_call|(un)?flatten|split_by_type": "torch.distributed.all_reduce",
+    r"apex\.amp\.(init|opt)": 'apex.amp.initialize with opt_level="O1"',
     r"apex\.contrib\.clip_grad": "torch.nn.utils.clip_grad_norm_",
-    r"apex\.contrib\.focal_loss": "torch.nn.functional.binary_cross_entropy_with_logits",
-    r"apex\.contrib\.xentropy": "torch.nn.functional.cross_entropy",
+    r"apex\.contrib\.(focal_loss|xentropy)": "torch.nn.functional.cross_entropy",
     r"apex\.(fused_dense|mlp)": "torch.nn.Sequential of torch.nn.Linear and an activation",
 }
 # and of names that it lacks too.

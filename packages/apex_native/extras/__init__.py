@@ -63,7 +63,7 @@ def fill() -> None:
         vars(module).update(lacking)
         runner.add_module(name, module)
         if module is found[name]:
-            kept.append(name)
+            kept += [name] if COVERED[name] else []  # a package that may have nothing itself
             added += [f"{name}.{key}" for key in lacking]
         else:
             added.append(name)

@@ -17,7 +17,6 @@ COVERED: dict[str, dict[str, str]] = {
     "apex.amp._amp_state": {"amp.state": "_amp_state master_params"},
     "apex.amp.frontend": {"amp": "initialize state_dict load_state_dict"},
     "apex.amp.handle": {"amp": "scale_loss disable_casts"},
-    "apex.amp.scaler": {"amp.state": "LossScaler"},
     "apex.amp.opt": {"extras.old_amp": "OptimWrapper"},
     "apex.contrib": {},
     "apex.contrib.clip_grad": {"extras.losses": "clip_grad_norm_"},
@@ -33,14 +32,14 @@ COVERED: dict[str, dict[str, str]] = {
     "apex.fp16_utils": {
         "compat": "BN_convert_float clip_grad_norm convert_network master_params_to_model_params "
         "model_grads_to_master_grads network_to_half prep_param_lists to_python_float tofp16",
-        "extras.fp16_optimizer": "FP16Model FP16_Optimizer",
+        "extras.fp16_optimizer": "FP16Model FP16_Optimizer convert_module",
         "extras.loss_scaler": "DynamicLossScaler LossScaler",
     },
     "apex.fp16_utils.fp16_optimizer": {"extras.fp16_optimizer": "FP16_Optimizer"},
     "apex.fp16_utils.fp16util": {
         "compat": "BN_convert_float clip_grad_norm convert_network master_params_to_model_params "
         "model_grads_to_master_grads network_to_half prep_param_lists to_python_float tofp16",
-        "extras.fp16_optimizer": "FP16Model",
+        "extras.fp16_optimizer": "FP16Model convert_module",
     },
     "apex.fp16_utils.loss_scaler": {"extras.loss_scaler": "DynamicLossScaler LossScaler"},
     "apex.fused_dense": {"extras.layers": "FusedDense FusedDenseGeluDense"},

@@ -13,6 +13,15 @@ from .loss_scaler import AmpLossScaler
 from .master_weights import MasterWeights
 
 
+def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
+    """Cast the floating-point parameters and buffers of `module` itself to `dtype`, in place."""
+    for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(dtype)
+            if tensor.grad is not None:
+                tensor.grad.data = tensor.grad.data.to(dtype)
+
+
 class FP16Model(nn.Module):
     """`network` cast to fp16 except for its affine batch norms; casts its inputs, too."""
 

@@ -54,8 +54,8 @@ class MLP(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the output (…, mlp_sizes[-1]) for `input` (…, mlp_sizes[0])."""
-        biases = self.biases or [None] * self.num_layers
-        for weight, bias in zip(self.weights, biases, strict=True):
+        for index, weight in enumerate(self.weights):
+            bias = getattr(self, f"bias_{index}", None)
             input = self._activate(F.linear(input, weight, bias))
         return input
 

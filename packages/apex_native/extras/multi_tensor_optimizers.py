@@ -60,7 +60,7 @@ def multi_tensor_adam(  # noqa: PLR0913, amp_C's signature
     grads, *written = (in_fp32(tensors) for tensors in tensor_lists)
     values, means, squares = written
     if mode == 0:
-        grads = torch._foreach_add(grads, values, alpha=weight_decay)
+        grads = list(torch._foreach_add(grads, values, alpha=weight_decay))
     _update_moments(grads, means, squares, 1 - beta1, beta1, beta2)
     corrections = _corrections(bias_correction, beta1, beta2, step)
     updates = _adam_direction(means, squares, corrections, epsilon)
@@ -84,7 +84,7 @@ def multi_tensor_adagrad(  # noqa: PLR0913, amp_C's signature
     """Take a step of Adagrad: [gradients, parameters, sums of squares]; `mode` as in Adam."""
     grads, values, sums = (in_fp32(tensors) for tensors in tensor_lists)
     if mode == 0:
-        grads = torch._foreach_add(grads, values, alpha=weight_decay)
+        grads = list(torch._foreach_add(grads, values, alpha=weight_decay))
     torch._foreach_addcmul_(sums, grads, grads)
     denominators = torch._foreach_sqrt(sums)
     torch._foreach_add_(denominators, epsilon)
@@ -117,7 +117,7 @@ def multi_tensor_sgd(  # noqa: PLR0913, amp_C's signature
     """
     if noop_flag.item():
         return
-    grads = torch._foreach_mul(in_fp32(tensor_lists[0]), scale)
+    grads = list(torch._foreach_mul(in_fp32(tensor_lists[0]), scale))
     values, momenta = in_fp32(tensor_lists[1]), in_fp32(tensor_lists[2])
     if wd and not wd_after_momentum:
         torch._foreach_add_(grads, values, alpha=wd)
@@ -127,9 +127,9 @@ def multi_tensor_sgd(  # noqa: PLR0913, amp_C's signature
         else:
             torch._foreach_mul_(momenta, momentum)
             torch._foreach_add_(momenta, grads, alpha=1 - dampening)
-        grads = torch._foreach_add(grads, momenta, alpha=momentum) if nesterov else momenta
+        grads = list(torch._foreach_add(grads, momenta, alpha=momentum)) if nesterov else momenta
     if wd and wd_after_momentum:
-        grads = torch._foreach_add(grads, values, alpha=wd)
+        grads = list(torch._foreach_add(grads, values, alpha=wd))
     torch._foreach_add_(values, grads, alpha=-lr)
     write_back(tensor_lists[1], values)
     write_back(tensor_lists[2], momenta)
@@ -164,11 +164,11 @@ def multi_tensor_lamb(  # noqa: PLR0913, amp_C's signature
     grads, *written = (in_fp32(tensors) for tensors in tensor_lists)
     values, means, squares = written
     clip = (global_grad_norm / max_grad_norm).clamp(min=1).squeeze()
-    grads = torch._foreach_div(grads, clip)
+    grads = list(torch._foreach_div(grads, clip))
     if mode == 0:
         torch._foreach_add_(grads, values, alpha=weight_decay)
     factor = 1 - beta1 if grad_averaging else 1.0
-    _update_moments(list(grads), means, squares, factor, beta1, beta2)
+    _update_moments(grads, means, squares, factor, beta1, beta2)
     corrections = _corrections(bias_correction, beta1, beta2, step)
     updates = _adam_direction(means, squares, corrections, epsilon)
     if mode == 1:
