@@ -46,10 +46,8 @@ def test_parents_are_listed_before_their_modules():
 
 
 @pytest.mark.parametrize("module", [module for module in COVERED if COVERED[module]])
-def test_every_name_exists_is_documented_and_has_one_source(module):
-    values = covered_values(module)
-    assert len(values) == sum(len(listed.split()) for listed in COVERED[module].values())
-    for name, value in values.items():
+def test_every_name_exists_and_is_documented(module):
+    for name, value in covered_values(module).items():
         assert not callable(value) or value.__doc__, name
 
 
@@ -57,7 +55,7 @@ def test_library_by_itself_says_that_the_package_has_the_names_of_extras(monkeyp
     """But for `multi_tensor_applier`, which is there as unavailable."""
     monkeypatch.setattr(runner, "HAS_EXTRAS", False)
     for module in COVERED:
-        for name in names(module, True) - {"multi_tensor_applier"}:
+        for name in names(module, True) - names(module, False) - {"multi_tensor_applier"}:
             error = ImportError(f"cannot import name '{name}' from '{module}'")
             try:
                 raise error

@@ -43,7 +43,7 @@ SPAWNED = str(Path(__file__).with_name("_spawned"))
 # What to use instead of names of Apex, given as patterns, that only the installable package has,
 PACKAGED = {
     r"FP16_?\w+|(Dynamic)?LossScaler|convert_module": 'apex.amp.initialize with opt_level="O2"',
-    r"FusedMixedPrecisionLamb": "apex.optimizers.FusedLAMB",
+    r"FusedMixedPrecisionLamb|contrib\.optimizers\.(\w+\.)?FusedAdam": "apex.optimizers",
     r"\w*(layer|rms)_norm\w*": "torch.nn.functional.layer_norm or rms_norm",
     r"amp_C|apex_C|MultiTensorApply": "torch's _foreach functions",
     r"(apply_)?flat_dist_call|(un)?flatten|split_by_type": "torch.distributed.all_reduce",

@@ -57,8 +57,11 @@ def fill() -> None:
     kept, added = [], []
     for name in COVERED:
         is_amp = f"{name}.".startswith("apex.amp.")
-        module = (None if is_amp and not has_amp else found[name]) or _new_module(name)
-        values = {} if is_amp and has_amp else covered_values(name)
+        if is_amp and has_amp:
+            kept.append("apex.amp")
+            continue
+        module = (None if is_amp else found[name]) or _new_module(name)
+        values = covered_values(name)
         lacking = {key: value for key, value in values.items() if not hasattr(module, key)}
         vars(module).update(lacking)
         runner.add_module(name, module)
@@ -115,5 +118,7 @@ def _import_working(name: str) -> ModuleType | None:
 
 def _summary(names: list[str]) -> str:
     """Return `names` without those of modules in packages that are among them."""
-    short = [n for n in names if not any(n.startswith(f"{package}.") for package in names)]
+    short = [
+        n for n in dict.fromkeys(names) if not any(n.startswith(f"{package}.") for package in names)
+    ]
     return ", ".join(short) or "nothing"

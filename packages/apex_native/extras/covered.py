@@ -1,6 +1,7 @@
 """The names of Apex that apex_native covers, in the one list that docs/migration.md repeats."""
 
-# For each module of Apex: the modules of apex_native that have its names, and these names.
+# For each module of Apex: the modules of apex_native that have its names, and these names. A script
+# gets a name from the last of them that has it.
 COVERED: dict[str, dict[str, str]] = {
     "amp_C": {
         "extras.multi_tensor": "multi_tensor_axpby multi_tensor_l2norm multi_tensor_scale",
@@ -25,8 +26,12 @@ COVERED: dict[str, dict[str, str]] = {
     "apex.contrib.focal_loss.focal_loss": {"extras.losses": "FocalLoss focal_loss"},
     "apex.contrib.layer_norm": {"extras.layers": "FastLayerNorm"},
     "apex.contrib.layer_norm.layer_norm": {"extras.layers": "FastLayerNorm"},
-    "apex.contrib.optimizers": {"extras.fused_fp16_optimizer": "FP16_Optimizer"},
+    "apex.contrib.optimizers": {
+        "extras.fused_fp16_optimizer": "FP16_Optimizer",
+        "extras.contrib_adam": "FusedAdam",
+    },
     "apex.contrib.optimizers.fp16_optimizer": {"extras.fused_fp16_optimizer": "FP16_Optimizer"},
+    "apex.contrib.optimizers.fused_adam": {"extras.contrib_adam": "FusedAdam"},
     "apex.contrib.xentropy": {"extras.losses": "SoftmaxCrossEntropyLoss"},
     "apex.contrib.xentropy.softmax_xentropy": {"extras.losses": "SoftmaxCrossEntropyLoss"},
     "apex.fp16_utils": {
@@ -59,12 +64,13 @@ COVERED: dict[str, dict[str, str]] = {
     },
     "apex.optimizers": {
         "optimizers": "FusedAdagrad FusedAdam FusedLAMB FusedNovoGrad FusedSGD",
+        "extras.old_adam": "FusedAdam",
         "extras.fused_fp16_optimizer": "FP16_Optimizer",
         "extras.mixed_precision_lamb": "FusedMixedPrecisionLamb",
     },
     "apex.optimizers.fp16_optimizer": {"extras.fused_fp16_optimizer": "FP16_Optimizer"},
     "apex.optimizers.fused_adagrad": {"optimizers": "FusedAdagrad"},
-    "apex.optimizers.fused_adam": {"optimizers": "FusedAdam"},
+    "apex.optimizers.fused_adam": {"optimizers": "FusedAdam", "extras.old_adam": "FusedAdam"},
     "apex.optimizers.fused_lamb": {"optimizers": "FusedLAMB"},
     "apex.optimizers.fused_mixed_precision_lamb": {
         "extras.mixed_precision_lamb": "FusedMixedPrecisionLamb",

@@ -1,0 +1,46 @@
+"""FusedAdam of ``apex.optimizers`` with the argument that it had until August 2019."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from apex_native import optimizers
+from apex_native.optimizers.elementwise import FusedOptimizer, Tensors
+from torch import Tensor
+
+
+class GroupClipping(FusedOptimizer):
+    """Mixin that clips the gradients of each group to its `max_grad_norm`, if that is above 0."""
+
+    def _before_step(self) -> None:
+        super()._before_step()
+        self._clips: dict[int, Tensor] = {}  # what gradients are divided by, by their group's id
+        for group in self.param_groups:
+            grads = [p.grad.float() for p in group["params"] if p.grad is not None]
+            limit = group["max_grad_norm"]
+            if limit > 0 and grads:
+                norm = torch.nn.utils.get_total_norm(grads)
+                self._clips[id(group)] = ((norm + 1e-6) / limit).clamp(min=1)
+
+    def _update(self, group: dict, values: Tensors, grads: Tensors, states: list[dict]) -> None:
+        clip = self._clips.get(id(group))
+        if clip is not None:
+            grads = torch._foreach_div(grads, clip.to(grads[0].device))
+        super()._update(group, values, grads, states)
+
+
+class FusedAdam(GroupClipping, optimizers.FusedAdam):
+    """FusedAdam of ``apex.optimizers`` that also takes `max_grad_norm`, its argument until 2019-08.
+
+    Scripts of that time pass it together with FP16_Optimizer: the gradients of each group are
+    clipped to this norm. Without bias correction, as BERT is fine-tuned, its results are those of
+    that time; with it, the eps and the weight decay are today's.
+    """
+
+    def __init__(
+        self, params: Iterable, *args: Any, max_grad_norm: float = 0.0, **kwargs: Any
+    ) -> None:
+        super().__init__(params, *args, **kwargs)
+        self.defaults["max_grad_norm"] = max_grad_norm
+        for group in self.param_groups:
+            group.setdefault("max_grad_norm", max_grad_norm)
