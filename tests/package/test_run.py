@@ -9,8 +9,8 @@ pytestmark = pytest.mark.xdist_group("package")
 PRINT_MODULES = """
 import apex
 from apex import amp
-from apex.optimizers import FusedAdam
-print(amp.initialize.__module__, FusedAdam.__module__)
+from apex.optimizers import FusedLAMB
+print(amp.initialize.__module__, FusedLAMB.__module__)
 """
 
 
@@ -36,7 +36,7 @@ def test_command_line(run, arguments, status, text):
 def test_command_runs_scripts_with_their_arguments(run, tmp_path):
     (tmp_path / "script.py").write_text(PRINT_MODULES + "import sys; print(sys.argv[1:])")
     done = run(*COMMAND, "run", "script.py", "--lr", "1")
-    expected = "apex_native.amp.frontend apex_native.optimizers.elementwise\n['--lr', '1']\n"
+    expected = "apex_native.amp.frontend apex_native.optimizers.layerwise\n['--lr', '1']\n"
     assert done.stdout == expected, done.stderr
 
 
@@ -144,10 +144,10 @@ def test_fill_adds_what_an_installed_apex_lacks(run, tmp_path, installed, fake_a
 
 def test_fill_replaces_calls_whose_kernels_are_missing(run, tmp_path, installed, fake_apex):
     (fake_apex / "amp_C.py").unlink()
-    (tmp_path / "script.py").write_text("from apex.optimizers import FusedAdam; print(FusedAdam)")
+    (tmp_path / "script.py").write_text("from apex.optimizers import FusedLAMB; print(FusedLAMB)")
     path = os.pathsep.join([str(installed), str(fake_apex)])
     done = run("-m", "apex_native", "--fill", "script.py", PYTHONPATH=path)
-    assert done.stdout.endswith("<class 'apex_native.optimizers.elementwise.FusedAdam'>\n")
+    assert done.stdout.endswith("<class 'apex_native.optimizers.layerwise.FusedLAMB'>\n")
 
 
 def test_fill_keeps_amp_as_a_whole(run, tmp_path, installed, fake_apex):
