@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.xdist_group("owner")
+pytestmark = pytest.mark.xdist_group("train")
 TASKS = ("classification", "segmentation", "contrastive")
 HERE = Path(__file__).parent
 
