@@ -1,7 +1,5 @@
 """Scripts on the installed package: by the command, the module, the import, and ``--fill``."""
 
-import os
-
 import pytest
 
 pytestmark = pytest.mark.xdist_group("package")
@@ -119,10 +117,9 @@ if __name__ == "__main__":
 """
 
 
-def test_fill_adds_what_an_installed_apex_lacks(run, tmp_path, installed, fake_apex):
+def test_fill_adds_what_an_installed_apex_lacks(run, tmp_path, fake_apex):
     (tmp_path / "script.py").write_text(FILLED)
-    path = os.pathsep.join([str(installed), str(fake_apex)])
-    done = run("-m", "apex_native", "--fill", "script.py", PYTHONPATH=path)
+    done = run("-m", "apex_native", "--fill", "script.py", path=[fake_apex])
     assert done.returncode == 0, done.stderr
     first, *modules = done.stdout.splitlines()
     used = [
@@ -142,20 +139,18 @@ def test_fill_adds_what_an_installed_apex_lacks(run, tmp_path, installed, fake_a
     assert "apex.optimizers.FusedAdam" not in adds.split(", ")
 
 
-def test_fill_replaces_calls_whose_kernels_are_missing(run, tmp_path, installed, fake_apex):
+def test_fill_replaces_calls_whose_kernels_are_missing(run, tmp_path, fake_apex):
     (fake_apex / "amp_C.py").unlink()
     (tmp_path / "script.py").write_text("from apex.optimizers import FusedLAMB; print(FusedLAMB)")
-    path = os.pathsep.join([str(installed), str(fake_apex)])
-    done = run("-m", "apex_native", "--fill", "script.py", PYTHONPATH=path)
+    done = run("-m", "apex_native", "--fill", "script.py", path=[fake_apex])
     assert done.stdout.endswith("<class 'apex_native.optimizers.layerwise.FusedLAMB'>\n")
 
 
-def test_fill_keeps_amp_as_a_whole(run, tmp_path, installed, fake_apex):
+def test_fill_keeps_amp_as_a_whole(run, tmp_path, fake_apex):
     """An Apex that has amp.initialize gets nothing of another amp, whose state is another."""
     (fake_apex / "apex" / "amp.py").write_text("def initialize(): pass")
     (tmp_path / "script.py").write_text("from apex import amp; print(hasattr(amp, 'scale_loss'))")
-    path = os.pathsep.join([str(installed), str(fake_apex)])
-    done = run("-m", "apex_native", "--fill", "script.py", PYTHONPATH=path)
+    done = run("-m", "apex_native", "--fill", "script.py", path=[fake_apex])
     assert done.stdout.endswith("False\n"), done.stderr
 
 

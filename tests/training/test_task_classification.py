@@ -73,7 +73,7 @@ def evaluate_folder(folder: Path, data: Path, skip_broken: int) -> dict[str, flo
     project = load_project(folder)
     args = Namespace(data=data, dummy=False, decode="cpu", eval_only=False, class_weights=False)
     args.skip_broken, args.output, args.report = skip_broken, data / "run", False
-    args.seed, args.epochs, args.batch_size, args.workers = 0, 1, 2, 0
+    args.seed, args.epochs, args.batch_size, args.workers, args.timeout = 0, 1, 2, 0, 60
     logger = SimpleNamespace(timer=lambda _: nullcontext())
     format = torch.contiguous_format
     loaded = project.main.build_data(args, torch.device("cpu"), format, logger).val_loader
