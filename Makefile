@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV ?=
 TASK ?=
-JOBS ?= 3
+JOBS ?= 4
 ARGS ?=
 TORCH ?=
 export VENV TASK TORCH
@@ -22,7 +22,7 @@ help: ## list the commands
 	@echo 'PYTHON=python3.12   the interpreter to make the environment with (default: python3)'
 	@echo 'VENV=folder         the environment (default: one for these requirements in ~/.cache)'
 	@echo 'TASK=segmentation   what make demo trains (or contrastive; default: classification)'
-	@echo 'JOBS=3              how many tests make test runs at once'
+	@echo 'JOBS=4              how many tests make test runs at once'
 	@echo 'TORCH=2.6           the version of torch, in an environment of its own (default: the newest)'
 	@echo 'ARGS="-k name"      further arguments of pytest'
 
@@ -31,7 +31,7 @@ demo: ## generate the default project, train it on its own data, show the result
 
 # Tests that train belong to the xdist groups "train" and "faults", or "short" if it is mostly one
 # process for few steps. Each group has one worker, which keeps its fixtures. They often wait, so that
-# three workers suit two cores.
+# four workers suit two cores.
 test: ## run the tests, except the slow ones
 	@$(RUN) python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
 

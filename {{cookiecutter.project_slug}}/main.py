@@ -53,7 +53,7 @@ from engine.monitoring.logger import Logger
 from engine.monitoring.meter import Meter
 from engine.monitoring.metric import AVERAGE, Metric
 
-DDP = "«ddp»"  # the wrapper that averages gradients, in wrap_model
+DDP = "«ddp»"  # which wrapper `wrap_model` has: flags are checked for it; change both
 OUTPUT = Path("runs/«project_slug»")
 DUMMY_STEPS = 100  # per epoch of --dummy
 
@@ -608,6 +608,7 @@ def main() -> None:
     if not args.eval_only:
         train(run, resumed)
         return
+    run.watchdog.start()
     results = evaluate(run, run.data.val_loader)
     run.logger.log_evaluation(results, checkpoint=str(resumed), data=str(args.data or ""))
     show_samples(run, results)

@@ -27,7 +27,7 @@ from engine.text import json_line, printable
 def parse_args() -> argparse.Namespace:
     """Return the flags."""
     parser = cli.ArgumentParser(description="Run inference with a trained model on image files.")
-    parser.add_argument("checkpoint", type=Path, help="its moving average predicts, if it has one")
+    parser.add_argument("checkpoint", type=Path, help="of --ema, the better of model and average")
     parser.add_argument("images", type=Path, nargs="*", metavar="FILE|FOLDER", help="image files")
     add = parser.group("inference").add_argument
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU, if any")

@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import io
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -361,3 +362,14 @@ def test_untrainable_model_is_an_error(batch, criterion, reason):
     assert str(error.value).startswith(start)
     assert reason in str(error.value)
     assert str(error.value).endswith("choose another --arch, or another --batch-size")
+
+
+def test_error_names_the_line_of_the_owners_script(monkeypatch):
+    monkeypatch.setattr(first_step, "PROJECT", Path(__file__).parent)
+
+    def criterion(output, targets):
+        return output.missing  # the line that is named
+
+    line = criterion.__code__.co_firstlineno + 1
+    with pytest.raises(UserError, match=f", or correct {Path(__file__).name}, line {line}$"):
+        check_trainable(nn.Linear(2, 2), criterion, tuple, [torch.ones(1, 2), torch.ones(1)])

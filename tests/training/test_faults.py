@@ -227,6 +227,17 @@ def test_hanging_data_loader_is_reported(project, breaking, tmp_path, trains, wh
     assert "time.sleep(600)" in hung.said
 
 
+@pytest.mark.slow
+def test_hanging_data_loader_of_eval_only_is_reported(project, breaking, whole, tmp_path):
+    main = project / "main.py"
+    main.write_text(LOADS_FOR_LONG.format(trains=False, main=project / "kept.py"))
+    flags = ("--timeout", 6, "--eval-only", "--resume", whole / "last.pt")
+    with started(project, tmp_path / "run", *flags) as hung:
+        status, _ = hung.end()
+    assert status == 1, hung.said
+    assert "error: rank 1 has been in validating, batch 1 for " in hung.said
+
+
 LISTS_FOR_LONG = """
 import time, runpy, task
 task.build_datasets = lambda args: time.sleep(600)

@@ -6,8 +6,10 @@ Undetected, these mistakes would become an error about something else, a hang, o
 from __future__ import annotations
 
 import copy
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from engine.monitoring.meter import LogRecord
 
 INTEGER_TYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+PROJECT = Path(__file__).resolve().parents[2]
 MAX_NONFINITE_LOSSES = 10  # consecutive
 MIN_LOSS_SCALE = 2.0**-16  # 32 overflows below the initial dynamic scale
 
@@ -52,10 +55,20 @@ def check_trainable(
     except (RuntimeError, ValueError, TypeError, AssertionError, AttributeError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         shapes = ", ".join(" × ".join(map(str, tensor.shape)) for tensor in batch)
+        line = _owners_line(error)
         raise UserError(
             f"this --arch can't train on a batch of {len(batch[0])} samples (tensors of shape "
             f"{shapes}): {reason}; choose another --arch, or another --batch-size"
+            f"{f', or correct {line}' if line else ''}"
         ) from None
+
+
+def _owners_line(error: BaseException) -> str:
+    """Return the last line of the project's own scripts that led to `error`; "" without one."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if Path(frame.filename).parent == PROJECT:
+            return f"{Path(frame.filename).name}, line {frame.lineno}"
+    return ""
 
 
 class FirstStepAudit:
