@@ -86,7 +86,9 @@ def usual_datasets(data: Path) -> tuple[ImageFolder, ImageFolder]:
 
 def project_datasets(data: Path) -> tuple[task.SizedDataset, task.SizedDataset]:
     """Return the training and the validation set of the project's task."""
-    return task.build_datasets(Namespace(data=data, decode="cpu", eval_only=False))
+    return task.build_datasets(
+        Namespace(data=data, decode="cpu", eval_only=False, class_weights=False)
+    )
 
 
 @cache

@@ -75,11 +75,11 @@ def parse_args() -> argparse.Namespace:
     )
     # % endif
     add = parser.group("optimization").add_argument
-    add("--epochs", type=cli.positive_int, default=10, help="epochs, which --schedule spans")
+    add("--epochs", type=cli.positive_int, default=10, help="epochs; --schedule spans them")
     add("--batch-size", type=cli.positive_int, default=task.BATCH_SIZE, help="per process")
     # % if fused_adam
     add("--lr", type=cli.non_negative_float, default=1e-3, help="peak learning rate")
-    add("--weight-decay", type=cli.non_negative_float, default=1e-2, help="decoupled, as AdamW's")
+    add("--weight-decay", type=cli.non_negative_float, default=1e-2, help="decoupled (AdamW)")
     # % else
     add("--lr", type=cli.non_negative_float, default=0.05, help="peak learning rate")
     add("--momentum", type=cli.non_negative_float, default=0.9, help="of SGD")
@@ -92,7 +92,7 @@ def parse_args() -> argparse.Namespace:
     # % endif
     cli.add_precision_arguments(parser, opt_level="«opt_level»", backend="«backend»")
     add = parser.group("distributed").add_argument
-    add("--local-rank", "--local_rank", type=int, help="from old launchers; LOCAL_RANK wins")
+    add("--local-rank", "--local_rank", type=int, help="of old launchers; LOCAL_RANK wins")
     # % if ddp == "apex"
     add("--delay-allreduce", action="store_true", help="accept parameters without a gradient")
     # % endif

@@ -45,7 +45,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(0)
-    train_set, val_set = build_datasets(argparse.Namespace(data=None))
+    train_set, val_set = build_datasets(argparse.Namespace(data=None, class_weights=False))
     sampler = DistributedSampler(train_set, drop_last=True)
     train_loader = DataLoader(train_set, BATCH_SIZE, sampler=sampler, drop_last=True)
     val_loader = DataLoader(val_set, BATCH_SIZE, sampler=DistributedSampler(val_set, shuffle=False))

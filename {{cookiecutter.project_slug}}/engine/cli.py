@@ -285,9 +285,9 @@ def add_optimization_arguments(parser: ArgumentParser, warmup_epochs: float = 1.
     add = parser.group("optimization").add_argument
     add("--steps", type=positive_int, help="stop after this many steps in total")
     add("--decay-weights-only", action="store_true", help="no weight decay for norms and biases")
-    add("--scale-lr", type=positive_int, metavar="IMAGES", help="--lr is for steps of this size")
+    add("--scale-lr", type=positive_int, metavar="IMAGES", help="global batch that --lr is for")
     schedules = ("cosine", "step", "none")
-    add("--schedule", choices=schedules, default="cosine", help="step: × 0.1 twice")
+    add("--schedule", choices=schedules, default="cosine", help="step: ÷ 10 at 1/3 and 2/3")
     add("--warmup-epochs", type=non_negative_float, default=warmup_epochs, help="linear warm-up")
     add("--accumulate", type=positive_int, default=1, help="batches per step")
     add("--label-smoothing", type=fraction, default=0.0, help="in the training loss")
