@@ -137,7 +137,7 @@ class Run:
     stop_signals: StopSignals
     watchdog: Watchdog
     progress: Progress = field(init=False)
-    audit: FirstStepAudit = field(init=False)  # created after resuming, whose result it checks
+    audit: FirstStepAudit = field(init=False)  # of the resumed state and the first step
     eval_models: dict[str, nn.Module] = field(init=False)  # by the suffix of their metrics
     metrics: dict[str, task.Metrics] = field(init=False)  # for each of them
 
@@ -470,10 +470,10 @@ def train_one_epoch(run: Run) -> dict[str, Any]:
         run.watchdog.enter(f"step {progress.step + 1}")
         set_learning_rates(run, len(batches))
         inputs = train_step(run, batches, meter)
-        progress.samples += images_per_batch * len(batches)
+        progress.samples += images_per_batch * len(batches)  # TrainLoader's batches are full
         progress.step += 1
         if logger.is_due(progress.step):
-            # On a GPU, `log` has the numbers of the log before, so that nothing waits for a copy.
+            # On a GPU, the record is that of the logging step before: reading it waits for nothing.
             lr = run.optimizer.param_groups[0]["lr"]
             log = logger.log_step(bar, meter, progress.step, lr, run.backend.loss_scale())
             check_finite(log, run.model, inputs)

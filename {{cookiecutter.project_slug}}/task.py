@@ -152,6 +152,7 @@ class Metrics:
 
     def update(self, output: Tensor, targets: Tensor) -> None:
         """Add a batch: the sum of its losses, its correct predictions, its size."""
+        # The loss of `criterion`, without label smoothing: change both.
         losses = F.cross_entropy(output.float(), targets, reduction="sum")
         correct = (output.argmax(dim=1) == targets).sum()
         size = correct.new_tensor(len(targets))
