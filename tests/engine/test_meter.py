@@ -35,6 +35,16 @@ def test_a_long_warm_up_is_logged_once(clock, tmp_path, capsys, seconds, is_logg
     assert capsys.readouterr().out == (text if is_logged else "")
 
 
+def test_epoch_without_steps_has_no_warm_up(clock, tmp_path, capsys):
+    """As that of a run that was stopped after its last step, and is resumed."""
+    logger = Logger(tmp_path, 0, Metric("val_accuracy"))
+    meter = logger.start_epoch(torch.device("cpu"), 10)
+    clock[0] += 1.0
+    assert meter.results()["images_per_second"] == 0
+    logger._print_warm_up(0.0)
+    assert capsys.readouterr().out == ""
+
+
 def test_throughput_within_the_warm_up_counts_all_steps(clock):
     for steps in (2, 3):
         clock[0] = 0.0

@@ -285,10 +285,11 @@ class Logger:
 
     def _print_warm_up(self, images_per_second: float) -> None:
         """Print how long the warm-up took, if it was notably longer than other steps."""
-        if self._meter is None:  # a resumed run, which only validates this epoch
+        meter = self._meter
+        seconds = meter.warm_up_seconds() if meter else 0.0
+        if not (meter and seconds):  # such as in a resumed run, which only validates this epoch
             return
-        seconds = self._meter.warm_up_seconds()
-        usual = WARM_UP * self._meter.images_per_step / images_per_second
+        usual = WARM_UP * meter.images_per_step / images_per_second
         if seconds > usual + 1:
             self.info(f"warm-up: {WARM_UP} steps in {seconds:.1f} s, not counted in images/s")
 
