@@ -1,11 +1,7 @@
 """``python -m apex_native`` runs scripts that were written for Apex."""
 
 import inspect
-import multiprocessing
-import os
 import re
-import runpy
-import subprocess
 import sys
 
 import pytest
@@ -14,7 +10,7 @@ import torch.distributed as dist
 from apex_native import amp, normalization, optimizers, parallel
 from apex_native import compat as fp16_utils
 from fresh import TEMPLATE
-from processes import fork_server
+from in_fork import run_python
 from torch import nn
 
 PROJECT = TEMPLATE
@@ -68,33 +64,15 @@ dist.destroy_process_group = lambda: (destroy(), print(f"rank {args.local_rank} 
 def start(tmp_path, monkeypatch):
     """Run ``python -m apex_native`` in tmp_path, or a launcher of it.
 
-    It is a fork of a process that has imported torch, and so saves seconds. Options are variables
-    of its environment.
+    Options are variables of its environment.
     """
     monkeypatch.chdir(tmp_path)
 
     def start(*arguments, launcher=(), **variables):
         command = [*launcher, *(["-m"] if launcher else []), "apex_native", *arguments]
-        process = fork_server().Process(target=run, args=(tmp_path, command, variables))
-        process.start()
-        process.join(120)
-        process.kill()
-        said = [(tmp_path / name).read_text() for name in ("stdout", "stderr")]
-        return subprocess.CompletedProcess(command, process.exitcode, *said)
+        return run_python(tmp_path, "-m", *command, path=[PROJECT], **variables)
 
     return start
-
-
-def run(folder, command, variables):
-    """Run the command as ``python -m`` does; its output goes to files."""
-    os.chdir(folder)
-    multiprocessing.process.ORIGINAL_DIR = str(folder)
-    for number, name in ((1, "stdout"), (2, "stderr")):
-        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-    os.environ |= {"PYTHONPATH": str(PROJECT), "CUDA_VISIBLE_DEVICES": "", **variables}
-    sys.path.insert(0, str(folder))
-    sys.argv = command
-    runpy.run_module(command[0], run_name="__main__", alter_sys=True)
 
 
 def test_old_script_runs_unchanged_under_torchrun(start, tmp_path):

@@ -8,9 +8,8 @@ import zipfile
 import apex_native
 import pytest
 from fresh import LEFTOVERS, ROOT, TEMPLATE
-from in_fork import execute
+from in_fork import run_python
 from library_fixtures import *  # noqa: F403
-from processes import fork_server
 
 # As the wheel has them: one package of two folders.
 apex_native.__path__.append(str(ROOT / "packages" / "apex_native"))
@@ -47,18 +46,9 @@ def installed(wheel, tmp_path_factory):
 
 @pytest.fixture
 def run(installed, tmp_path):
-    """Run Python with these arguments in tmp_path, where the wheel's contents can be imported.
-
-    It is a fork of a process that has imported torch, which saves seconds.
-    """
+    """Run Python with these arguments in tmp_path, where the wheel's contents can be imported."""
 
     def run(*arguments, path=()):
-        folders = [str(folder) for folder in (installed, *path)]
-        process = fork_server().Process(target=execute, args=(tmp_path, arguments, folders))
-        process.start()
-        process.join(120)
-        process.kill()
-        said = [(tmp_path / name).read_text() for name in ("stdout", "stderr")]
-        return subprocess.CompletedProcess(arguments, process.exitcode, *said)
+        return run_python(tmp_path, *arguments, path=[installed, *path])
 
     return run
