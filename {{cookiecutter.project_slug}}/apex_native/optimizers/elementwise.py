@@ -96,22 +96,21 @@ class FusedOptimizer(torch.optim.Optimizer):
         It gets the strides of the parameter, channels last or not, which the fused kernels assume.
         Raises ValueError for a moment of another shape, behind which these kernels would write.
         """
-        self._check_moments(state_dict)
-        super().load_state_dict(state_dict)
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         own = chain.from_iterable(group["params"] for group in self.param_groups)
-        for index, parameter in zip(saved, own, strict=True):
-            for name, value in state_dict["state"].get(index, {}).items():
+        pairs = zip(own, saved, strict=False)  # torch compares their numbers
+        states = [(parameter, state_dict["state"].get(index, {})) for parameter, index in pairs]
+        self._check_moments(states)
+        super().load_state_dict(state_dict)
+        for parameter, state in states:
+            for name, value in state.items():
                 if isinstance(value, Tensor) and name != "step":
                     like = parameter if value.shape == parameter.shape else value
                     copy = torch.empty_like(like, dtype=torch.float32, device=parameter.device)
                     self.state[parameter][name] = copy.copy_(value)
 
-    def _check_moments(self, state_dict: dict) -> None:
-        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        own = chain.from_iterable(group["params"] for group in self.param_groups)
-        for index, parameter in zip(saved, own, strict=False):  # torch compares their numbers
-            state = state_dict["state"].get(index, {})
+    def _check_moments(self, states: list[tuple[Tensor, dict]]) -> None:
+        for parameter, state in states:
             for name in self.moments:
                 if name in state and state[name].shape != parameter.shape:
                     shapes = f"{tuple(state[name].shape)}, not {tuple(parameter.shape)}"
