@@ -42,7 +42,7 @@ class Host:
         ip("-n", self.space, "link", "set", "eth0", "up")
 
     def command(self, before="true"):
-        """What starts a command here, after `before`."""
+        """Return the words that start a command here, after `before`."""
         script = f'hostname host{self.number} && {before} && exec "$@"'
         return "ip", "netns", "exec", self.space, "unshare", "--uts", "sh", "-c", script, "sh"
 
@@ -62,7 +62,7 @@ class Host:
         ip("-n", SWITCH, "link", "set", self.cable, "down")
 
     def lose(self):
-        """All processes die, and nobody is told: the cable is out."""
+        """Kill all processes with the cable out, so that no connection is closed."""
         self.unplug()
         done = subprocess.run(["ip", "netns", "pids", self.space], capture_output=True, text=True)
         for process in done.stdout.split():

@@ -21,7 +21,7 @@ COMMAND = ("-c", "from apex_native.extras.command import main; main()")
         (["--version"], 0, "apex-native "),
         (["--help"], 0, "usage: apex-native run"),
         ([], 2, "usage: apex-native run"),
-        (["mend", "script.py"], 2, "no command 'mend'"),
+        (["fix", "script.py"], 2, "no command 'fix'"),
         (["run", "missing.py"], 1, "usage: python -m apex_native"),
     ],
 )

@@ -76,7 +76,7 @@ class FP16_Optimizer(MasterWeights):  # noqa: N801, Apex's name
     def backward(
         self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False
     ) -> None:
-        """Run the backward pass of ``loss.float() × scale``; unscale unless told not to.
+        """Run the backward pass of ``loss.float() × scale``, and ``update_master_grads``.
 
         With several losses, pass ``update_master_grads=False`` and call that method once.
         """
