@@ -51,7 +51,7 @@ from engine.distributed.watchdog import StopSignals, Watchdog, time_limit
 from engine.monitoring.image_grid import sample_evenly
 from engine.monitoring.logger import Logger
 from engine.monitoring.meter import Meter
-from engine.monitoring.metric import AVERAGE, Metric
+from engine.monitoring.metric import AVERAGE, MonitoredMetric
 
 DDP = "«ddp»"  # which wrapper `wrap_model` has: flags are checked for it; change both
 OUTPUT = Path("runs/«project_slug»")
@@ -360,7 +360,7 @@ def build(args: argparse.Namespace) -> Run:
     """Set up a run: device, process group, data, model, SyncBN, optimizer, amp, DDP."""
     device, backend = init_distributed(args)
     seed_everything(args.seed)
-    metric = Metric(task.METRIC, task.METRIC_MODE)
+    metric = MonitoredMetric(task.METRIC, task.METRIC_MODE)
     logger = Logger(args.output, dist.get_rank(), metric, args.log_every)
     processes = distributed.describe(dist.get_world_size(), device)
     logger.info(f"{processes}, {args.opt_level}, {backend.reason}")
@@ -517,14 +517,14 @@ def check_validation(run: Run) -> None:
     """Validate a small batch: a mistake in a metric is an error before training, not after it."""
     with rng_preserved(), optim.without_compilation():
         results = evaluate(run, [run.data.val_sample])
-    run.logger.metric.require(results)
+    run.logger.monitored.require(results)
 
 
 def show_samples(run: Run, results: dict[str, float], epoch: int | None = None) -> None:
     """Write a picture of validation samples, by the better one of model and average; log it."""
     if not run.data.data_sets:
         return
-    suffix = run.logger.metric.best(results).name.removeprefix(task.METRIC)
+    suffix = run.logger.monitored.best(results).name.removeprefix(task.METRIC)
     model, metrics = run.eval_models[suffix], run.metrics[suffix]
     val_set = run.data.data_sets["val"]
     show = partial(task.show, model, val_set, metrics, run.args.output, epoch)
@@ -535,7 +535,7 @@ def is_finished(run: Run) -> bool:
     """Return whether --epochs or --steps are trained, or the metric no longer improves."""
     args, progress = run.args, run.progress
     is_trained = progress.epoch >= args.epochs or progress.step >= (args.steps or sys.maxsize)
-    return is_trained or run.logger.metric.has_stalled(progress.scores, args.patience)
+    return is_trained or run.logger.monitored.has_stalled(progress.scores, args.patience)
 
 
 def is_validation_due(run: Run) -> bool:
@@ -547,11 +547,11 @@ def validate_epoch(run: Run) -> None:
     """Validate the epoch that was trained last, and save its results."""
     logger, progress = run.logger, run.progress
     results = evaluate(run, run.data.val_loader)
-    row = progress.unvalidated | results
+    row = progress.pending_row | results
     logger.log_epoch(row)
     show_samples(run, results, int(row["epoch"]))
-    progress.unvalidated = {}
-    progress.scores.append(logger.metric.best(results).score)
+    progress.pending_row = {}
+    progress.scores.append(logger.monitored.best(results).score)
     run.checkpoints.save(results)  # as best.pt too, if the metric is the best yet
 
 
@@ -566,17 +566,17 @@ def train(run: Run, resumed: Path | None) -> None:
     run.watchdog.start()
     if is_finished(run):
         logger.info("nothing is left to train: --epochs and --steps count from the beginning")
-    while progress.unvalidated or not is_finished(run):
-        if not progress.unvalidated:
+    while progress.pending_row or not is_finished(run):
+        if not progress.pending_row:
             row = train_one_epoch(run)
             if is_validation_due(run):
-                progress.unvalidated = row
+                progress.pending_row = row
             else:
                 logger.log_epoch(row)
             run.checkpoints.save()  # an error in the validation does not lose the epoch
-        if progress.unvalidated:
+        if progress.pending_row:
             validate_epoch(run)
-    if logger.metric.has_stalled(progress.scores, run.args.patience):
+    if logger.monitored.has_stalled(progress.scores, run.args.patience):
         logger.info(f"{task.METRIC} has not improved in --patience {run.args.patience} validations")
     run.checkpoints.finish()
     logger.close(progress.best)

@@ -22,7 +22,7 @@ from engine.data import mix_seeds, seed_everything
 from engine.distributed import watchdog
 from engine.distributed.watchdog import StopSignals
 from engine.monitoring.meter import Meter
-from engine.monitoring.metric import Metric
+from engine.monitoring.metric import MonitoredMetric
 from engine.optim import Ema
 from processes import Processes
 from torch import nn
@@ -30,15 +30,15 @@ from torch import nn
 NATIVE = backend.load_backend("native", "O1")
 
 
-ACCURACY = Metric("val_accuracy")
+ACCURACY = MonitoredMetric("val_accuracy")
 
 
 class Messages(list):
     """Logger that keeps its messages."""
 
-    def __init__(self, metric: Metric = ACCURACY) -> None:
+    def __init__(self, metric: MonitoredMetric = ACCURACY) -> None:
         super().__init__()
-        self.metric = metric
+        self.monitored = metric
         self.rows: list[dict[str, float]] = []
 
     def info(self, message: str) -> None:
@@ -111,7 +111,7 @@ def saved_and_resumed(folder: str) -> tuple[list, list, float]:
         "best": -float("inf"),
         "weights": "model",
         "scores": [],
-        "unvalidated": {},
+        "pending_row": {},
     }
     meter = meter_on()
     again.start_epoch(meter)
@@ -388,7 +388,7 @@ def test_a_signal_stops_the_validation_of_all_ranks(
 
 def better_weights(folder: str) -> tuple[int, str, dict]:
     """Return the step, the weights and the results of best.pt, where lower is better."""
-    manager = manager_of(folder, logger=Messages(Metric("mae", "min")))
+    manager = manager_of(folder, logger=Messages(MonitoredMetric("mae", "min")))
     results = ({"mae": 3.0, "mae_ema": 5.0}, {"mae": 4.0, "mae_ema": 2.0}, {"mae": float("nan")})
     for step, row in enumerate(results, 1):
         manager.state.progress.step = step

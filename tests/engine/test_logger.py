@@ -21,13 +21,13 @@ from engine.checkpoint.format import Progress
 from engine.monitoring import curves
 from engine.monitoring.curves import BackgroundProcess
 from engine.monitoring.logger import Logger
-from engine.monitoring.metric import Metric
+from engine.monitoring.metric import MonitoredMetric
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer.record_writer import RecordWriter
 from test_curves import METRIC, row
 
-ACCURACY = Metric(METRIC)
+ACCURACY = MonitoredMetric(METRIC)
 
 
 def open_logger(output, progress=None, resume=None, flag=None):
@@ -182,7 +182,7 @@ def test_all_metrics_are_recorded(logger, capsys):
 @pytest.mark.usefixtures("no_curves")
 @pytest.mark.parametrize("name", ["val_loss", "val_mean_absolute_percentage_error"])
 def test_table_fits_a_metric_of_any_name(tmp_path, capsys, name):
-    logger = Logger(tmp_path, 0, Metric(name, "min"))
+    logger = Logger(tmp_path, 0, MonitoredMetric(name, "min"))
     logger.open({}, None, Progress())
     for epoch, value in enumerate((0.5, 0.25, 0.75), 1):
         logger.log_epoch(row(epoch) | {name: value})

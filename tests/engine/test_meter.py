@@ -6,11 +6,11 @@ import pytest
 import torch
 from engine.monitoring.logger import WARM_UP, Logger
 from engine.monitoring.meter import Meter
-from engine.monitoring.metric import Metric
+from engine.monitoring.metric import MonitoredMetric
 
 
 def test_warm_up_is_excluded_from_throughput(clock, tmp_path):
-    logger = Logger(tmp_path, 0, Metric("val_accuracy"))
+    logger = Logger(tmp_path, 0, MonitoredMetric("val_accuracy"))
     first, second = (logger.start_epoch(torch.device("cpu"), 10) for _ in range(2))
     assert (first.warm_up, second.warm_up) == (WARM_UP, 0)
     for step in range(WARM_UP + 4):
@@ -24,7 +24,7 @@ def test_warm_up_is_excluded_from_throughput(clock, tmp_path):
 
 @pytest.mark.parametrize(("seconds", "is_logged"), [(5.0, True), (1.0, False)])
 def test_a_long_warm_up_is_logged_once(clock, tmp_path, capsys, seconds, is_logged):
-    logger = Logger(tmp_path, 0, Metric("val_accuracy"))
+    logger = Logger(tmp_path, 0, MonitoredMetric("val_accuracy"))
     for _ in range(2):
         meter = logger.start_epoch(torch.device("cpu"), 10)
         for step in range(WARM_UP + 4):
@@ -37,7 +37,7 @@ def test_a_long_warm_up_is_logged_once(clock, tmp_path, capsys, seconds, is_logg
 
 def test_epoch_without_steps_has_no_warm_up(clock, tmp_path, capsys):
     """As that of a run that was stopped after its last step, and is resumed."""
-    logger = Logger(tmp_path, 0, Metric("val_accuracy"))
+    logger = Logger(tmp_path, 0, MonitoredMetric("val_accuracy"))
     meter = logger.start_epoch(torch.device("cpu"), 10)
     clock[0] += 1.0
     assert meter.results()["images_per_second"] == 0

@@ -4,7 +4,7 @@ import math
 
 import pytest
 from engine import UserError
-from engine.monitoring.metric import Best, Metric
+from engine.monitoring.metric import Best, MonitoredMetric
 
 
 @pytest.mark.parametrize(
@@ -22,16 +22,16 @@ from engine.monitoring.metric import Best, Metric
     ],
 )
 def test_patience_counts_validations_after_the_best(scores, patience, has_stalled):
-    assert Metric("accuracy").has_stalled(scores, patience) == has_stalled
+    assert MonitoredMetric("accuracy").has_stalled(scores, patience) == has_stalled
 
 
 def test_best_is_the_better_one_of_model_and_average():
     results = {"loss": 0.3, "loss_ema": 0.2, "accuracy": 0.8, "accuracy_ema": 0.7}
-    assert Metric("accuracy").best(results) == Best(0.8, "accuracy")
-    assert Metric("loss", "min").best(results) == Best(-0.2, "loss_ema")
-    assert Metric("loss").best({"loss": math.nan}) == Best(-math.inf, "loss")
+    assert MonitoredMetric("accuracy").best(results) == Best(0.8, "accuracy")
+    assert MonitoredMetric("loss", "min").best(results) == Best(-0.2, "loss_ema")
+    assert MonitoredMetric("loss").best({"loss": math.nan}) == Best(-math.inf, "loss")
 
 
 def test_unknown_mode_is_an_error():
     with pytest.raises(UserError, match='METRIC_MODE is \'mean\' in task.py: use "max" or "min"'):
-        Metric("loss", "mean")
+        MonitoredMetric("loss", "mean")

@@ -77,7 +77,7 @@ class LossScaler:
                 norms = torch.stack(torch._foreach_norm(same, float("inf")))
                 found_inf = (~norms.isfinite()).any().float()
                 torch._foreach_mul_(same, scale)
-            else:
+            else:  # the kernel of GradScaler, which has no public name; so has the update below
                 found_inf = torch.zeros_like(scale)
                 torch._amp_foreach_non_finite_check_and_unscale_(same, found_inf, scale)
             found.append(found_inf.to(inverse.device))

@@ -192,7 +192,7 @@ class CheckpointManager:
             return
         self.wait()
         progress = self.state.progress
-        best = self.logger.metric.best(results or {})
+        best = self.logger.monitored.best(results or {})
         if results:
             progress.weights = "ema" if best.name.endswith(AVERAGE) else "model"
         entries = format.to_cpu(format.collect(self.state))

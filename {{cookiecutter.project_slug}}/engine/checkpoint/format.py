@@ -35,8 +35,8 @@ class Progress:
     best: float = -math.inf  # score of best.pt (engine.monitoring.metric)
     weights: str = "model"  # or "ema": which of them had the better metric
     scores: list[float] = field(default_factory=list)  # of all validations
-    # Results of the training of an epoch that is saved before it is validated.
-    unvalidated: dict[str, float] = field(default_factory=dict)
+    # Training results of an epoch that is saved but not validated yet.
+    pending_row: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass

@@ -43,11 +43,11 @@ def check_values(path: Path, entries: dict[str, Any]) -> None:
 
 
 def _is_valid_history(entries: dict[str, Any]) -> bool:
-    unvalidated, scores = entries.get("unvalidated", {}), entries.get("scores", [])
+    pending_row, scores = entries.get("pending_row", {}), entries.get("scores", [])
     return (
         _are_rows(entries["history"])
-        and isinstance(unvalidated, dict)
-        and (not unvalidated or _are_rows([unvalidated]))
+        and isinstance(pending_row, dict)
+        and (not pending_row or _are_rows([pending_row]))
         and isinstance(scores, list)
         and all(isinstance(score, float) for score in scores)
     )

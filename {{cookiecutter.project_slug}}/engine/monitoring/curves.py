@@ -24,7 +24,7 @@ from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from engine import EXIT_USAGE, UserError, replacing
-from engine.monitoring.metric import AVERAGE, Best, Metric
+from engine.monitoring.metric import AVERAGE, Best, MonitoredMetric
 from engine.text import printable
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class Run:
 
     name: str
     config: dict[str, object]
-    metric: Metric
+    metric: MonitoredMetric
     columns: list[str]
     rows: list[dict[str, float]]  # an epoch without a validation has no metrics
 
@@ -141,10 +141,10 @@ def _check_rows(rows: list[dict[str, str]], table: Path) -> None:
             raise UserError(f"line {line} of {table} is incomplete: remove it")
 
 
-def _metric_of(flags: dict[str, Any], columns: list[str], table: Path) -> Metric:
+def _metric_of(flags: dict[str, Any], columns: list[str], table: Path) -> MonitoredMetric:
     """Return the metric that config.json names; in runs of version 0.9, the only one."""
     further = [name for name in columns if name not in COLUMNS]
-    metric = Metric(str(flags.get(METRIC, *further[:1])), flags.get(METRIC_MODE, "max"))
+    metric = MonitoredMetric(str(flags.get(METRIC, *further[:1])), flags.get(METRIC_MODE, "max"))
     if metric.name not in columns:
         raise UserError(f"{table} has no column of the run's metric: copy it from the run again")
     return metric

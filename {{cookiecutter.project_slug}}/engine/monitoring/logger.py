@@ -27,7 +27,7 @@ from engine.monitoring import curves
 from engine.monitoring.curves import COLUMNS, CONFIG, METRIC, METRIC_MODE, PICTURE, TABLE
 from engine.monitoring.events import EventWriter
 from engine.monitoring.meter import LogRecord, Meter
-from engine.monitoring.metric import Metric
+from engine.monitoring.metric import MonitoredMetric
 from engine.text import printable
 
 if TYPE_CHECKING:
@@ -62,11 +62,11 @@ class Logger:
     """
 
     def __init__(
-        self, output: Path, rank: int, metric: Metric, log_every: int | None = None
+        self, output: Path, rank: int, metric: MonitoredMetric, log_every: int | None = None
     ) -> None:
         self.output = output
         self.active = rank == 0
-        self.metric = metric
+        self.monitored = metric
         self.log_every = log_every
         self.started_at = time.monotonic()
         self.rows: list[dict[str, Any]] = []  # of metrics.csv; a checkpoint holds them, too
@@ -94,7 +94,7 @@ class Logger:
                 self.lock()
                 self.rows = self._rows_to_keep(config, resume, progress.epoch)
                 with replacing(self.output / CONFIG) as temporary:
-                    metric = {METRIC: self.metric.name, METRIC_MODE: self.metric.mode}
+                    metric = {METRIC: self.monitored.name, METRIC_MODE: self.monitored.mode}
                     temporary.write_text(cli.as_json(config | metric))
                 self._write_table()
         except (KeyError, ValueError, csv.Error):
@@ -295,7 +295,7 @@ class Logger:
 
     def _main_columns(self) -> list[str]:
         """Return the columns of the console's table, with which metrics.csv starts."""
-        return list(dict.fromkeys([*COLUMNS[:4], self.metric.name, *COLUMNS[4:]]))
+        return list(dict.fromkeys([*COLUMNS[:4], self.monitored.name, *COLUMNS[4:]]))
 
     def _print_row(self, row: dict[str, Any]) -> None:
         """Print a row of the table, and further metrics below it."""
@@ -324,7 +324,7 @@ class Logger:
             names = dict.fromkeys(chain.from_iterable(self.rows))
             columns = self._main_columns()
             if names:  # the metric's column is there before the first validation
-                columns = [name for name in columns if name in {*names, self.metric.name}]
+                columns = [name for name in columns if name in {*names, self.monitored.name}]
             columns += [name for name in names if name not in columns]
             writer = csv.DictWriter(file, columns, lineterminator="\n")
             writer.writeheader()
@@ -378,7 +378,7 @@ class Logger:
             run = curves.read_run(self.output)
             facts.append(run.describe_best())
             if best > run.best[0].score:
-                value = self.metric.value(best)
+                value = self.monitored.value(best)
                 facts.append(f"best.pt has {value:.4f} from within an epoch")
         facts.append(f"took {timedelta(seconds=round(time.monotonic() - self.started_at))}")
         if self.throughputs:

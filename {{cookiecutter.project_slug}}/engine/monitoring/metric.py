@@ -20,7 +20,7 @@ class Best(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Metric:
+class MonitoredMetric:
     """Metric that selects the best model, by its highest ("max") or its lowest value ("min")."""
 
     name: str

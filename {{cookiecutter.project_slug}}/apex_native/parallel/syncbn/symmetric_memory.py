@@ -31,7 +31,7 @@ import torch.distributed as dist
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.distributed import _symmetric_memory as symmetric_memory
+from torch.distributed import _symmetric_memory as symmetric_memory  # documented by this name
 
 from .kernels import (
     CHANNELS,
