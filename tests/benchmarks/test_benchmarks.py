@@ -53,6 +53,7 @@ def compete(tmp_path):
     return compete
 
 
+@pytest.mark.slow
 def test_the_project_and_torch_take_turns(compete):
     done, table, turns = compete("project-O0", "torch-fp32", "apex-O1")
     assert done.returncode == 0, done.stderr
@@ -142,7 +143,8 @@ def test_a_name_that_is_none_is_refused(step, name):
         step.read_name(name, "sgd")
 
 
-@pytest.mark.parametrize("program", ["step.py", pytest.param("scaling.py", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("program", ["step.py", "scaling.py"])
 def test_turns_beyond_main_pys_first_epoch_are_refused(tmp_path, program):
     """Its validation and its save would be timed."""
     flags = ("--contestants", "project-O1", "--rounds", "8", "--output", tmp_path / "turns.csv")
