@@ -249,7 +249,8 @@ class Predictor:
         self.classes = metadata["classes"]
         self.top = args.top
         self.device = next(model.parameters()).device
-        self.read = read_center_crop if metadata["data"] else Digits.read
+        is_digits = not metadata["data"] and self.classes == [*Digits.classes]
+        self.read = Digits.read if is_digits else read_center_crop
 
     def __call__(self, path: Path) -> list[tuple[str, float]]:
         """Return the classes of the image at `path`, most likely first."""

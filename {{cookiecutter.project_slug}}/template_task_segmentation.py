@@ -356,7 +356,8 @@ class Predictor:
         self.classes = metadata["classes"]
         self.output = args.output
         self.device = next(model.parameters()).device
-        self.side = SIZE if metadata["data"] else Digits.side
+        is_digits = not metadata["data"] and self.classes == [*Digits.classes]
+        self.side = Digits.side if is_digits else SIZE
         self.palette = make_palette(len(self.classes))
         self.root = os.path.commonpath([os.path.abspath(path.parent) for path in args.images])
         try:

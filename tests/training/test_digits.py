@@ -2,9 +2,12 @@
 
 import subprocess
 import sys
+from argparse import Namespace
 
 import numpy as np
 import pytest
+import task
+import torch
 from fresh import ROOT
 from PIL import Image
 
@@ -52,3 +55,16 @@ def test_data_readme_names_source_and_license():
     text = (PROJECT / "README.md").read_text(encoding="utf-8")
     for part in ("E. Alpaydin and C. Kaynak", "1998", "10.24432/C50P49", "CC BY 4.0", "1,797"):
         assert part in text
+
+
+@pytest.mark.parametrize(
+    ("data", "classes", "is_digit"),
+    [("", "0123456789", True), ("", "abcdefghij", False), ("folder", "0123456789", False)],
+)
+def test_only_the_digits_are_predicted_at_their_own_size(tmp_path, data, classes, is_digit):
+    # An owner's data set, built without --data, has no folder either.
+    path = tmp_path / "image.png"
+    Image.new("L", (300, 200)).save(path)
+    metadata = {"data": data, "classes": [*classes]}
+    predict = task.Predictor(torch.nn.Linear(1, 1), metadata, Namespace(top=5))
+    assert predict.read(path).shape == (3, *([32, 32] if is_digit else [224, 224]))

@@ -416,10 +416,10 @@ class Bright(torch.nn.Module):
         return {"out": torch.stack([torch.zeros_like(images[:, 0]), self.weight * images[:, 0]], 1)}
 
 
-@pytest.mark.parametrize("data", ["", "folder"])
+@pytest.mark.parametrize("digits", [True, False])
 @pytest.mark.parametrize("size", [(60, 90), (700, 300)])
 @torch.no_grad()
-def test_predicted_masks_align_with_the_image(tmp_path, data, size):
+def test_predicted_masks_align_with_the_image(tmp_path, digits, size):
     height, width = size
     bright = np.zeros((height, width, 3), np.uint8)
     bright[height // 3 :, : width // 2] = 255
@@ -428,18 +428,20 @@ def test_predicted_masks_align_with_the_image(tmp_path, data, size):
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(bright).save(path)
     args = Namespace(images=images, output=tmp_path / "out")
-    predict = task.Predictor(Bright(), {"data": data, "classes": ["dark", "bright"]}, args)
+    classes = [*task.Digits.classes] if digits else ["dark", "bright"]
+    predict = task.Predictor(Bright(), {"data": "", "classes": classes}, args)
+    assert predict.side == (task.Digits.side if digits else task.SIZE)
     for path in images[:2]:
         found = predict(path)
-        assert [name for name, _ in found] == ["dark", "bright"]
+        assert [name for name, _ in found] == classes[:2]
         assert found[1][1] == pytest.approx(1 / 3, abs=0.03)
     for name in ("a.png", "more/a.png"):
         mask = Image.open(tmp_path / "out" / "masks" / name)
         assert (mask.mode, mask.size) == ("P", (width, height))
         assert ((np.array(mask) == 1) != (bright[..., 0] > 0)).mean() < 0.04
-        assert mask.getpalette()[3:6] == task.make_palette(2)[1].tolist()
+        assert mask.getpalette()[3:6] == task.make_palette(len(classes))[1].tolist()
         assert Image.open(tmp_path / "out" / "overlays" / name).size == (width, height)
     with pytest.raises(UserError, match="a.bmp: .* is of another image of that name"):
         predict(images[2])
     with pytest.raises(UserError, match="holds something already"):
-        task.Predictor(Bright(), {"data": data, "classes": ["dark", "bright"]}, args)
+        task.Predictor(Bright(), {"data": "", "classes": classes}, args)
