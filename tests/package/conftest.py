@@ -5,14 +5,13 @@ import subprocess
 import sys
 import zipfile
 
-import apex_native
 import pytest
+from extras_path import add_extras
 from fresh import LEFTOVERS, ROOT, TEMPLATE
 from in_fork import run_python
 from library_fixtures import *  # noqa: F403
 
-# As the wheel has them: one package of two folders.
-apex_native.__path__.append(str(ROOT / "packages" / "apex_native"))
+add_extras()
 
 BUILD = "import setuptools.build_meta as backend, sys; print(backend.build_wheel(sys.argv[1]))"
 
@@ -42,6 +41,17 @@ def installed(wheel, tmp_path_factory):
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder)
     return folder
+
+
+@pytest.fixture
+def two_package_processes(two_processes):
+    """Run functions on two processes that can import ``apex_native.extras``."""
+
+    def run(function, *arguments):
+        two_processes(add_extras)
+        return two_processes(function, *arguments)
+
+    return run
 
 
 @pytest.fixture

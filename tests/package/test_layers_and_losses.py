@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from apex_native.extras.group_norm import GroupNorm
 from apex_native.extras.layers import MLP, FastLayerNorm, FusedDense, FusedDenseGeluDense
 from apex_native.extras.losses import (
     FocalLoss,
@@ -195,3 +196,47 @@ def test_clip_grad_norm_without_gradients_and_with_nan():
     parameter.grad = torch.tensor([1.0, math.nan])
     with pytest.raises(RuntimeError, match="non-finite"):
         clip_grad_norm_([parameter], 1.0, error_if_nonfinite=True)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("act", [None, "", "silu", "Swish"])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_group_norm(device, dtype, act, channels_last):
+    layer = GroupNorm(3, 6, eps=1e-3, act=act)
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+
+    def function(x, weight, bias):
+        output = torch.func.functional_call(layer, {"weight": weight, "bias": bias}, (x,))
+        assert output.is_contiguous(memory_format=layout)
+        return output
+
+    def reference(x, weight, bias):
+        grouped = x.reshape(2, 3, -1)
+        centred = grouped - grouped.mean(-1, keepdim=True)
+        x = (centred / (centred.square().mean(-1, keepdim=True) + 1e-3).sqrt()).view_as(x)
+        x = x * weight[:, None, None] + bias[:, None, None]
+        return x / (1 + (-x).exp()) if act else x
+
+    x = torch.randn(2, 6, 4, 5).to(memory_format=layout)
+    compare(function, reference, [x, torch.randn(6), torch.randn(6)], dtype, device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_group_norm_of_mixed_types_has_the_type_of_its_input(device, dtype):
+    x = torch.randn(2, 6, 4, 5, device=device)
+    expected = nn.functional.group_norm(x, 2)
+    found = GroupNorm(2, 6, dtype=dtype, device=device)(x)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected)
+    found = GroupNorm(2, 6, device=device)(x.to(dtype))
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.float(), expected, rtol=2e-2, atol=2e-2)
+    found = GroupNorm(2, 6, affine=False)(x.cpu())
+    torch.testing.assert_close(found, expected.cpu())
+
+
+def test_group_norm_refuses_other_arguments():
+    with pytest.raises(ValueError, match="divisible"):
+        GroupNorm(4, 6)
+    with pytest.raises(ValueError, match="'relu'"):
+        GroupNorm(2, 6, act="relu")

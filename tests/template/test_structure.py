@@ -12,7 +12,7 @@ MAX_FILES = 87  # lower these two whenever the libraries shrink
 MAX_LINES = 12_430
 TARGET_FILES, TARGET_LINES, TARGET_SHARE = 60, 8_500, 0.15
 MAX_TEST_LINES, MAX_TEST_FILES = 600, 6
-MAX_APEX_NATIVE_LINES = 3_312
+MAX_APEX_NATIVE_LINES = 3_315
 MAX_MARKERS = 60  # in the template's main.py
 NO_IMPERATIVE = re.compile(r"(What|Whether|Which|Says|Goes)\b")
 

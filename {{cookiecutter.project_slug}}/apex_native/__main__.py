@@ -50,14 +50,17 @@ PACKAGED = {
     r"apex\.amp\.(init|opt)": 'apex.amp.initialize with opt_level="O1"',
     r"apex\.contrib\.clip_grad": "torch.nn.utils.clip_grad_norm_",
     r"apex\.contrib\.(focal_loss|xentropy)": "torch.nn.functional.cross_entropy",
+    r"apex\.contrib\.(group_norm|multihead_attn)": "torch.nn.GroupNorm or MultiheadAttention",
+    r"contrib\.optimizers\.distributed_\w+": "torch.distributed.optim.ZeroRedundancyOptimizer",
     r"apex\.(fused_dense|mlp)": "torch.nn.Sequential of torch.nn.Linear and an activation",
+    r"transformer\.(amp|enums|\w+Type|layers|microbatches|parallel_state|\w+\.utils|"
+    r"functional\.(fused_softmax|FusedScaleMaskSoftmax))": "Megatron-LM",
 }
 # and of names that it lacks too.
 EQUIVALENTS = {
     r"apex\.RNN": "torch.nn.LSTM, GRU or RNN",
     r"apex\.contrib\.fmha": "torch.nn.functional.scaled_dot_product_attention",
     r"apex\.contrib\.groupbn": "apex.parallel.SyncBatchNorm",
-    r"apex\.contrib\.multihead_attn": "torch.nn.MultiheadAttention",
     r"apex\.contrib\.optimizers": "torch.distributed.optim.ZeroRedundancyOptimizer",
     r"apex\.pyprof": "torch.profiler",
     r"apex\.transformer": "torch.distributed.tensor.parallel",

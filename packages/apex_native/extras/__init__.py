@@ -21,9 +21,12 @@ from .covered import COVERED
 # Modules of Apex whose calls raise where its kernels were not built, and these kernels.
 KERNELS = {
     "apex.contrib.clip_grad": "amp_C",
+    "apex.contrib.optimizers.distributed_fused_adam": "distributed_adam_cuda",
+    "apex.contrib.optimizers.distributed_fused_lamb": "distributed_lamb_cuda",
     "apex.multi_tensor_apply": "amp_C",
     "apex.normalization": "fused_layer_norm_cuda",
     "apex.optimizers": "amp_C",
+    "apex.transformer": "scaled_masked_softmax_cuda",
 }
 
 

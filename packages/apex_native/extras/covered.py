@@ -24,11 +24,29 @@ COVERED: dict[str, dict[str, str]] = {
     "apex.contrib.clip_grad.clip_grad": {"extras.losses": "clip_grad_norm_"},
     "apex.contrib.focal_loss": {"extras.losses": "focal_loss"},
     "apex.contrib.focal_loss.focal_loss": {"extras.losses": "FocalLoss focal_loss"},
+    "apex.contrib.group_norm": {"extras.group_norm": "GroupNorm"},
+    "apex.contrib.group_norm.group_norm": {"extras.group_norm": "GroupNorm"},
     "apex.contrib.layer_norm": {"extras.layers": "FastLayerNorm"},
     "apex.contrib.layer_norm.layer_norm": {"extras.layers": "FastLayerNorm"},
+    "apex.contrib.multihead_attn": {
+        "extras.attention": "EncdecMultiheadAttn SelfMultiheadAttn fast_mask_softmax_dropout_func",
+    },
+    "apex.contrib.multihead_attn.encdec_multihead_attn": {
+        "extras.attention": "EncdecMultiheadAttn",
+    },
+    "apex.contrib.multihead_attn.mask_softmax_dropout_func": {
+        "extras.attention": "fast_mask_softmax_dropout_func",
+    },
+    "apex.contrib.multihead_attn.self_multihead_attn": {"extras.attention": "SelfMultiheadAttn"},
     "apex.contrib.optimizers": {
         "extras.fused_fp16_optimizer": "FP16_Optimizer",
         "extras.contrib_adam": "FusedAdam",
+    },
+    "apex.contrib.optimizers.distributed_fused_adam": {
+        "extras.distributed_optimizers": "DistributedFusedAdam",
+    },
+    "apex.contrib.optimizers.distributed_fused_lamb": {
+        "extras.distributed_optimizers": "DistributedFusedLAMB",
     },
     "apex.contrib.optimizers.fp16_optimizer": {"extras.fused_fp16_optimizer": "FP16_Optimizer"},
     "apex.contrib.optimizers.fused_adam": {"extras.contrib_adam": "FusedAdam"},
@@ -88,4 +106,44 @@ COVERED: dict[str, dict[str, str]] = {
     },
     "apex.parallel.optimized_sync_batchnorm": {"parallel": "SyncBatchNorm"},
     "apex.parallel.sync_batchnorm": {"parallel": "SyncBatchNorm"},
+    "apex.transformer": {"extras.transformer_enums": "AttnMaskType AttnType LayerType"},
+    "apex.transformer.amp": {"extras.transformer_layers": "GradScaler"},
+    "apex.transformer.amp.grad_scaler": {"extras.transformer_layers": "GradScaler"},
+    "apex.transformer.enums": {
+        "extras.transformer_enums": "AttnMaskType AttnType LayerType ModelType",
+    },
+    "apex.transformer.functional": {"extras.fused_softmax": "FusedScaleMaskSoftmax"},
+    "apex.transformer.functional.fused_softmax": {
+        "extras.fused_softmax": "FusedScaleMaskSoftmax GenericFusedScaleMaskSoftmax "
+        "generic_scaled_masked_softmax scaled_masked_softmax scaled_upper_triang_masked_softmax",
+    },
+    "apex.transformer.layers": {
+        "extras.transformer_layers": "FastLayerNorm FusedLayerNorm MixedFusedLayerNorm",
+    },
+    "apex.transformer.layers.layer_norm": {
+        "extras.transformer_layers": "FastLayerNorm FusedLayerNorm MixedFusedLayerNorm",
+    },
+    "apex.transformer.microbatches": {
+        "extras.transformer_microbatches": "ConstantNumMicroBatches NumMicroBatchesCalculator "
+        "RampupBatchsizeNumMicroBatches build_num_microbatches_calculator",
+    },
+    "apex.transformer.parallel_state": {
+        "extras.transformer_parallel_state": "destroy_model_parallel get_data_parallel_group "
+        "get_data_parallel_rank get_data_parallel_src_rank get_data_parallel_world_size "
+        "get_model_parallel_group get_pipeline_model_parallel_group "
+        "get_pipeline_model_parallel_rank get_pipeline_model_parallel_split_rank "
+        "get_pipeline_model_parallel_world_size get_rank_info get_tensor_model_parallel_group "
+        "get_tensor_model_parallel_rank get_tensor_model_parallel_src_rank "
+        "get_tensor_model_parallel_world_size get_virtual_pipeline_model_parallel_rank "
+        "get_virtual_pipeline_model_parallel_world_size initialize_model_parallel "
+        "is_pipeline_first_stage is_pipeline_last_stage is_pipeline_stage_after_split "
+        "is_pipeline_stage_before_split is_unitialized model_parallel_is_initialized",
+    },
+    "apex.transformer.pipeline_parallel": {},
+    "apex.transformer.pipeline_parallel.utils": {
+        "extras.transformer_microbatches": "get_current_global_batch_size get_kth_microbatch "
+        "get_micro_batch_size get_num_microbatches is_last_rank listify_model "
+        "param_is_not_shared print_rank_0 print_rank_last setup_microbatch_calculator "
+        "unwrap_model update_num_microbatches",
+    },
 }

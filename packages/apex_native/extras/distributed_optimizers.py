@@ -1,0 +1,282 @@
+"""Optimizers of ``apex.contrib.optimizers`` that average gradients and shard their state."""
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from apex_native.optimizers import FusedAdam, FusedLAMB
+from torch import Tensor
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+# Apex's options of buffers, types and process groups, which change no result.
+UNUSED_BY_ADAM = (
+    "dtype grad_sync_dtype param_sync_dtype device overlap_param_sync bucket_cap_mb pipeline_size "
+    "contiguous_param_buffer contiguous_grad_buffer store_params store_param_remainders nccl_ub"
+)
+UNUSED_BY_LAMB = (
+    "step_supports_amp_scaling dwu_group_size dwu_num_blocks dwu_num_chunks dwu_num_rs_pg "
+    "dwu_num_ar_pg dwu_num_ag_pg fused_norm e5m2_allgather verbose clip_after_ar full_ar "
+    "set_param_views_to_flat_buffer skip_allgather fuse_scale param_order nccl_allgather_channels"
+)
+
+
+class _DistributedOptimizer(ZeroRedundancyOptimizer):
+    """Optimizer that averages gradients over the processes and shards its state (ZeRO, stage 1).
+
+    The model is not wrapped in DistributedDataParallel. Each gradient is averaged when the backward
+    pass has it, or before it is used, outside of ``no_sync``. The same parameters must take part in
+    the backward pass of all processes. Apex also shards gradients (stage 2).
+    """
+
+    _step_supports_amp_scaling = True  # read by GradScaler.step, which leaves gradients scaled
+    grad_scale: Tensor | None
+    found_inf: Tensor
+
+    def __init__(
+        self,
+        params: Iterable,
+        optimizer_class: type[torch.optim.Optimizer],
+        process_group: dist.ProcessGroup | None,
+        overlap_grad_sync: bool,
+        **defaults: Any,
+    ) -> None:
+        super().__init__(params, optimizer_class, process_group=process_group, **defaults)
+        self._is_syncing = True
+        self._unsynced: set[Tensor] = set()
+        self._is_overlapped = overlap_grad_sync
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._on_gradient)
+            for parameter in self.parameters()
+            if parameter.requires_grad
+        ]
+
+    def parameters(self) -> list[Tensor]:
+        """Return the parameters of all groups."""
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def _on_gradient(self, parameter: Tensor) -> None:
+        self._unsynced.add(parameter)
+        if self._is_syncing and self._is_overlapped:
+            self._average(parameter)
+
+    def _average(self, parameter: Tensor) -> None:
+        # The part of an accumulated gradient that was averaged before is equal on all processes, so
+        # that the mean leaves it as it is.
+        assert parameter.grad is not None
+        parameter.grad.div_(dist.get_world_size(self.process_group))
+        dist.all_reduce(parameter.grad, group=self.process_group)
+        self._unsynced.discard(parameter)
+
+    def grad_sync(self) -> None:
+        """Average the gradients that were not averaged yet, such as those of ``no_sync``."""
+        for parameter in self.parameters():
+            if parameter in self._unsynced:
+                self._average(parameter)
+
+    @contextlib.contextmanager
+    def no_sync(self, greedy_grad_copy: bool = False) -> Iterator[None]:
+        """Accumulate gradients in each process; `greedy_grad_copy` is accepted as in Apex."""
+        was_syncing, self._is_syncing = self._is_syncing, False
+        try:
+            yield
+        finally:
+            self._is_syncing = was_syncing
+
+    def _gradients(self) -> list[Tensor]:
+        self.grad_sync()
+        return [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
+
+    @torch.no_grad()
+    def grad_norm(self) -> Tensor:
+        """Return the 2-norm of all averaged gradients."""
+        return torch.nn.utils.get_total_norm(self._gradients())
+
+    @torch.no_grad()
+    def _divide_gradients(self, divisor: Tensor | float) -> None:
+        torch._foreach_div_(self._gradients(), divisor)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None, **kwargs: Any) -> Any:
+        """Average and unscale the gradients, and update the parameters.
+
+        Under ``GradScaler.step``, nothing happens if the gradients are not finite.
+        """
+        if closure is not None:
+            raise NotImplementedError("a distributed optimizer takes no closure")
+        gradients = self._gradients()
+        # Set by GradScaler.step. Averaged gradients are not finite on all processes or on none.
+        if hasattr(self, "found_inf"):
+            if self.found_inf.item():
+                return None
+            if self.grad_scale is not None:
+                torch._foreach_div_(gradients, self.grad_scale)
+        return self._update()
+
+    def _update(self) -> float | None:
+        return super().step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Set gradients to None or zero."""
+        super().zero_grad(set_to_none)
+        self._unsynced.clear()
+
+    def state_dict(self, gather_on_root: bool = True) -> dict[str, Any]:  # type: ignore[override]
+        """Return the state of all processes, in the form of the unsharded optimizer.
+
+        Every process calls it. With `gather_on_root`, the others than rank 0 get an empty dict.
+        """
+        targets = range(1 if gather_on_root else dist.get_world_size(self.process_group))
+        rank = dist.get_rank(self.process_group)
+        result: dict[str, Any] = {}
+        for target in targets:
+            self.consolidate_state_dict(to=target)
+            if rank == target:
+                result = super().state_dict()
+        return result
+
+
+class DistributedFusedAdam(_DistributedOptimizer):
+    """FusedAdam that averages gradients and shards its moments; see ``_DistributedOptimizer``.
+
+    Args:
+        average_grad_sync: False raises NotImplementedError.
+        overlap_grad_sync: whether to average gradients during the backward pass.
+        kwargs: Apex's options of buffers, buckets and types, which are accepted and unused: state
+            is fp32, and parameters are broadcast in their own type.
+    """
+
+    def __init__(  # noqa: PLR0913, Apex's signature
+        self,
+        params: Iterable,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        average_grad_sync: bool = True,
+        overlap_grad_sync: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        if not average_grad_sync:
+            raise NotImplementedError("DistributedFusedAdam: average_grad_sync must be True")
+        unknown = [name for name in kwargs if name not in UNUSED_BY_ADAM.split() and kwargs[name]]
+        if unknown:
+            raise NotImplementedError(f"DistributedFusedAdam has no {', '.join(unknown)}")
+        super().__init__(
+            params,
+            FusedAdam,
+            process_group,
+            overlap_grad_sync,
+            lr=lr,
+            bias_correction=bias_correction,
+            betas=betas,
+            eps=eps,
+            adam_w_mode=adam_w_mode,
+            weight_decay=weight_decay,
+            amsgrad=amsgrad,
+        )
+
+    @torch.no_grad()
+    def clip_grad_norm(
+        self, max_norm: float, parameters: object = None, norm_type: float = 2.0
+    ) -> Tensor:
+        """Scale the averaged gradients to a 2-norm of at most `max_norm`; return it from before.
+
+        Raises NotImplementedError for some of the parameters or another norm, as Apex does.
+        """
+        if parameters is not None or norm_type != 2.0:
+            raise NotImplementedError("clip_grad_norm has the 2-norm of all parameters only")
+        norm = self.grad_norm()
+        self._divide_gradients(torch.clamp((norm + 1e-6) / max_norm, min=1.0))
+        return norm
+
+    @torch.no_grad()
+    def unscale_grads(self, inv_scale: Tensor, *args: Any) -> dict[torch.device, Tensor]:
+        """Multiply the averaged gradients; return for each device 1.0 if any is not finite."""
+        gradients = self._gradients()
+        largest = torch.nn.utils.get_total_norm(gradients, torch.inf)
+        torch._foreach_mul_(gradients, inv_scale)
+        return {largest.device: (~largest.isfinite()).float()}
+
+
+class DistributedFusedLAMB(_DistributedOptimizer):
+    """FusedLAMB that averages gradients and shards its moments; see ``_DistributedOptimizer``.
+
+    Args:
+        overlap_reductions: whether to average gradients during the backward pass.
+        kwargs: Apex's options of process groups, buffers and rounding, which are accepted and
+            unused.
+    """
+
+    def __init__(  # noqa: PLR0913, Apex's signature
+        self,
+        params: Iterable,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        grad_averaging: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+        adam_w_mode: bool = True,
+        use_nvlamb: bool = False,
+        overlap_reductions: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        unknown = sorted(kwargs.keys() - UNUSED_BY_LAMB.split())
+        if unknown:
+            raise TypeError(f"DistributedFusedLAMB has no {', '.join(unknown)}")
+        super().__init__(
+            params,
+            FusedLAMB,
+            None,
+            overlap_reductions,
+            lr=lr,
+            bias_correction=bias_correction,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            adam_w_mode=adam_w_mode,
+            grad_averaging=grad_averaging,
+            max_grad_norm=torch.inf,  # _update clips by the norm of all gradients
+            use_nvlamb=use_nvlamb,
+        )
+        self.max_grad_norm = max_grad_norm
+        self._global_scale: Tensor | float = 1.0
+
+    def set_is_accumulation_step(self, is_accumulation_step: bool) -> None:
+        """Set whether the next backward pass only accumulates gradients in each process."""
+        self._is_syncing = not is_accumulation_step
+
+    def set_last_step(self, last_step: bool) -> None:
+        """Do nothing: parameters are always broadcast after a step."""
+
+    def set_global_scale(self, global_scale: Tensor | float) -> None:
+        """Set the loss scale by which ``step`` divides gradients, unless GradScaler calls it."""
+        self._global_scale = global_scale
+
+    @property
+    def global_scale(self) -> Tensor | float:
+        """The loss scale that was set."""
+        return self._global_scale
+
+    def complete_reductions(self) -> None:
+        """Average the gradients that were not averaged yet."""
+        self.grad_sync()
+
+    @torch.no_grad()
+    def _update(self) -> float | None:
+        if not hasattr(self, "found_inf"):
+            self._divide_gradients(self._global_scale)
+        norm = self.grad_norm()
+        if not norm.isfinite():  # as in Apex, a step that overflowed is skipped
+            return None
+        if self.max_grad_norm > 0:
+            self._divide_gradients(torch.clamp(norm / self.max_grad_norm, min=1.0))
+        return super()._update()

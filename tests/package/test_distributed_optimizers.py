@@ -1,0 +1,206 @@
+"""Optimizers that shard their state equal the plain ones on the averaged gradients."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from apex_native.extras.distributed_optimizers import DistributedFusedAdam, DistributedFusedLAMB
+from apex_native.optimizers import FusedAdam, FusedLAMB
+from torch import nn
+
+STEPS = 4
+OPTIONS = {
+    DistributedFusedAdam: (FusedAdam, {"lr": 0.05, "weight_decay": 0.1}),
+    DistributedFusedLAMB: (FusedLAMB, {"lr": 0.05, "weight_decay": 0.1, "eps": 1e-8}),
+}
+
+
+def build():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4), nn.Linear(4, 3))
+
+
+def batches(rank):
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(7, 6, generator=generator) for _ in range(2 * STEPS)]
+
+
+def parameters_of(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def train_distributed(cls, accumulate, overlap, max_norm):
+    """Return the parameters after some steps, the norms that were clipped, and the moments here."""
+    model = build()
+    name = "overlap_grad_sync" if cls is DistributedFusedAdam else "overlap_reductions"
+    options = {**OPTIONS[cls][1], name: overlap}
+    if cls is DistributedFusedLAMB:
+        options["max_grad_norm"] = max_norm
+    optimizer = cls(model.parameters(), **options)
+    norms = []
+    data = batches(dist.get_rank())
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        if accumulate and cls is DistributedFusedAdam:
+            with optimizer.no_sync():
+                model(data[2 * step]).square().sum().backward()
+        elif accumulate:
+            optimizer.set_is_accumulation_step(True)
+            model(data[2 * step]).square().sum().backward()
+            optimizer.set_is_accumulation_step(False)
+        model(data[2 * step + 1]).square().sum().backward()
+        if cls is DistributedFusedAdam and max_norm:
+            norms.append(optimizer.clip_grad_norm(max_norm).item())
+        optimizer.step()
+    own = sum(len(state) for state in optimizer.optim.state.values())
+    return parameters_of(model), norms, own, optimizer.state_dict()
+
+
+def train_plain(cls, accumulate, max_norm):
+    """Return the parameters after the same steps of one process, and the norms."""
+    plain, options = OPTIONS[cls]
+    if plain is FusedLAMB:
+        options = {**options, "max_grad_norm": max_norm}
+    model = build()
+    optimizer = plain(model.parameters(), **options)
+    norms = []
+    data = [batches(rank) for rank in range(2)]
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for part in (2 * step, 2 * step + 1) if accumulate else (2 * step + 1,):
+            sum(model(data[rank][part]).square().sum() / 2 for rank in range(2)).backward()
+        if plain is FusedAdam and max_norm:
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), max_norm).item())
+        optimizer.step()
+    return parameters_of(model), norms, optimizer.state_dict()
+
+
+@pytest.mark.parametrize("cls", OPTIONS)
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_two_processes_equal_one(two_package_processes, cls, accumulate, overlap):
+    results = two_package_processes(train_distributed, cls, accumulate, overlap, 0.5)
+    expected, norms, state = train_plain(cls, accumulate, 0.5)
+    for parameters, own_norms, _, _ in results:
+        torch.testing.assert_close(parameters, expected, rtol=1e-4, atol=1e-5)
+        assert own_norms == pytest.approx(norms, rel=1e-4)
+    assert torch.equal(results[0][0], results[1][0])
+    assert not norms or min(norms) > 0.5  # gradients were clipped
+    gathered = results[0][3]
+    assert results[1][3] == {}
+    assert gathered["state"].keys() == state["state"].keys()
+    for index, moments in state["state"].items():
+        torch.testing.assert_close(
+            gathered["state"][index]["exp_avg"], moments["exp_avg"], rtol=1e-3, atol=1e-5
+        )
+    held = [own for _, _, own, _ in results]
+    total = sum(len(moments) for moments in state["state"].values())
+    assert sum(held) == total and max(held) < total
+
+
+def resume_after(cls, stop):
+    """Return the parameters of a run, and of one that is saved and resumed in other objects."""
+    results = []
+    for resumes in (False, True):
+        model = build()
+        optimizer = cls(model.parameters(), **OPTIONS[cls][1])
+        for step, batch in enumerate(batches(dist.get_rank())):
+            if resumes and step == stop:
+                saved = optimizer.state_dict(gather_on_root=False)
+                weights = model.state_dict()
+                model = build()
+                model.load_state_dict(weights)
+                optimizer = cls(model.parameters(), lr=1.0)
+                optimizer.load_state_dict(saved)
+            optimizer.zero_grad()
+            model(batch).square().sum().backward()
+            optimizer.step()
+        results.append(parameters_of(model))
+    return results
+
+
+@pytest.mark.parametrize("cls", OPTIONS)
+def test_resumed_run_is_the_same(two_package_processes, cls):
+    for plain, resumed in two_package_processes(resume_after, cls, 3):
+        assert torch.equal(plain, resumed)
+
+
+def scaled_steps(cls):
+    """Return whether a step with an inf on one process changed parameters, and a sound one."""
+    model = build()
+    optimizer = cls(model.parameters(), **OPTIONS[cls][1])
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=100)
+    data = batches(dist.get_rank())
+    changes = []
+    for is_bad in (True, False):
+        before = parameters_of(model)
+        optimizer.zero_grad()
+        factor = float("inf") if is_bad and dist.get_rank() == 1 else 1.0
+        scaler.scale(factor * model(data[0]).square().sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        changes.append(not torch.equal(before, parameters_of(model)))
+    return changes, scaler.get_scale(), parameters_of(model)
+
+
+@pytest.mark.parametrize("cls", OPTIONS)
+def test_gradscaler_skips_a_step_on_all_processes(two_package_processes, cls):
+    (first, scale, one), (second, other_scale, two) = two_package_processes(scaled_steps, cls)
+    assert first == second == [False, True]
+    assert scale == other_scale == 32.0
+    plain, options = OPTIONS[cls]
+    options = options | ({"max_grad_norm": torch.inf} if plain is FusedLAMB else {})
+    model = build()
+    optimizer = plain(model.parameters(), **options)
+    sum(model(batches(rank)[0]).square().sum() / 2 for rank in range(2)).backward()
+    optimizer.step()
+    torch.testing.assert_close(one, parameters_of(model), rtol=1e-4, atol=1e-5)
+    assert torch.equal(one, two)
+
+
+def manual_scale(overflows):
+    model = build()
+    optimizer = DistributedFusedLAMB(model.parameters(), **OPTIONS[DistributedFusedLAMB][1])
+    optimizer.set_global_scale(128.0)
+    before = parameters_of(model)
+    loss = 128.0 * model(batches(dist.get_rank())[0]).square().sum()
+    (loss * float("inf") if overflows else loss).backward()
+    optimizer.complete_reductions()
+    optimizer.step()
+    return before, parameters_of(model)
+
+
+def test_lamb_divides_by_the_global_scale_and_skips_overflows(two_package_processes):
+    before, after = two_package_processes(manual_scale, True)[0]
+    assert torch.equal(before, after)
+    model = build()
+    options = OPTIONS[DistributedFusedLAMB][1]
+    optimizer = FusedLAMB(model.parameters(), **options, max_grad_norm=torch.inf)
+    sum(model(batches(rank)[0]).square().sum() / 2 for rank in range(2)).backward()
+    optimizer.step()
+    after = two_package_processes(manual_scale, False)[0][1]
+    torch.testing.assert_close(after, parameters_of(model), rtol=1e-4, atol=1e-5)
+
+
+def refusals():
+    parameters = [nn.Parameter(torch.ones(2))]
+    with pytest.raises(NotImplementedError, match="average_grad_sync"):
+        DistributedFusedAdam(parameters, average_grad_sync=False)
+    with pytest.raises(NotImplementedError, match="with_scaled_states"):
+        DistributedFusedAdam(parameters, with_scaled_states=True)
+    with pytest.raises(TypeError, match="momentum"):
+        DistributedFusedLAMB(parameters, momentum=0.9)
+    optimizer = DistributedFusedAdam(parameters, bucket_cap_mb=5, dtype=torch.float32)
+    with pytest.raises(NotImplementedError, match="closure"):
+        optimizer.step(lambda: 0.0)
+    with pytest.raises(NotImplementedError, match="2-norm"):
+        optimizer.clip_grad_norm(1.0, norm_type=1.0)
+    scale = torch.tensor(0.5)
+    parameters[0].sum().backward()
+    found = optimizer.unscale_grads(scale)
+    parameters[0].grad.fill_(torch.inf)
+    return parameters[0].grad.tolist(), [*found.values(), *optimizer.unscale_grads(scale).values()]
+
+
+def test_arguments_without_an_equivalent_raise(two_package_processes):
+    for _, found in two_package_processes(refusals):
+        assert [value.item() for value in found] == [0.0, 1.0]
