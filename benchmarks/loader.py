@@ -43,6 +43,7 @@ sys.path.insert(0, str(HERE.parent / "{{cookiecutter.project_slug}}"))
 sys.dont_write_bytecode = True  # cookiecutter would take the caches for a part of the template
 import task  # noqa: E402
 from engine.data import collate, gpu_decoding, images  # noqa: E402
+from fresh import UNCHANGED  # noqa: E402
 
 CLASSES = 1000  # as many as task.dummy_batch has, so that the models are the same
 VALIDATION = 128
@@ -86,9 +87,7 @@ def usual_datasets(data: Path) -> tuple[ImageFolder, ImageFolder]:
 
 def project_datasets(data: Path) -> tuple[task.SizedDataset, task.SizedDataset]:
     """Return the training and the validation set of the project's task."""
-    return task.build_datasets(
-        Namespace(data=data, decode="cpu", eval_only=False, class_weights=False)
-    )
+    return task.build_datasets(Namespace(data=data, decode="cpu", eval_only=False, **UNCHANGED))
 
 
 @cache

@@ -36,6 +36,7 @@ PROJECT = HERE.parent / "{{cookiecutter.project_slug}}"
 sys.dont_write_bytecode = True  # cookiecutter would take the caches for a part of the template
 STOP_WAIT = 2  # seconds that the launcher gives its worker
 LIMIT = STOP_WAIT + 8.0
+LEFT_S = 10.0  # for a worker to be ended by SIGKILL, or to start and miss its launcher
 HARMLESS = (signal.SIGUSR1, signal.SIGCHLD, signal.SIGWINCH, signal.SIGCONT)
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 WORKER = """\
@@ -44,6 +45,8 @@ def stop(number, _):
     time.sleep(random.random() * 0.2)
     os._exit(128 + number)
 handler = signal.SIG_IGN if random.random() < 0.05 else stop
+if os.getppid() != int(os.environ["ENGINE_LAUNCH_PID"]):  # as main.py looks for its launcher
+    sys.exit("the launcher is gone")
 for number in (1, 2, 3, 15):
     signal.signal(number, handler)
 signal.signal(signal.SIGUSR1, signal.SIG_IGN)
@@ -97,8 +100,12 @@ def disturb(seed: str, folder: Path) -> tuple[Counter, float]:
         assert not process.is_alive(), f"seed {seed}: a launcher hangs; {text}"
         expected = {128 + number for number in STOPPING} | {-number for number in STOPPING}
         assert process.exitcode in expected, f"seed {seed}: status {process.exitcode}; {text}"
-        left = session(process.pid)
-        assert not left, f"seed {seed}: processes {left} are left; {text}"
+        left, deadline = session(process.pid), time.monotonic() + LEFT_S
+        while left and time.monotonic() < deadline:
+            time.sleep(0.02)
+            left = session(process.pid)
+        states = [Path(f"/proc/{pid}/status").read_text()[:300] for pid in left]
+        assert not left, f"seed {seed}: processes are left: {states}; {text}"
     finally:
         for pid in session(process.pid):
             with contextlib.suppress(ProcessLookupError):

@@ -5,6 +5,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TEMPLATE = ROOT / "{{cookiecutter.project_slug}}"
+UNCHANGED = {
+    "class_weights": False,
+    "mixup": 0.0,
+    "cutmix": 0.0,
+    "random_erasing": 0.0,
+    "auto_augment": None,
+}  # the flags of training samples of the task classification, by default
 LEFTOVERS = ("__pycache__", ".*_cache", "*.egg-info", "runs")
 
 

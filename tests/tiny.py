@@ -12,6 +12,7 @@ class Classification:
     frozen = "1"  # a part of the model
     half_tolerance = 0.05  # of the reference, as a share of the way that the weights went
     accumulated: tuple = ("--accumulate", 2)
+    augmented: tuple = ("--mixup", 0.4, "--cutmix", 1.0, "--random-erasing", 0.3)
     stopped = (1, 4, 32)  # epoch, step and samples after four steps
     own_flags: tuple = (
         ("--accumulate", 2),
@@ -64,6 +65,7 @@ class Segmentation(Classification):
     """Four classes of pixels."""
 
     own_flags = Classification.own_flags[:4]  # without --class-weights
+    augmented: tuple = ()
     frozen = "0"
     half_tolerance = 0.1
 
@@ -87,7 +89,7 @@ class Contrastive(Classification):
     num_classes = 0
     frozen = "image_encoder.1"
     half_tolerance = 0.1
-    accumulated = ()
+    accumulated = augmented = ()
     stopped = (0, 4, 64)
     own_flags = (("--scale-lr", 64), ("--text-lr", 0.2), ("--label-smoothing", 0.5))
 

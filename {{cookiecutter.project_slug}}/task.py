@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 from torchvision.transforms import v2
 
 from engine import UserError, cli
-from engine.data import SizedDataset, images
+from engine.data import SizedDataset, augmentation, images
 from engine.data.class_weights import WeightedDataset, balanced_weights
 from engine.data.folders import list_classes
 from engine.data.images import MEAN, STD, Crop, Encoded, Span, crop_and_resize, read_image
@@ -49,6 +49,12 @@ def add_arguments(parser: cli.ArgumentParser) -> None:
     parser.group("optimization").add_argument(
         "--class-weights", action="store_true", help="weigh samples so that classes count equally"
     )
+    add = parser.group("data").add_argument
+    alpha = {"type": cli.non_negative_float, "default": 0.0, "metavar": "ALPHA"}
+    add("--mixup", **alpha, help="blend images, such as 0.2 (default: 0, not at all)")
+    add("--cutmix", **alpha, help="paste parts of images, such as 1.0 (default: 0, not at all)")
+    add("--random-erasing", type=cli.fraction, default=0.0, metavar="P", help="probability")
+    add("--auto-augment", choices=augmentation.POLICIES, help="torchvision's; for --data")
     parser.group("run").add_argument(
         "--report", action="store_true", help="write figures of each class and a confusion matrix"
     )
@@ -60,6 +66,10 @@ def check_arguments(parser: cli.ArgumentParser, args: argparse.Namespace) -> Non
         parser.error("--decode gpu is for the JPEG files of --data")
     if args.class_weights and args.dummy:
         parser.error("--class-weights is for the classes of training data, not for --dummy")
+    if (args.mixup or args.cutmix or args.random_erasing) and args.dummy:
+        parser.error("--mixup, --cutmix and --random-erasing are for data, not for --dummy")
+    if args.auto_augment and (args.data is None or args.decode == "gpu"):
+        parser.error("--auto-augment is for --data, and images that are decoded on the CPU")
     if args.report and args.dummy:
         parser.error("--report is about validation data, which --dummy has none of")
 
@@ -79,12 +89,19 @@ def build_model(arch: str, num_classes: int) -> nn.Module:
 def build_datasets(args: argparse.Namespace) -> tuple[SizedDataset, SizedDataset]:
     """Return the training and the validation set of (image, label), each with ``.classes``.
 
-    With --class-weights, the training samples are (image, label, weight).
+    Training samples have further elements for --class-weights, --mixup and the like; see `prepare`.
     """
+    train_set: Any
     train_set, val_set = read_datasets(args)
-    if not args.class_weights:
-        return train_set, val_set
-    return WeightedDataset(train_set, balanced_weights(train_set.labels)), val_set
+    if args.auto_augment:
+        train_set = augmentation.AutoAugmentedDataset(train_set, args.auto_augment)
+    if args.class_weights:
+        train_set = WeightedDataset(train_set, balanced_weights(train_set.labels))
+    if args.mixup or args.cutmix or args.random_erasing:
+        train_set = augmentation.MixedDataset(
+            train_set, args.mixup, args.cutmix, args.random_erasing
+        )
+    return train_set, val_set
 
 
 def read_datasets(args: argparse.Namespace) -> tuple[Digits, Digits] | tuple[Images, Images]:
@@ -116,14 +133,14 @@ def prepare(batch: list[Tensor]) -> tuple[Tensor, Any]:
     """Return the model's input and the loss's targets for a batch that is on the device.
 
     Crops of files are uint8 and are normalized here; the digits already are. The targets are
-    labels, or, in training with --class-weights, labels and weights of the samples.
+    labels; in training with --class-weights, --mixup or the like, a list of labels and weights.
     """
-    pixels, labels, *weights = batch
-    return images.normalize(pixels), (labels, weights[0]) if weights else labels
+    pixels, labels, *extra = batch
+    return augmentation.mix(images.normalize(pixels), labels, extra)
 
 
 def criterion(
-    output: Tensor, targets: Tensor | tuple[Tensor, Tensor], label_smoothing: float = 0.0
+    output: Tensor, targets: Tensor | augmentation.Targets, label_smoothing: float = 0.0
 ) -> Tensor:
     """Return the mean cross entropy of the logits (N, num_classes) and the labels (N,).
 
@@ -132,9 +149,12 @@ def criterion(
     """
     if isinstance(targets, Tensor):
         return F.cross_entropy(output, targets, label_smoothing=label_smoothing)
-    labels, weights = targets
-    losses = F.cross_entropy(output, labels, label_smoothing=label_smoothing, reduction="none")
-    return (losses * weights).mean()
+    losses = torch.zeros_like(output[:, 0])
+    for labels, weights in targets:
+        losses = losses + weights * F.cross_entropy(
+            output, labels, label_smoothing=label_smoothing, reduction="none"
+        )
+    return losses.mean()
 
 
 class Metrics:

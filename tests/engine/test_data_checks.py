@@ -19,13 +19,14 @@ from engine.diagnostics.data_checks import (
     measure,
 )
 from engine.diagnostics.preflight import ERROR, OK, PENDING, WARNING
+from fresh import UNCHANGED
 from PIL import Image
 
 
 def settings(**changed: object) -> SimpleNamespace:
     """Return the settings of a default run that concern the data, with some changed."""
     defaults = {"data": None, "dummy": False, "workers": 0, "batch_size": 32, "skip_broken": 0}
-    defaults |= {"eval_only": False, "class_weights": False}
+    defaults |= {"eval_only": False} | UNCHANGED
     return SimpleNamespace(**defaults | changed)
 
 

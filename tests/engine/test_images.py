@@ -14,6 +14,7 @@ from engine import UserError
 from engine.data import collate, gpu_decoding, images
 from engine.data.gpu_decoding import DecodingLoader
 from engine.data.images import Crop, Span
+from fresh import UNCHANGED
 from PIL import Image
 from torch.utils.data import DataLoader
 from torchvision.transforms import v2
@@ -139,7 +140,7 @@ def folder(tmp_path_factory):
 
 def datasets_in(folder):
     return task.build_datasets(
-        SimpleNamespace(data=folder, decode="cpu", eval_only=False, class_weights=False)
+        SimpleNamespace(data=folder, decode="cpu", eval_only=False, **UNCHANGED)
     )
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from engine.data import ShardSampler
 from engine.data.class_weights import balanced_weights
+from fresh import UNCHANGED
 from processes import Processes
 from projects import Project, evaluate, load_project
 from sklearn.utils.class_weight import compute_sample_weight
@@ -71,7 +72,7 @@ def test_evaluation_equals_that_of_one_process(
 def evaluate_folder(folder: Path, data: Path, skip_broken: int) -> dict[str, float]:
     """Return what each rank computes on a folder, with the loader of main.py."""
     project = load_project(folder)
-    args = Namespace(data=data, dummy=False, decode="cpu", eval_only=False, class_weights=False)
+    args = Namespace(data=data, dummy=False, decode="cpu", eval_only=False, **UNCHANGED)
     args.skip_broken, args.output, args.report = skip_broken, data / "run", False
     args.seed, args.epochs, args.batch_size, args.workers, args.timeout = 0, 1, 2, 0, 60
     logger = SimpleNamespace(timer=lambda _: nullcontext())
@@ -97,7 +98,8 @@ def test_unreadable_files_are_left_out_of_the_validation(
 
 
 def weighted_datasets(project: Project, folder: Path) -> tuple:
-    args = Namespace(data=folder, decode="cpu", eval_only=False, class_weights=True)
+    flags = UNCHANGED | {"class_weights": True}
+    args = Namespace(data=folder, decode="cpu", eval_only=False, **flags)
     return project.task.build_datasets(args)
 
 
@@ -114,7 +116,7 @@ def test_class_weights_are_those_of_scikit_learn(project: Project, image_folder:
     inputs, targets = project.task.prepare([pixels, torch.tensor(labels), weights])
     output = nn.Linear(192, 2)(inputs.flatten(1))
     expected = nn.functional.cross_entropy(
-        output, targets[0], weight=torch.tensor([15 / 24, 15 / 6])
+        output, targets[0][0], weight=torch.tensor([15 / 24, 15 / 6])
     )  # torch divides by the sum of the weights, which is 15 for the whole set
     assert project.task.criterion(output, targets).item() == pytest.approx(expected.item())
 
@@ -123,9 +125,9 @@ def test_weighted_loss_is_the_mean_of_that_of_parts(project: Project) -> None:
     """As DistributedDataParallel and --accumulate average it."""
     output, labels = torch.randn(8, 3), torch.tensor([0, 0, 0, 0, 0, 1, 2, 2])
     weights = balanced_weights(labels)
-    whole = project.task.criterion(output, (labels, weights), 0.1)
-    parts = zip(output.split(4), zip(labels.split(4), weights.split(4), strict=True), strict=True)
-    losses = [project.task.criterion(*part, 0.1) for part in parts]
+    whole = project.task.criterion(output, [(labels, weights)], 0.1)
+    parts = zip(output.split(4), labels.split(4), weights.split(4), strict=True)
+    losses = [project.task.criterion(o, [(part, w)], 0.1) for o, part, w in parts]
     assert whole.item() == pytest.approx(torch.stack(losses).mean().item())
 
 

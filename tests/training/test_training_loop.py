@@ -590,6 +590,7 @@ def test_resume_with_all_features_is_bit_identical(
 ) -> None:
     small = small_task(generated.task)
     flags = ("--opt-level", level, *small.accumulated, "--clip-grad", 0.1, "--ema", 0.9)
+    flags += small.augmented
     (whole, _), _ = two_processes(train, generated.folder, tmp_path / "whole", *flags)
     stopped = (generated.folder, tmp_path / "stopped", *flags)
     (state, _), _ = two_processes(train, *stopped, "--steps", 4)
