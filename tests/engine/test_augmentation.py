@@ -4,6 +4,7 @@ import random
 from itertools import product
 
 import pytest
+import task
 import torch
 from engine.data import SeededDataset, augmentation, images
 from engine.data.augmentation import AutoAugmentedDataset, MixedDataset, mix
@@ -102,8 +103,6 @@ def test_numbers_depend_on_seed_and_sample_alone():
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_loss_equals_that_of_probabilities(smoothing):
-    import task
-
     _, targets = mixed_batch(mixup=0.8, cutmix=1.0)
     output = torch.randn(8, 10, requires_grad=True)
     probabilities = sum(
