@@ -197,7 +197,7 @@ def show_speed_alone(folder: Path, batch_size: int) -> None:
     files = packed.data.split(packed.files[:, 0].tolist())
 
     def decode() -> list[torch.Tensor]:
-        return images.decode_jpeg(list(files), images.RGB, device=device)
+        return images.decode_jpeg(list(files), mode=images.RGB, device=device)
 
     decoded, flips = decode(), packed.files[:, 3].bool()
 

@@ -24,6 +24,7 @@ from engine import UserError, cli
 from engine.data import SizedDataset, augmentation, images
 from engine.data.class_weights import WeightedDataset, balanced_weights
 from engine.data.folders import list_classes
+from engine.data.gpu_decoding import choose_decoder
 from engine.data.images import MEAN, STD, Crop, Encoded, Span, crop_and_resize, read_image
 from engine.monitoring import image_grid
 from engine.monitoring.class_report import ClassReport
@@ -44,7 +45,10 @@ def add_arguments(parser: cli.ArgumentParser) -> None:
         "--arch", default="resnet18", help="a torchvision model, such as resnet50"
     )
     parser.group("data").add_argument(
-        "--decode", choices=("cpu", "gpu"), default="cpu", help="where JPEG files are decoded"
+        "--decode",
+        choices=("auto", "cpu", "gpu"),
+        default="auto",
+        help="where JPEG files are decoded (default: on the GPU if the CPU cores are too few)",
     )
     parser.group("optimization").add_argument(
         "--class-weights", action="store_true", help="weigh samples so that classes count equally"
@@ -121,11 +125,12 @@ def read_datasets(args: argparse.Namespace) -> tuple[Digits, Digits] | tuple[Ima
     for folder in (args.data, *(args.data / split for split in required)):
         if not folder.is_dir():
             raise UserError(f"--data {args.data}: there is no folder {folder}; it takes {LAYOUT}")
+    decode = choose_decoder("cpu" if args.auto_augment else args.decode)
     if not (args.data / "train").is_dir():
-        val_set = Images(args.data / "val", center_crop, decode=args.decode)
+        val_set = Images(args.data / "val", center_crop, decode=decode)
         return val_set, val_set
-    train_set = Images(args.data / "train", random_crop, decode=args.decode)
-    val_set = Images(args.data / "val", center_crop, decode=args.decode, classes=train_set.classes)
+    train_set = Images(args.data / "train", random_crop, decode=decode)
+    val_set = Images(args.data / "val", center_crop, decode=decode, classes=train_set.classes)
     return train_set, val_set
 
 

@@ -24,6 +24,8 @@ CPU = torch.device("cpu")
 decodes_files = pytest.mark.skipif(
     not hasattr(task, "random_crop"), reason="this task has no --decode gpu"
 )
+ROTATED = Image.Exif()
+ROTATED[0x0112] = 6
 KINDS = {
     "baseline.jpg": ("RGB", {"quality": 92}),
     "full_chroma.jpg": ("RGB", {"subsampling": 0}),
@@ -32,6 +34,7 @@ KINDS = {
         "RGB",
         {"format": "MPO", "save_all": True, "append_images": [Image.new("L", (9, 9))]},
     ),
+    "rotated.jpg": ("RGB", {"exif": ROTATED}),  # which is not applied, as by PIL
     "progressive.jpg": ("RGB", {"progressive": True}),
     "holds_rgb.jpg": ("RGB", {"keep_rgb": True}),
     "print.jpg": ("CMYK", {}),
@@ -40,7 +43,7 @@ KINDS = {
     "palette.png": ("P", {}),
     "bits.png": ("1", {}),
 }
-FOR_THE_GPU = {"baseline.jpg", "full_chroma.jpg", "grey.jpg", "phone.jpg"}
+FOR_THE_GPU = {"baseline.jpg", "full_chroma.jpg", "grey.jpg", "phone.jpg", "rotated.jpg"}
 
 
 def picture(height, width, seed=0):
@@ -55,8 +58,42 @@ def centre(height, width):
     return Crop(Span(0, height, 24), Span(0, width, 24), 24)
 
 
+def torchvision_decoder():
+    torchvision_io = pytest.importorskip("torchvision.io")
+    if not hasattr(torchvision_io, "decode_jpeg"):
+        pytest.skip("this torchvision decodes no JPEG files")
+    return torchvision_io.decode_jpeg, torchvision_io.ImageReadMode.RGB
+
+
+def torchcodec_decoder():
+    reason = "torchcodec is not installed, or is made for another torch"
+    decoders = pytest.importorskip("torchcodec.decoders", reason=reason, exc_type=Exception)
+    return decoders.decode_jpeg, "RGB"
+
+
+DECODERS = {
+    "torchcodec": torchcodec_decoder,
+    "torchvision": torchvision_decoder,
+    "PIL": lambda: (None, None),
+}
+
+
+@pytest.fixture(params=DECODERS)
+def decoder(request, monkeypatch):
+    """Each library that decodes JPEG files."""
+    decode_jpeg, mode = DECODERS[request.param]()
+    monkeypatch.setattr(images, "decode_jpeg", decode_jpeg)
+    monkeypatch.setattr(images, "RGB", mode)
+
+
+def test_torchcodec_is_preferred_where_it_is_installed():
+    torchcodec_decoder()
+    assert images.JPEG_DECODER == "torchcodec"
+    assert images.decode_jpeg.__module__.startswith("torchcodec.")
+
+
 @pytest.mark.parametrize("name", KINDS)
-def test_decoded_pixels_equal_those_of_pil(tmp_path, name):
+def test_decoded_pixels_equal_those_of_pil(decoder, tmp_path, name):
     mode, options = KINDS[name]
     picture(40, 60).convert(mode).save(tmp_path / name, **options)
     encoded = images.read_encoded(str(tmp_path / name), centre)
@@ -85,13 +122,15 @@ def test_images_are_normalized_on_the_device(device):
     assert task.prepare([prepared, labels])[0] is prepared
 
 
-def test_truncated_image_raises_an_error_with_its_path_and_the_reason(tmp_path):
+def test_truncated_image_raises_an_error_with_its_path_and_the_reason(decoder, tmp_path):
     path = tmp_path / "torn.jpg"
     picture(200, 200).save(path)
     path.write_bytes(path.read_bytes()[:700])
     encoded = images.read_encoded(str(path), centre)
     for decode in (images.decode, lambda encoded: gpu_decoding.pack([(encoded, 0)])):
-        with pytest.raises(UserError, match=r"torn.jpg can't be read as an image \([\w ]+\); fix"):
+        with pytest.raises(
+            UserError, match=r"torn.jpg can't be read as an image \([\w ().]+\); fix"
+        ):
             decode(encoded)
 
 
@@ -211,7 +250,7 @@ def test_files_that_the_gpu_cannot_decode_are_decoded_on_the_cpu(folder, monkeyp
     def hardly(files, mode, device=None):
         if device is not None:
             raise RuntimeError("Unknown chroma subsampling")
-        return decode_jpeg(files, mode)
+        return decode_jpeg(files, mode=mode)
 
     decode_jpeg = images.decode_jpeg
     monkeypatch.setattr(gpu_decoding, "decode_jpeg", hardly)
@@ -291,3 +330,37 @@ def test_crops_on_the_gpu_equal_those_on_the_cpu(folder, monkeypatch):
 def test_decoding_on_the_gpu_requires_a_gpu():
     with pytest.raises(UserError, match="--decode gpu: this run is on the CPU; leave it out"):
         gpu_decoding.require_gpu_decoder(CPU)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "gpu", "cores", "works", "expected", "logged"),
+    [
+        (
+            "auto",
+            True,
+            8,
+            True,
+            "gpu",
+            "--decode auto: gpu, on 8 CPU cores for each process, fewer",
+        ),
+        ("auto", True, 14, True, "cpu", "--decode auto: cpu, on 14 CPU cores for each process\n"),
+        ("auto", True, 8, False, "cpu", "fewer than 14; --decode gpu: no decoder"),
+        ("auto", False, 8, True, "cpu", ""),
+        ("cpu", True, 8, True, "cpu", ""),
+        ("gpu", True, 99, False, "gpu", ""),  # refused when the loader is built
+    ],
+)
+def test_decoder_is_chosen_by_the_cpu_cores(
+    wanted, gpu, cores, works, expected, logged, monkeypatch, capsys
+):
+    def require_gpu_decoder(device):
+        if not works:
+            raise UserError("--decode gpu: no decoder")
+
+    monkeypatch.setattr(gpu_decoding, "require_gpu_decoder", require_gpu_decoder)
+    monkeypatch.setattr(gpu_decoding.distributed, "cpu_cores", lambda: cores)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert gpu_decoding.choose_decoder(wanted) == expected
+    said = capsys.readouterr().err
+    assert logged in said if logged else not said

@@ -1,7 +1,6 @@
 """Lists of the image files in folders, with reports of what is ignored there."""
 
 import os
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -10,7 +9,6 @@ from pathlib import Path
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from engine import UserError, distributed, summarize
-from engine.text import printable
 
 REPORT_EVERY_S = 10.0
 HIDDEN = "hidden files and folders"
@@ -112,12 +110,14 @@ class Scan:
         """Print what was ignored, with counts, on rank 0."""
         if self.ignored:
             reasons = (f"{why}: {len(x)} ({summarize(x)})" for why, x in self.ignored.items())
-            _print(f"warning: {self.root}: ignored {'; '.join(reasons)}")
+            distributed.print_on_rank_zero(f"warning: {self.root}: ignored {'; '.join(reasons)}")
 
     def _report_progress(self, folder: str) -> None:
         if time.monotonic() > self.report_at:
             self.report_at = time.monotonic() + REPORT_EVERY_S
-            _print(f"{self.root}: {self.num_files} images so far, reading {folder}")
+            distributed.print_on_rank_zero(
+                f"{self.root}: {self.num_files} images so far, reading {folder}"
+            )
 
 
 def _is_folder(entry: os.DirEntry) -> bool:
@@ -125,11 +125,6 @@ def _is_folder(entry: os.DirEntry) -> bool:
         return entry.is_dir()
     except OSError:  # a link to itself, or to where the user may not look
         return False
-
-
-def _print(message: str) -> None:
-    if distributed.is_rank_zero():
-        print(printable(message), file=sys.stderr, flush=True)
 
 
 def list_images(folder: Path) -> list[str]:

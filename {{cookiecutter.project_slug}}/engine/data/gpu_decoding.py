@@ -14,9 +14,10 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
-from engine import UserError
+from engine import UserError, distributed
 from engine.data.files import naming_errors
 from engine.data.images import (
+    JPEG_DECODER,
     RGB,
     Crop,
     Encoded,
@@ -28,6 +29,8 @@ from engine.data.images import (
 )
 
 MAX_PIXELS = 2**26  # that the GPU decodes at once: 200 MB
+# CPU cores of a process that decode as many images per second as a GPU; see docs/data.md.
+ENOUGH_CORES = 14
 PREFETCH = 2  # batches that are decoded before they are needed
 MANY_WORKERS = 6  # have cores to spare: they decode one of every CPU_SHARE files, as the GPU's
 CPU_SHARE = 4  # decoder waits for kernels that are queued behind those of the training step
@@ -129,16 +132,16 @@ def _decode_on(device: torch.device, files: list[Tensor], paths: list[str]) -> l
     if not files:
         return []
     try:
-        return decode_jpeg(files, RGB, device=device)
+        return decode_jpeg(files, mode=RGB, device=device)
     except RuntimeError:  # caused by one of them, which is not named
         return [_decode_alone(device, *file) for file in zip(files, paths, strict=True)]
 
 
 def _decode_alone(device: torch.device, file: Tensor, path: str) -> Tensor:
     with suppress(RuntimeError):  # damaged, or of a kind that only the CPU's decoder supports
-        return decode_jpeg(file, RGB, device=device)
+        return decode_jpeg(file, mode=RGB, device=device)
     with naming_errors(path, "an image"):
-        return decode_jpeg(file, RGB).to(device)
+        return decode_jpeg(file, mode=RGB).to(device)
 
 
 def _crop_batch(images: list[Tensor], spans: Tensor, flips: list[int], size: int) -> Tensor:
@@ -188,21 +191,40 @@ class DecodingLoader(DataLoader):
         return batch
 
 
+def choose_decoder(wanted: str) -> str:
+    """Return where JPEG files are decoded, "cpu" or "gpu"; choose, and log it, for "auto"."""
+    if wanted != "auto" or not torch.cuda.is_available():
+        return "cpu" if wanted == "auto" else wanted
+    cores = distributed.cpu_cores()
+    decoder, reason = "cpu", f"on {cores} CPU cores for each process"
+    if cores < ENOUGH_CORES:
+        reason += f", fewer than {ENOUGH_CORES}"
+        try:
+            require_gpu_decoder(torch.device("cuda", torch.cuda.current_device()))
+            decoder = "gpu"
+        except UserError as error:
+            reason += f"; {error}"
+    distributed.print_on_rank_zero(f"--decode auto: {decoder}, {reason}")
+    return decoder
+
+
 def require_gpu_decoder(device: torch.device) -> None:
     """Raise UserError if images can't be decoded on `device`."""
     if device.type != "cuda":
         raise UserError("--decode gpu: this run is on the CPU; leave it out")
     if util.find_spec("triton") is None:
         raise UserError("--decode gpu needs Triton, which is not installed here; leave it out")
-    version = torchvision.__version__
     if decode_jpeg is None:
-        raise UserError(f"--decode gpu: torchvision {version} has no decode_jpeg; leave it out")
+        raise UserError(
+            f"--decode gpu: torchvision {torchvision.__version__} has no decode_jpeg; "
+            "install torchcodec, or leave it out"
+        )
     probe = io.BytesIO()
     Image.new("RGB", (8, 8)).save(probe, "JPEG")
     try:
-        decode_jpeg(torch.frombuffer(probe.getbuffer(), dtype=torch.uint8), RGB, device=device)
+        decode_jpeg(torch.frombuffer(probe.getbuffer(), dtype=torch.uint8), mode=RGB, device=device)
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
         raise UserError(
-            f"--decode gpu: torchvision {version} can't decode on this GPU ({reason}); leave it out"
+            f"--decode gpu: {JPEG_DECODER} can't decode on this GPU ({reason}); leave it out"
         ) from None

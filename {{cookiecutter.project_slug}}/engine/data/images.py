@@ -5,30 +5,39 @@ crop them; gpu_decoding.DecodingLoader transfers the bytes and does the same on 
 """
 
 import io
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from PIL import Image
 from PIL.JpegImagePlugin import JpegImageFile  # also of MPO, which phones write
 from torch import Tensor
-from torchvision.io import ImageReadMode
 from torchvision.transforms.v2 import functional
 
 from engine.data.files import naming_errors, open_file, read_file
 
+JPEG_DECODER = "PIL"
+RGB: Any = None  # what `decode_jpeg` calls this mode
 try:
-    from torchvision.io import decode_jpeg
-except ImportError:  # deprecated since torchvision 0.29
-    decode_jpeg = None
+    from torchcodec.decoders import decode_jpeg
+
+    JPEG_DECODER, RGB = "torchcodec", "RGB"
+except (ImportError, OSError, RuntimeError):  # not installed, or made for another torch
+    try:
+        from torchvision.io import ImageReadMode, decode_jpeg
+
+        JPEG_DECODER, RGB = "torchvision", ImageReadMode.RGB
+    except ImportError:  # deprecated since torchvision 0.29
+        decode_jpeg = None
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, in RGB
-RGB = ImageReadMode.RGB
 # Formats of files, MPO being a kind of JPEG. PIL has more; for EPS it would run Ghostscript.
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+EXIF = re.compile(rb"\xff\xe1(..Exif\0\0)", re.DOTALL)  # a segment of a JPEG file, APP1
 MAX_RATIO = 64  # of the sides of an image that is resized, see `trim`
 MAX_SIDE = 4096  # of an image that the GPU decodes
 
@@ -78,6 +87,9 @@ def read_encoded(path: str, choose_crop: Callable[[int, int], Crop]) -> Encoded:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:  # reads only the header
             width, height = image.size
             suits_gpu = _suits_gpu(image, data)
+            if isinstance(image, JpegImageFile) and "exif" in image.info:
+                # TorchCodec would turn the image as EXIF says, torchvision and PIL do not.
+                data = bytearray(EXIF.sub(b"\xff\xef\\1", data))  # APP15, which none reads
     return Encoded(path, data, height * width, choose_crop(height, width), suits_gpu)
 
 
@@ -153,7 +165,7 @@ def decode(encoded: Encoded) -> Tensor:
     ):
         if decode_jpeg and isinstance(image, JpegImageFile) and image.mode in ("L", "RGB"):
             # The same pixels as PIL's, in half the time.
-            return decode_jpeg(torch.frombuffer(encoded.data, dtype=torch.uint8), RGB)
+            return decode_jpeg(torch.frombuffer(encoded.data, dtype=torch.uint8), mode=RGB)
         if image.mode.startswith("I"):  # 16 bits, which PIL would clip at 255
             eight_bits = image.convert("I").point(lambda value: value / 257)
             return functional.pil_to_tensor(eight_bits.convert("L").convert("RGB"))

@@ -38,6 +38,12 @@ def is_rank_zero() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 
 
+def print_on_rank_zero(message: str) -> None:
+    """Print a line on standard error if this process has rank 0."""
+    if is_rank_zero():
+        print(printable(message), file=sys.stderr, flush=True)
+
+
 def is_single_host() -> bool:
     """Return whether all processes of the run are on this host."""
     world_size = os.environ.get("WORLD_SIZE", "1")
