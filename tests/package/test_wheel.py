@@ -51,7 +51,10 @@ def test_metadata_of_the_wheel(wheel):
     assert metadata["Name"] == "apex-native"
     assert metadata["Version"] == VERSION
     assert metadata["Requires-Python"] == ">=3.10"
-    assert metadata.get_all("Requires-Dist") == ["torch<3,>=2.6"]
+    assert metadata.get_all("Requires-Dist") == [
+        "torch<3,>=2.6",
+        'libcst>=1.1; extra == "migrate"',
+    ]
     assert metadata.get_payload().startswith("# apex_native")
 
 

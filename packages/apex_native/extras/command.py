@@ -7,9 +7,11 @@ from apex_native import __main__ as runner
 
 USAGE = """usage: apex-native run [--fill] SCRIPT.py [its arguments]
        apex-native run [--fill] -m MODULE [its arguments]
+       apex-native migrate SCRIPT.py [--write]
        apex-native --version
 
-Run a script that was written for NVIDIA Apex, unchanged, on PyTorch alone.
+Run a script that was written for NVIDIA Apex, unchanged, on PyTorch alone;
+or print a diff that replaces its calls of Apex by PyTorch's.
 
   --fill   use what an installed Apex still has, and add only what it lacks
 
@@ -23,6 +25,10 @@ def main() -> None:
     if command == "run":
         del sys.argv[1]
         runner.main()
+    elif command == "migrate":
+        from .migrate import main as migrate
+
+        sys.exit(migrate(sys.argv[2:]))
     elif command == "--version":
         print(f"apex-native {VERSION}")
     elif command in ("-h", "--help"):

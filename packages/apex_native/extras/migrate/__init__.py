@@ -1,0 +1,82 @@
+"""``apex-native migrate``: rewrite the Apex calls of a script to plain PyTorch."""
+
+import argparse
+import difflib
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from .report import Report
+
+USAGE = "apex-native migrate SCRIPT.py [--write]"
+EPILOG = """Exit status: 0 all calls were rewritten; 1 some were left, each below a comment;
+2 nothing was done (usage, no such file, invalid Python, no Apex in it)."""
+
+
+def migrate(code: bytes) -> tuple[bytes, Report]:
+    """Return the rewritten source code, in the same encoding, and the report.
+
+    Raises libcst.ParserSyntaxError for invalid Python.
+    """
+    import libcst as cst
+    from libcst.metadata import MetadataWrapper
+
+    from .amp import Analysis
+    from .imports import clean
+    from .rewrite import Rewrite
+
+    report = Report()
+    wrapper = MetadataWrapper(cst.parse_module(code))
+    analysis = Analysis()
+    wrapper.visit(analysis)
+    module = clean(wrapper.visit(Rewrite(analysis.usage, report)))
+    return module.bytes, report
+
+
+def write(path: Path, content: bytes) -> None:
+    """Replace the file at once, and keep its mode."""
+    path = path.resolve()
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.chmod(name, path.stat().st_mode)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command, and return its exit status."""
+    parser = argparse.ArgumentParser(usage=USAGE, epilog=EPILOG)
+    parser.add_argument("script", type=Path)
+    parser.add_argument("--write", action="store_true", help="write the file, not a diff")
+    args = parser.parse_args(arguments)
+    try:
+        import libcst as cst
+    except ImportError:
+        return _fail("needs libcst: pip install 'apex-native[migrate]'")
+    try:
+        old = args.script.read_bytes()
+        new, report = migrate(old)
+    except OSError as error:
+        return _fail(f"cannot read {args.script}: {error.strerror}")
+    except (cst.ParserSyntaxError, UnicodeDecodeError) as error:
+        return _fail(f"{args.script} is not valid Python 3 (convert Python 2 first): {error}")
+    if not report.changed and not report.left:
+        return _fail(f"{args.script} does not call Apex; nothing to migrate")
+    if args.write:
+        write(args.script, new)
+    else:
+        before, after = (text.decode(errors="replace").splitlines(True) for text in (old, new))
+        name = str(args.script)
+        sys.stdout.writelines(difflib.unified_diff(before, after, name, name))
+    sys.stderr.write(report.text(str(args.script)))
+    return 1 if report.left else 0
+
+
+def _fail(message: str) -> int:
+    sys.stderr.write(f"apex-native migrate: {message}\n")
+    return 2

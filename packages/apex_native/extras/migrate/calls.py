@@ -1,0 +1,155 @@
+"""Rules for calls that have one equivalent in torch: DDP, SyncBN, optimizers and norms.
+
+Each takes the call and returns the new call, or the reason why there is none.
+"""
+
+from collections.abc import Callable
+
+import libcst as cst
+
+Rule = Callable[[cst.Call], cst.Call | str]
+
+
+def _to(call: cst.Call, name: str, args: list[cst.Arg]) -> cst.Call:
+    if args:
+        args[-1] = args[-1].with_changes(comma=call.args[-1].comma)
+        args[:-1] = [
+            arg if isinstance(arg.comma, cst.Comma) else arg.with_changes(comma=_comma())
+            for arg in args[:-1]
+        ]
+    return call.with_changes(func=cst.parse_expression(name), args=args)
+
+
+def _comma() -> cst.Comma:
+    return cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
+
+
+def _keyword(name: str, value: str) -> cst.Arg:
+    equal = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
+    return cst.Arg(cst.parse_expression(value), keyword=cst.Name(name), equal=equal)
+
+
+def split(call: cst.Call) -> tuple[list[cst.Arg], dict[str, cst.Arg]] | str:
+    """Return positional and keyword arguments of `call`, or a reason if it unpacks some."""
+    if any(arg.star for arg in call.args):
+        return "its arguments are unpacked from a variable"
+    positional = [arg for arg in call.args if arg.keyword is None]
+    return positional, {arg.keyword.value: arg for arg in call.args if arg.keyword is not None}
+
+
+def literal(arg: cst.Arg | None, default: str) -> str | None:
+    """Return the source of an argument that is a name or a string; None for anything else."""
+    if arg is None:
+        return default
+    if isinstance(arg.value, (cst.Name, cst.SimpleString)):
+        return str(arg.value.value)
+    return None
+
+
+def _check(
+    call: cst.Call, most: int, kept: str, dropped: dict[str, str]
+) -> tuple[list[cst.Arg], dict[str, cst.Arg]] | str:
+    """Return the arguments without those of `dropped`, where they have the values given there.
+
+    "" stands for any value. Returns a reason for an argument that has no equivalent.
+    """
+    parts = split(call)
+    if isinstance(parts, str):
+        return parts
+    positional, keywords = parts
+    if len(positional) > most:
+        return f"more than {most} positional arguments"
+    for name in [name for name in keywords if name not in kept.split()]:
+        value = literal(keywords[name], "")
+        if name not in dropped or dropped[name] not in ("", value):
+            return f"torch has no equivalent of its argument {name}"
+        del keywords[name]
+    return positional, keywords
+
+
+def fused_adam(call: cst.Call) -> cst.Call | str:
+    """FusedAdam to AdamW or Adam, with the weight decay stated: the defaults differ."""
+    given = split(call)
+    if isinstance(given, str):
+        return given
+    mode = literal(given[1].get("adam_w_mode"), "True")
+    dropped = {"adam_w_mode": "", "bias_correction": "True", "set_grad_none": ""}
+    dropped["amsgrad"] = "False"
+    parts = _check(call, 2, "params lr betas eps weight_decay", dropped)
+    if isinstance(parts, str):
+        return parts
+    if mode not in ("True", "False"):
+        return "its adam_w_mode is a variable"
+    positional, keywords = parts
+    keywords.setdefault("weight_decay", _keyword("weight_decay", "0.0"))
+    name = "AdamW" if mode == "True" else "Adam"
+    return _to(call, f"torch.optim.{name}", [*positional, *keywords.values()])
+
+
+def fused_sgd(call: cst.Call) -> cst.Call | str:
+    """FusedSGD to SGD."""
+    dropped = {"set_grad_none": "", "materialize_master_grads": "", "wd_after_momentum": "False"}
+    parts = _check(call, 6, "params lr momentum dampening weight_decay nesterov", dropped)
+    if isinstance(parts, str):
+        return parts
+    return _to(call, "torch.optim.SGD", [*parts[0], *parts[1].values()])
+
+
+def layer_norm(call: cst.Call) -> cst.Call | str:
+    """FusedLayerNorm to LayerNorm."""
+    kept = "normalized_shape eps elementwise_affine"
+    parts = _check(call, 3, kept, {"memory_efficient": ""})
+    if isinstance(parts, str):
+        return parts
+    return _to(call, "torch.nn.LayerNorm", [*parts[0], *parts[1].values()])
+
+
+def rms_norm(call: cst.Call) -> cst.Call | str:
+    """FusedRMSNorm to RMSNorm, with eps stated: the defaults differ."""
+    kept = "normalized_shape eps elementwise_affine"
+    parts = _check(call, 3, kept, {"memory_efficient": ""})
+    if isinstance(parts, str):
+        return parts
+    positional, keywords = parts
+    if len(positional) < 2:
+        keywords.setdefault("eps", _keyword("eps", "1e-5"))
+    return _to(call, "torch.nn.RMSNorm", [*positional, *keywords.values()])
+
+
+def distributed(call: cst.Call) -> cst.Call | str:
+    """Apex's DistributedDataParallel to torch's, which does not broadcast buffers either then."""
+    given = split(call)
+    if isinstance(given, str):
+        return given
+    delay = literal(given[1].get("delay_allreduce"), "False")
+    dropped = {"delay_allreduce": "", "message_size": ""}
+    parts = _check(call, 1, "module", dropped)
+    if isinstance(parts, str):
+        return parts
+    if delay not in ("True", "False"):
+        return "its delay_allreduce is a variable"
+    args = [*parts[0], *parts[1].values(), _keyword("broadcast_buffers", "False")]
+    if delay == "True":
+        args.append(_keyword("find_unused_parameters", "True"))
+    return _to(call, "torch.nn.parallel.DistributedDataParallel", args)
+
+
+def sync_batch_norm(call: cst.Call) -> cst.Call | str:
+    """convert_syncbn_model to SyncBatchNorm.convert_sync_batchnorm."""
+    parts = _check(call, 2, "module process_group", {"channel_last": ""})
+    if isinstance(parts, str):
+        return parts
+    name = "torch.nn.SyncBatchNorm.convert_sync_batchnorm"
+    return _to(call, name, [*parts[0], *parts[1].values()])
+
+
+RULES: dict[str, Rule] = {
+    "apex.normalization.FusedLayerNorm": layer_norm,
+    "apex.normalization.FusedRMSNorm": rms_norm,
+    "apex.normalization.fused_layer_norm.FusedLayerNorm": layer_norm,
+    "apex.normalization.fused_layer_norm.FusedRMSNorm": rms_norm,
+    "apex.optimizers.FusedAdam": fused_adam,
+    "apex.optimizers.FusedSGD": fused_sgd,
+    "apex.parallel.DistributedDataParallel": distributed,
+    "apex.parallel.convert_syncbn_model": sync_batch_norm,
+}

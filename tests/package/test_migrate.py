@@ -1,0 +1,210 @@
+"""``apex-native migrate``: the migrated script alone computes what the original does."""
+
+import os
+import re
+
+import pytest
+
+pytest.importorskip("libcst", reason="needs libcst, which the extra `migrate` installs")
+
+pytestmark = pytest.mark.xdist_group("package")
+COMMAND = ("-c", "from apex_native.extras.command import main; main()")
+
+START = """\
+import torch
+from torch import nn
+from apex import amp
+from apex.normalization import FusedLayerNorm, FusedRMSNorm
+from apex.optimizers import FusedAdam, FusedSGD
+
+torch.manual_seed(0)
+x, y = torch.randn(64, 8), torch.randint(3, (64,))
+model = nn.Sequential(nn.Linear(8, 16), FusedLayerNorm(16), nn.ReLU(), nn.Linear(16, 3))
+criterion = nn.CrossEntropyLoss()
+"""
+TRAIN = """
+model, optimizer = amp.initialize(model, optimizer, opt_level="LEVEL")
+for step in range(5):
+    optimizer.zero_grad()
+    # the forward pass
+    output = model(x)
+    loss = criterion(output, y)
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)  # as usual
+    optimizer.step()
+    print(loss.item())
+"""
+ACCUMULATE = """
+model, optimizer = amp.initialize(model, optimizer, opt_level="LEVEL")
+for step in range(8):
+    if True:
+        output = model(x[step::8])
+    loss = criterion(output, y[step::8])
+    with amp.scale_loss(loss / 2, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    if step % 2:
+        optimizer.step()
+        optimizer.zero_grad()
+    print(loss.item())
+torch.save({"amp": amp.state_dict()}, "last.pt")
+amp.load_state_dict(torch.load("last.pt")["amp"])
+"""
+OPTIMIZERS = (
+    "FusedAdam(model.parameters(), lr=0.01)",
+    "FusedAdam(model.parameters(), 0.01, adam_w_mode=False, weight_decay=0.1)",
+    "FusedAdam(model.parameters(), lr=0.01, weight_decay=0.1, set_grad_none=True)",
+    "FusedSGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3, nesterov=True)",
+)
+
+
+def losses(done):
+    assert done.returncode == 0, done.stderr
+    return [float(line) for line in done.stdout.split()]
+
+
+def compare(run, tmp_path, script, tolerance):
+    """Run the original and the migrated script, and return the latter's source code."""
+    path = tmp_path / "script.py"
+    path.write_text(script)
+    expected = losses(run(*COMMAND, "run", "script.py"))
+    done = run(*COMMAND, "migrate", "script.py", "--write")
+    assert done.returncode == 0, done.stderr
+    migrated = path.read_text()
+    assert "apex" not in migrated
+    assert losses(run("script.py")) == pytest.approx(expected, rel=tolerance, abs=0)
+    return migrated
+
+
+@pytest.mark.parametrize("train", [TRAIN, ACCUMULATE], ids=["clipping", "accumulation"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_losses_are_equal_at_o0(run, tmp_path, optimizer, train):
+    compare(run, tmp_path, f"{START}optimizer = {optimizer}{train}".replace("LEVEL", "O0"), 0)
+
+
+@pytest.mark.parametrize("train", [TRAIN, ACCUMULATE], ids=["clipping", "accumulation"])
+def test_losses_are_equal_within_rounding_at_o4(run, tmp_path, train):
+    script = f"{START}optimizer = {OPTIMIZERS[0]}{train}".replace("LEVEL", "O4")
+    migrated = compare(run, tmp_path, script, 2e-2)
+    assert re.search(r"with torch.autocast\(.*bfloat16\):\n( .*\n)*        loss = crit", migrated)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("train", [TRAIN, ACCUMULATE], ids=["clipping", "accumulation"])
+def test_losses_are_equal_within_rounding_at_o1(run, tmp_path, train):
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    script = f"{START}x, y = x.cuda(), y.cuda()\n"
+    script = f"{script}model.cuda()\noptimizer = {OPTIMIZERS[0]}{train}".replace("LEVEL", "O1")
+    compare(run, tmp_path, script, 2e-2)
+
+
+def migrate(run, tmp_path, script, status=0):
+    (tmp_path / "script.py").write_text(script)
+    done = run(*COMMAND, "migrate", "script.py", "--write")
+    assert done.returncode == status, done.stderr
+    return (tmp_path / "script.py").read_text(), done.stderr
+
+
+def test_o1_gets_a_scaler(run, tmp_path):
+    script = f"{START}optimizer = {OPTIMIZERS[0]}{TRAIN}".replace("LEVEL", "O1")
+    code, report = migrate(run, tmp_path, script)
+    place = code.index("scaler.unscale_(optimizer)\n    nn.utils.clip_grad_norm_(")
+    assert place > code.index("scaler.scale(loss).backward()") > code.index("torch.float16")
+    assert "    scaler.step(optimizer)\n    scaler.update()\n" in code
+    assert "script.py:21: changed: scale_loss → scaler.scale(loss)" in report
+
+
+CALLS = [
+    (
+        "from apex.parallel import DistributedDataParallel as D\nm = D(m, delay_allreduce=True)",
+        "m = torch.nn.parallel.DistributedDataParallel(m, broadcast_buffers=False, "
+        "find_unused_parameters=True)",
+    ),
+    (
+        "import apex\nm = apex.parallel.convert_syncbn_model(m)",
+        "m = torch.nn.SyncBatchNorm.convert_sync_batchnorm(m)",
+    ),
+    (
+        "from apex.normalization import FusedRMSNorm\nm = FusedRMSNorm(8)",
+        "m = torch.nn.RMSNorm(8, eps=1e-5)",
+    ),
+    (
+        "try:\n    from apex.optimizers import FusedAdam\nexcept ImportError:\n"
+        "    raise ImportError('install apex')\nm = FusedAdam(p)",
+        "m = torch.optim.AdamW(p, weight_decay=0.0)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("script", "line"), CALLS)
+def test_call_and_import(run, tmp_path, script, line):
+    assert migrate(run, tmp_path, script + "\n")[0] == f"import torch\n{line}\n"
+
+
+LEFT = [
+    (
+        "from apex.optimizers import FusedLAMB\no = FusedLAMB(p)",
+        "torch has no optimizers.FusedLAMB",
+    ),
+    (
+        "from apex.optimizers import FusedAdam\no = FusedAdam(p, bias_correction=False)",
+        "no equivalent of its argument bias_correction",
+    ),
+    ("from apex.optimizers import FusedAdam\no = FusedAdam(p, **options)", "unpacked"),
+    (
+        "from apex.parallel import DistributedDataParallel as D\n"
+        "m = D(m, gradient_predivide_factor=2)",
+        "no equivalent of its argument gradient_predivide_factor",
+    ),
+    ("from apex import amp\nm, o = amp.initialize(m, o, opt_level='O2')", "O2, O3 and O5"),
+    ("from apex import amp\nm, o = amp.initialize(m, o, opt_level=args.level)", "args.level"),
+    ("from apex import amp\nif fp16:\n    m, o = amp.initialize(m, o)", "conditional"),
+    (
+        "from apex import amp\nwith amp.scale_loss(loss, o) as s:\n    s.backward()",
+        "not in this file",
+    ),
+]
+
+
+@pytest.mark.parametrize(("script", "why"), LEFT)
+def test_unsure_case_is_left_below_a_comment(run, tmp_path, script, why):
+    code, report = migrate(run, tmp_path, script + "\n", status=1)
+    comments = [line for line in code.splitlines() if "# apex-native migrate: " in line]
+    assert len(comments) == 1
+    assert why in comments[0]
+    assert why in report
+    kept = [line for line in code.splitlines() if line not in comments]
+    assert "\n".join(kept) == script
+    assert migrate(run, tmp_path, code, status=1)[0] == code  # a second time, nothing changes
+
+
+def test_diff_leaves_the_file(run, tmp_path):
+    (tmp_path / "script.py").write_text(CALLS[2][0] + "\n")
+    done = run(*COMMAND, "migrate", "script.py")
+    assert "+m = torch.nn.RMSNorm(8, eps=1e-5)\n" in done.stdout
+    assert (tmp_path / "script.py").read_text() == CALLS[2][0] + "\n"
+
+
+def test_write_keeps_the_mode(run, tmp_path):
+    path = tmp_path / "script.py"
+    path.touch(0o600)
+    os.chmod(path, 0o751)
+    migrate(run, tmp_path, CALLS[2][0] + "\n")
+    assert path.stat().st_mode & 0o777 == 0o751
+    assert [each.name for each in tmp_path.glob("*.py*")] == ["script.py"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("print 1\n", "is not valid Python 3"), ("x = 1\n", "does not call Apex"), (None, "No such")],
+)
+def test_nothing_to_migrate(run, tmp_path, content, message):
+    if content is not None:
+        (tmp_path / "script.py").write_text(content)
+    done = run(*COMMAND, "migrate", "script.py", "--write")
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert content is None or (tmp_path / "script.py").read_text() == content
