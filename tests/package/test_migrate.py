@@ -114,7 +114,8 @@ def test_o1_gets_a_scaler(run, tmp_path):
     place = code.index("scaler.unscale_(optimizer)\n    nn.utils.clip_grad_norm_(")
     assert place > code.index("scaler.scale(loss).backward()") > code.index("torch.float16")
     assert "    scaler.step(optimizer)\n    scaler.update()\n" in code
-    assert "script.py:21: changed: scale_loss → scaler.scale(loss)" in report
+    assert "apex" not in code
+    assert "script.py:18: changed: scale_loss → scaler.scale(loss)" in report
 
 
 CALLS = [
@@ -134,14 +135,14 @@ CALLS = [
     (
         "try:\n    from apex.optimizers import FusedAdam\nexcept ImportError:\n"
         "    raise ImportError('install apex')\nm = FusedAdam(p)",
-        "m = torch.optim.AdamW(p, weight_decay=0.0)",
+        "m = torch.optim.AdamW(p, weight_decay=0.0, fused=True)",
     ),
 ]
 
 
 @pytest.mark.parametrize(("script", "line"), CALLS)
 def test_call_and_import(run, tmp_path, script, line):
-    assert migrate(run, tmp_path, script + "\n")[0] == f"import torch\n{line}\n"
+    assert migrate(run, tmp_path, script + "\n")[0] == f"import torch\n\n{line}\n"
 
 
 LEFT = [
@@ -179,6 +180,15 @@ def test_unsure_case_is_left_below_a_comment(run, tmp_path, script, why):
     kept = [line for line in code.splitlines() if line not in comments]
     assert "\n".join(kept) == script
     assert migrate(run, tmp_path, code, status=1)[0] == code  # a second time, nothing changes
+
+
+def test_level_can_be_given(run, tmp_path):
+    level = "args.opt_level, keep_batchnorm_fp32=None"
+    script = f"{START}optimizer = {OPTIMIZERS[0]}{TRAIN}".replace('"LEVEL"', level)
+    (tmp_path / "script.py").write_text(script)
+    done = run(*COMMAND, "migrate", "script.py", "--opt-level", "O4", "--write")
+    assert done.returncode == 0, done.stderr
+    assert "torch.bfloat16" in (tmp_path / "script.py").read_text()
 
 
 def test_diff_leaves_the_file(run, tmp_path):

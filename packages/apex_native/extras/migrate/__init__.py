@@ -9,13 +9,15 @@ from pathlib import Path
 
 from .report import Report
 
-USAGE = "apex-native migrate SCRIPT.py [--write]"
+USAGE = "apex-native migrate SCRIPT.py [--opt-level O1] [--write]"
 EPILOG = """Exit status: 0 all calls were rewritten; 1 some were left, each below a comment;
 2 nothing was done (usage, no such file, invalid Python, no Apex in it)."""
 
 
-def migrate(code: bytes) -> tuple[bytes, Report]:
+def migrate(code: bytes, level: str = "") -> tuple[bytes, Report]:
     """Return the rewritten source code, in the same encoding, and the report.
+
+    `level` is an optimization level in place of the script's.
 
     Raises libcst.ParserSyntaxError for invalid Python.
     """
@@ -28,7 +30,7 @@ def migrate(code: bytes) -> tuple[bytes, Report]:
 
     report = Report()
     wrapper = MetadataWrapper(cst.parse_module(code))
-    analysis = Analysis()
+    analysis = Analysis(level)
     wrapper.visit(analysis)
     module = clean(wrapper.visit(Rewrite(analysis.usage, report)))
     return module.bytes, report
@@ -52,6 +54,12 @@ def main(arguments: list[str]) -> int:
     """Run the command, and return its exit status."""
     parser = argparse.ArgumentParser(usage=USAGE, epilog=EPILOG)
     parser.add_argument("script", type=Path)
+    parser.add_argument(
+        "--opt-level",
+        choices=("O0", "O1", "O4"),
+        default="",
+        help="in place of the script's, which may come from its command line",
+    )
     parser.add_argument("--write", action="store_true", help="write the file, not a diff")
     args = parser.parse_args(arguments)
     try:
@@ -60,7 +68,7 @@ def main(arguments: list[str]) -> int:
         return _fail("needs libcst: pip install 'apex-native[migrate]'")
     try:
         old = args.script.read_bytes()
-        new, report = migrate(old)
+        new, report = migrate(old, args.opt_level)
     except OSError as error:
         return _fail(f"cannot read {args.script}: {error.strerror}")
     except (cst.ParserSyntaxError, UnicodeDecodeError) as error:

@@ -13,7 +13,7 @@ from libcst.metadata import ParentNodeProvider, QualifiedNameProvider
 from .calls import split
 
 HANDLED = ("initialize", "scale_loss", "master_params", "state_dict", "load_state_dict")
-NO_MASTERS = "O2, O3 and O5 cast the model, which autocast does not; run it by `apex-native run`"
+NO_MASTERS = "O2, O3 and O5 cast the model; --opt-level O1 or O4 replaces them by autocast"
 
 
 def source(node: cst.CSTNode) -> str:
@@ -49,8 +49,9 @@ class Analysis(cst.CSTVisitor):
 
     METADATA_DEPENDENCIES = (QualifiedNameProvider, ParentNodeProvider)
 
-    def __init__(self) -> None:
+    def __init__(self, level: str = "") -> None:
         super().__init__()
+        self.level = level  # in place of the script's
         self.usage = Usage()
         self.step_targets: list[str] = []
         self.elsewhere = False
@@ -81,15 +82,17 @@ class Analysis(cst.CSTVisitor):
             usage.reasons.append(parts)
             return
         positional, keywords = parts
-        level = (
-            source(keywords["opt_level"].value).strip("\"'") if "opt_level" in keywords else "O1"
-        )
+        stated = keywords.get("opt_level")
+        level = self.level or (source(stated.value).strip("\"'") if stated else "O1")
         usage.level = level
         if level in ("O2", "O3", "O5"):
             usage.reasons.append(NO_MASTERS)
         elif level not in ("O0", "O1", "O4"):
-            usage.reasons.append(f"opt_level is {level}, known only when the script runs")
+            usage.reasons.append(
+                f"opt_level is {level}, known only when the script runs; give --opt-level"
+            )
         other = set(keywords) - {"opt_level", "verbosity", "models", "optimizers", "loss_scale"}
+        other.discard("keep_batchnorm_fp32")  # must be None where weights are not cast
         if "loss_scale" in keywords and "dynamic" not in source(keywords["loss_scale"].value):
             other.add("loss_scale")
         if other or not 1 <= len(positional) <= 2 or {"models", "optimizers"} & set(keywords):

@@ -68,7 +68,7 @@ def _check(
 
 
 def fused_adam(call: cst.Call) -> cst.Call | str:
-    """FusedAdam to AdamW or Adam, with the weight decay stated: the defaults differ."""
+    """FusedAdam to AdamW or Adam, fused, with the weight decay stated: the defaults differ."""
     given = split(call)
     if isinstance(given, str):
         return given
@@ -82,6 +82,7 @@ def fused_adam(call: cst.Call) -> cst.Call | str:
         return "its adam_w_mode is a variable"
     positional, keywords = parts
     keywords.setdefault("weight_decay", _keyword("weight_decay", "0.0"))
+    keywords["fused"] = _keyword("fused", "True")
     name = "AdamW" if mode == "True" else "Adam"
     return _to(call, f"torch.optim.{name}", [*positional, *keywords.values()])
 

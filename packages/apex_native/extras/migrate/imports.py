@@ -18,6 +18,10 @@ class _Used(cst.CSTVisitor):
     def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:  # noqa: ARG002
         return False
 
+    def visit_Attribute(self, node: cst.Attribute) -> bool:
+        node.value.visit(self)
+        return False
+
     def visit_Name(self, node: cst.Name) -> None:
         self.names.add(node.value)
 

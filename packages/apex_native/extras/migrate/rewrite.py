@@ -170,6 +170,7 @@ class Rewrite(cst.CSTTransformer):
         scaler = cst.parse_statement('scaler = torch.amp.GradScaler("cuda")')
         lines = list(module.body)
         place = next((i for i, line in enumerate(lines) if not _is_import(line)), len(lines))
+        scaler = scaler.with_changes(leading_lines=[cst.EmptyLine(indent=False)])
         return module.with_changes(body=[*lines[:place], scaler, *lines[place:]])
 
     def _wrap(self, original: Any, updated: Any) -> Any:
