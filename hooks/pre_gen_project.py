@@ -33,7 +33,17 @@ TAKEN = {
     *("apex", "apex_native", "data", "engine", "launch", "main", "predict", "task", "tests"),
     *("torch", "torchvision", "triton", "numpy", "pil", "pillow", "tqdm"),
     "segmentation_models_pytorch",
-    *("tensorboard", "matplotlib", "torchmetrics", "sklearn", "onnxruntime", "onnxscript"),
+    *(
+        "tensorboard",
+        "mlflow",
+        "wandb",
+        "trackio",
+        "matplotlib",
+        "torchmetrics",
+        "sklearn",
+        "onnxruntime",
+        "onnxscript",
+    ),
     *("pytest", "ruff", "pip", "setuptools", "wheel", "cookiecutter", "jinja2"),
 }
 

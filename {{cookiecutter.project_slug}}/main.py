@@ -361,7 +361,7 @@ def build(args: argparse.Namespace) -> Run:
     device, backend = init_distributed(args)
     seed_everything(args.seed)
     metric = MonitoredMetric(task.METRIC, task.METRIC_MODE)
-    logger = Logger(args.output, dist.get_rank(), metric, args.log_every)
+    logger = Logger(args.output, dist.get_rank(), metric, args.log_every, args.tracker)
     processes = distributed.describe(dist.get_world_size(), device)
     logger.info(f"{processes}, {args.opt_level}, {backend.reason}")
     # % if ddp == "apex"

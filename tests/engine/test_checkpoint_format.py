@@ -200,6 +200,8 @@ def test_nan_is_neither_written_nor_read(whole: Path) -> None:
         {"amp": [1]},
         {"amp": {"loss_scaler0": {"loss_scale": float("nan"), "unskipped": 0}}},
         {"amp": {"loss_scaler0": {"loss_scale": 0.0, "unskipped": 0}}},
+        {"run_id": "' or ''"},
+        {"run_id": 1},
         {"history": {}},
         {"history": [{"epoch": 1}]},
         {"history": [{"epoch": 1, "step": "1"}]},

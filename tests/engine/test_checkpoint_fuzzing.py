@@ -69,6 +69,7 @@ def manager_of(folder: Path) -> CheckpointManager:
         stop_signals=StopSignals(),
     )
     manager.logger.rows = [{"epoch": 1, "step": 1, "train_loss": 0.5}]
+    manager.logger.run_id = "0123456789abcdef"
     return manager
 
 

@@ -40,9 +40,13 @@ class Messages(list):
         super().__init__()
         self.monitored = metric
         self.rows: list[dict[str, float]] = []
+        self.run_id = ""
 
     def info(self, message: str) -> None:
         self.append(message)
+
+    def finish_tracking(self, status: str) -> None:
+        """Do nothing."""
 
     def lock(self) -> None:
         """Do nothing: a test has the folder for itself."""
@@ -284,21 +288,23 @@ def test_a_full_disk_costs_the_oldest_checkpoint(
     assert checkpoint.load(tmp_path / "best.pt")["step"] == 1
 
 
-def history_of_a_resumed_run(folder: str) -> list[dict[str, float]]:
+def history_of_a_resumed_run(folder: str) -> tuple[list[dict[str, float]], str]:
     manager = manager_of(folder)
     manager.logger.rows = [{"epoch": 1, "step": 10, "val_loss": 0.5}]
+    manager.logger.run_id = "0123456789abcdef" if dist.get_rank() == 0 else ""
     manager.save()
     manager.finish()
     manager.logger.rows.append({"epoch": 2, "step": 20, "val_loss": 0.25})
     dist.barrier()
     again = manager_of(folder)
     again.resume(Path("auto"), 10)
-    return again.logger.rows
+    return again.logger.rows, again.logger.run_id
 
 
 def test_metrics_are_resumed_on_all_ranks(two_processes: Processes, tmp_path: Path) -> None:
     """Any of them may be rank 0 of the next run."""
-    for rows in two_processes(history_of_a_resumed_run, str(tmp_path)):
+    for rows, run_id in two_processes(history_of_a_resumed_run, str(tmp_path)):
+        assert run_id == "0123456789abcdef"
         assert rows == [{"epoch": 1, "step": 10, "val_loss": 0.5}]
 
 

@@ -14,11 +14,14 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from difflib import get_close_matches
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any, NoReturn, TypeVar
 
 from engine import distributed
 from engine.monitoring.curves import METRIC, METRIC_MODE
+from engine.monitoring.trackers import NAMES as TRACKERS
+from engine.monitoring.trackers import TENSORBOARD
 
 Value = TypeVar("Value", int, float)
 NOT_SETTINGS = ("config", "print_config", "check", "json", "local_rank")  # differ at each start
@@ -324,6 +327,8 @@ def add_run_arguments(parser: ArgumentParser, output: Path) -> None:
         type=positive_int,
         help="steps between log records (default: 10; lines: 1 min)",
     )
+    help = "log to these, in addition to metrics.csv"
+    add("--tracker", nargs="+", choices=TRACKERS, default=[TENSORBOARD], help=help)
     add("--eval-only", action="store_true", help="validate --resume, do not train")
     add("--seed", type=non_negative_int, default=0, help="of weights, order and augmentation")
     add("--deterministic", action="store_true", help="bit-identical on a GPU too; slower")
@@ -350,6 +355,9 @@ def complete_arguments(
         parser.error("--accumulate: --cuda-graphs keep no gradients from one batch to the next")
     if args.eval_only and args.output == output and args.resume not in (None, Path("auto")):
         args.output = args.resume.parent
+    for name in args.tracker:
+        if name != TENSORBOARD and find_spec(name) is None:
+            parser.error(f"--tracker {name}: its package is missing; pip install -e .[{name}]")
     if args.workers is None:
         args.workers = min(distributed.cpu_cores(), 8) if args.data else 0
 

@@ -115,6 +115,7 @@ class CheckpointManager:
         for name, value in vars(progress).items():
             setattr(progress, name, entries.get(name, value))
         self.logger.rows = entries["history"]
+        self.logger.run_id = entries.get("run_id", "")
         if not (self.folder / BEST).exists():  # another folder's best is not this one's
             progress.best = -math.inf
         if progress.step is None:  # in another script's checkpoint
@@ -198,6 +199,8 @@ class CheckpointManager:
         entries = format.to_cpu(format.collect(self.state))
         entries |= vars(progress) | {"ranks": ranks, "metadata": self.metadata}
         entries["history"] = list(self.logger.rows)
+        if self.logger.run_id:
+            entries["run_id"] = self.logger.run_id
         entries |= {"results": results or {}, "best": max(progress.best, best.score)}
         copied = torch.cuda.current_stream().record_event() if torch.cuda.is_initialized() else None
         arguments = (entries, copied)
@@ -224,6 +227,7 @@ class CheckpointManager:
         self.wait()
         if not self.problem:
             step = self.state.progress.step
+            self.logger.finish_tracking("KILLED")
             self.logger.info(f"stopped after step {step}; add --resume auto to continue")
         if signal_number == signal.SIGUSR1 and dist.get_rank() == 0:
             self._requeue()

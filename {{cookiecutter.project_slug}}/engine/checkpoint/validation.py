@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engine import UserError
+from engine.monitoring.trackers import is_run_id
 
 MAX_COUNT = 2**53  # of steps and the like; a float holds larger integers inexactly
 NUM_WORDS = 624  # of a Mersenne Twister, the random-number generator of all libraries on the CPU
@@ -23,6 +24,8 @@ def check_values(path: Path, entries: dict[str, Any]) -> None:
         raise UserError(f"{path}: its optimizer's state is none; use another one")
     if not _is_valid_history(entries):
         raise UserError(f"{path}: its history of metrics is altered; use another one")
+    if not is_run_id(entries.get("run_id", "")):
+        raise UserError(f"{path}: its run_id is altered; use another one")
     counts = [entries["epoch"], entries["samples"]]
     if entries["step"] is not None:  # as in a checkpoint of another script
         counts.append(entries["step"])

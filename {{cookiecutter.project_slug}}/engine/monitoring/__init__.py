@@ -1,1 +1,1 @@
-"""Monitoring: console output, progress bars, metrics.csv, TensorBoard events and curves."""
+"""Monitoring: console output, progress bars, metrics.csv, curves and experiment trackers."""

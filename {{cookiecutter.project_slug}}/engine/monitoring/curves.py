@@ -46,6 +46,7 @@ OTHER_FLAGS = (
     "workers",
     "save_every",
     "log_every",
+    "tracker",
     "eval_every",
     "report",
     "keep",

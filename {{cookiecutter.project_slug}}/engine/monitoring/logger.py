@@ -1,4 +1,4 @@
-"""Rank-0 logger: console, progress bars, metrics.csv, TensorBoard events and curves."""
+"""Rank-0 logger: console, progress bars, metrics.csv, curves, TensorBoard and other trackers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from itertools import chain, islice
 from pathlib import Path
@@ -28,6 +28,8 @@ from engine.monitoring.curves import COLUMNS, CONFIG, METRIC, METRIC_MODE, PICTU
 from engine.monitoring.events import EventWriter
 from engine.monitoring.meter import LogRecord, Meter
 from engine.monitoring.metric import MonitoredMetric
+from engine.monitoring.trackers import TENSORBOARD
+from engine.monitoring.tracking import Tracking
 from engine.text import printable
 
 if TYPE_CHECKING:
@@ -59,10 +61,16 @@ class Logger:
         rank: of this process.
         metric: that selects the best model.
         log_every: steps between two records; without it, LOG_EVERY, and a line a minute.
+        trackers: names of those to log to (--tracker).
     """
 
     def __init__(
-        self, output: Path, rank: int, metric: MonitoredMetric, log_every: int | None = None
+        self,
+        output: Path,
+        rank: int,
+        metric: MonitoredMetric,
+        log_every: int | None = None,
+        trackers: Sequence[str] = (TENSORBOARD,),
     ) -> None:
         self.output = output
         self.active = rank == 0
@@ -72,7 +80,10 @@ class Logger:
         self.rows: list[dict[str, Any]] = []  # of metrics.csv; a checkpoint holds them, too
         self.throughputs: list[float] = []  # images/s of each epoch
         self.warnings: set[str] = set()
+        self.run_id = ""  # of the trackers; a checkpoint holds it, too
         self.events: EventWriter | None = None
+        self.tracking: Tracking | None = None
+        self._trackers = trackers
         self.curves = curves.BackgroundProcess(output, self.warning)
         self._meter: Meter | None = None
         self._lock_file: TextIO | None = None
@@ -100,8 +111,11 @@ class Logger:
         except (KeyError, ValueError, csv.Error):
             problem = f"{self.output / TABLE} is not in the format of this program"
             raise UserError(f"{problem}: move it away, then resume again") from None
-        with self._errors_as_warning("TensorBoard events are not written"):
-            self.events = self._open_events(progress.step)
+        if TENSORBOARD in self._trackers:
+            with self._errors_as_warning("TensorBoard events are not written"):
+                self.events = self._open_events(progress.step)
+        with self._errors_as_warning("nothing is logged to the trackers"):
+            self._open_tracking(config, resume, progress.step)
         self._print_cells({name: HEADINGS.get(name, name) for name in self._main_columns()})
 
     def _rows_to_keep(
@@ -113,7 +127,7 @@ class Logger:
         """
         table = self.output / TABLE
         rows = curves.read_rows(table) if table.exists() else []
-        is_resumed = resume is not None and resume.parent.resolve() == self.output.resolve()
+        is_resumed = self._is_own(resume)
         if not is_resumed and not distributed.is_restart():
             # A run that stopped before its first checkpoint may have written a row.
             has_no_checkpoint = config.get("resume") == Path("auto")
@@ -125,14 +139,36 @@ class Logger:
         by_epoch |= {int(row["epoch"]): row for row in self.rows}
         return [by_epoch[one] for one in sorted(by_epoch) if one <= epoch]
 
+    def _is_own(self, checkpoint: Path | None) -> bool:
+        """Return whether a checkpoint is one of this run, and not of another folder's."""
+        return checkpoint is not None and checkpoint.parent.resolve() == self.output.resolve()
+
     def _open_events(self, step: int) -> EventWriter:
         """Return the writer of new events; without older ones, it starts with those of the rows."""
         is_first = not any(self.output.glob("events.out.tfevents.*"))
         events = EventWriter(self.output, step)
-        for row in self.rows if is_first else ():
-            values = {name: row[name] for name in row if name not in ("epoch", "step")}
-            events.add_scalars("epoch", values, int(row["step"]))
+        if is_first:
+            self._add_rows(events)
         return events
+
+    def _open_tracking(self, config: dict[str, object], resume: Path | None, step: int) -> None:
+        """Start logging to the other trackers, if any; a resumed run continues its own there."""
+        names = [name for name in self._trackers if name != TENSORBOARD]
+        if not names:
+            return
+        is_own = self._is_own(resume)
+        is_new = not (is_own or distributed.is_restart() or config.get("resume") == Path("auto"))
+        tracking = Tracking(self.output, names, self.info, self.warning)
+        tracking.start(self.run_id if is_own else "", is_new, step, config)
+        if tracking.is_first:
+            self._add_rows(tracking)
+        self.tracking = tracking
+        self.run_id = tracking.run_id
+
+    def _add_rows(self, sink: EventWriter | Tracking) -> None:
+        for row in self.rows:
+            values = {name: row[name] for name in row if name not in POSITION}
+            sink.add_scalars("epoch", values, int(row["step"]))
 
     def lock(self) -> None:
         """Lock the folder, if there is one, until this process exits; child processes do not.
@@ -279,6 +315,8 @@ class Logger:
             self._write_table()
         self.throughputs.append(values["images_per_second"])
         self._write_event(lambda events: events.add_scalars("epoch", values, position["step"]))
+        if self.tracking:
+            self.tracking.check()
         self.curves.start()
         self._print_warm_up(values["images_per_second"])
         self._print_row(self.rows[-1])
@@ -355,15 +393,25 @@ class Logger:
         text = " ".join(f"{name} {value:.4f}" for name, value in results.items())
         self.info(f"{path}: {text}")
 
-    def _write_event(self, write: Callable[[EventWriter], None]) -> None:
-        """Call `write` with the event writer. After an error, the file may end in a torn event."""
-        if self.events is None:
-            return
-        events = self.events
-        self.events = None
-        with self._errors_as_warning("no further TensorBoard events are written"):
-            write(events)
-            self.events = events
+    def _write_event(self, write: Callable[[EventWriter | Tracking], None]) -> None:
+        """Call `write` with each writer. After an error, its file may end in a torn event."""
+        events, tracking = self.events, self.tracking
+        self.events = self.tracking = None
+        if events:
+            with self._errors_as_warning("no further TensorBoard events are written"):
+                write(events)
+                self.events = events
+        if tracking:
+            with self._errors_as_warning("no further points are logged to the trackers"):
+                write(tracking)
+                self.tracking = tracking
+
+    def finish_tracking(self, status: str) -> None:
+        """End the run in the trackers as FINISHED or KILLED; wait for them, but not for long."""
+        tracking, self.tracking = self.tracking, None
+        if tracking:
+            with self._errors_as_warning("the trackers do not know that the run has ended"):
+                tracking.finish(status)
 
     def close(self, best: float = -math.inf) -> None:
         """Finish the curves; print the run's best result, its duration and its folder.
@@ -373,6 +421,10 @@ class Logger:
         if not self.active:
             return
         self.curves.finish()
+        if self.tracking and self.rows:
+            step = int(self.rows[-1]["step"])
+            self.tracking.add_image("curves", self.output / PICTURE, step)
+        self.finish_tracking("FINISHED")
         facts = []
         with contextlib.suppress(UserError):  # no finished epoch, or no room for its row
             run = curves.read_run(self.output)

@@ -1,0 +1,215 @@
+"""engine.monitoring.deliver: every point reaches a tracker once, whatever happens in between."""
+
+import json
+import random
+
+import pytest
+from engine import UserError
+from engine.monitoring import deliver
+from engine.monitoring.deliver import Delivery, redact
+from engine.monitoring.trackers import FOLDER, QUEUE
+
+
+class FakeTracker:
+    """Tracker whose calls fail with the probability `risk`, before or after storing the data."""
+
+    def __init__(self, output):
+        self.reconnect()
+
+    @classmethod
+    def reset(cls, seed=0, risk=0.0, has_images=True):
+        cls.chosen, cls.risk, cls.has_images = random.Random(seed), risk, has_images
+        cls.points, cls.images, cls.runs, cls.ends = [], [], [], []
+
+    def reconnect(self):
+        self.fail()
+
+    def fail(self):
+        if self.chosen.random() < self.risk:
+            raise ConnectionError("the tracker does not answer")
+
+    def start(self, run):
+        self.fail()
+        self.runs.append(run)
+
+    def last_steps(self):
+        self.fail()
+        last = {}
+        for group, step, _ in self.points:
+            last[group] = max(step, last.get(group, -1))
+        return last
+
+    def log(self, points):
+        self.fail()
+        self.points += [(one["group"], one["step"], one["values"]["loss"]) for one in points]
+        self.fail()
+
+    def image(self, name, path, step):
+        if not self.has_images:
+            raise PermissionError("no store for files")
+        self.images.append((name, step))
+
+    def finish(self, status):
+        self.fail()
+        self.ends.append(status)
+
+
+@pytest.fixture
+def queue(tmp_path, monkeypatch):
+    """Function that appends records to the queue of a run."""
+    monkeypatch.setitem(deliver.ADAPTERS, "mlflow", FakeTracker)
+    FakeTracker.reset()
+    path = tmp_path / FOLDER / QUEUE
+    path.parent.mkdir()
+
+    def append(*records):
+        with path.open("a") as file:
+            file.writelines(json.dumps(one) + "\n" for one in records)
+
+    append(start(0))
+    return append
+
+
+def start(step, run_id="0123456789abcdef"):
+    return {"start": {"run_id": run_id, "step": step, "trackers": ["mlflow"]}}
+
+
+def point(step, loss=1.0, group="step"):
+    return {"group": group, "step": step, "time": 0.0, "values": {"loss": loss}}
+
+
+def steps(group="step"):
+    return [step for name, step, _ in FakeTracker.points if name == group]
+
+
+def test_points_of_a_resumed_run_replace_those_that_were_not_sent(queue, tmp_path):
+    queue(point(1), point(2), point(3), start(1), point(2, 7.0), point(2, 9.0, "epoch"))
+    Delivery(tmp_path, "mlflow").send()
+    assert FakeTracker.points == [("step", 1, 1.0), ("step", 2, 7.0), ("epoch", 2, 9.0)]
+
+
+def test_points_that_a_tracker_has_are_not_sent_again(queue, tmp_path):
+    queue(point(1), point(2))
+    Delivery(tmp_path, "mlflow").send()
+    queue(start(1), point(2, 7.0), point(3))
+    assert Delivery(tmp_path, "mlflow").send() == 3
+    assert steps() == [1, 2, 3]
+    assert Delivery(tmp_path, "mlflow").send() == 0
+
+
+def test_tracker_is_asked_if_its_state_is_lost(queue, tmp_path):
+    queue(point(1), point(2))
+    Delivery(tmp_path, "mlflow").send()
+    (tmp_path / FOLDER / "mlflow.json").unlink()
+    queue(point(3))
+    Delivery(tmp_path, "mlflow").send()
+    assert steps() == [1, 2, 3]
+
+
+def test_state_of_another_run_is_not_used(queue, tmp_path):
+    queue(point(1), point(2))
+    Delivery(tmp_path, "mlflow").send()
+    other = Delivery(tmp_path, "mlflow")
+    (tmp_path / FOLDER / QUEUE).unlink()
+    FakeTracker.reset()
+    queue(start(0, "f" * 16), point(1))
+    with pytest.raises(UserError, match="another run"):
+        other.send()
+    Delivery(tmp_path, "mlflow").send()
+    assert steps() == [1]
+
+
+def test_incomplete_line_is_left_for_later(queue, tmp_path):
+    queue(point(1))
+    path = tmp_path / FOLDER / QUEUE
+    line = json.dumps(point(2)) + "\n"
+    path.write_text(path.read_text() + line[:9])
+    delivery = Delivery(tmp_path, "mlflow")
+    assert delivery.send() == 2
+    path.write_text(path.read_text() + line[9:])
+    assert delivery.send() == 1
+    assert steps() == [1, 2]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_each_step_arrives_once_through_random_failures_and_resumptions(queue, tmp_path, seed):
+    """A call that fails may have stored its data; a run may be killed and resumed in between."""
+    FakeTracker.reset(seed, risk=0.3)
+    chosen = random.Random(seed)
+    delivery, step = Delivery(tmp_path, "mlflow"), 0
+
+    def attempt():
+        try:
+            delivery.send()
+        except ConnectionError as error:
+            delivery.fail(error)
+
+    while step < 200:
+        for _ in range(chosen.randrange(12)):
+            step += 1
+            queue(point(step), *[point(step, group="epoch")] * (step % 10 == 0))
+        attempt()
+        if chosen.random() < 0.2:
+            step -= min(step, chosen.randrange(30))
+            queue(start(step))
+            delivery = Delivery(tmp_path, "mlflow")
+    FakeTracker.risk = 0.0
+    delivery.send()
+    assert steps() == list(range(1, step + 1))
+    assert steps("epoch") == list(range(10, step + 1, 10))
+
+
+def test_image_that_is_refused_does_not_hold_up_the_points(queue, tmp_path):
+    FakeTracker.reset(has_images=False)
+    (tmp_path / "epoch_001.png").touch()
+    image = {"group": "validation", "step": 1, "image": "epoch_001.png"}
+    queue(point(1), image, image | {"image": "removed.png", "step": 2}, point(2))
+    delivery = Delivery(tmp_path, "mlflow")
+    for _ in range(2):
+        with pytest.raises(PermissionError):
+            delivery.send()
+    delivery.send()
+    assert steps() == [1, 2]
+    assert "epoch_001.png is refused, no store for files" in delivery.state["problem"]
+
+
+def test_run_without_an_end_has_failed(queue, tmp_path):
+    delivery = Delivery(tmp_path, "mlflow")
+    queue(point(1))
+    delivery.send()
+    delivery.close()
+    queue({"finish": "FINISHED"})
+    delivery.send()
+    delivery.close()
+    assert FakeTracker.ends == ["FAILED", "FINISHED"]
+
+
+def test_keys_are_not_in_messages(queue, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("WANDB_API_KEY", "s3cr3t-key")
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "p4ssw0rd")
+    text = "http://me:p4ssw0rd@host/api: s3cr3t-key is wrong, http://me:other@host"
+    assert redact(text) == "http://…@host/api: … is wrong, http://…@host"
+    delivery = Delivery(tmp_path, "mlflow")
+    delivery.fail(ValueError(text))
+    seen = capsys.readouterr().out + (tmp_path / FOLDER / "mlflow.json").read_text()
+    assert "is wrong" in seen
+    assert not [key for key in ("s3cr3t-key", "p4ssw0rd", "other") if key in seen]
+
+
+def test_command_reports_what_is_left(queue, tmp_path, capsys):
+    queue(point(1))
+    FakeTracker.reset(risk=1.0)
+    for name, status, said in [
+        (tmp_path, 1, "mlflow: the tracker does not answer"),
+        (tmp_path / "none", 2, "none has no points: name the --output folder of a run"),
+    ]:
+        with pytest.raises(SystemExit) as stopped:
+            deliver.main([str(name)])
+        assert stopped.value.code == status
+        assert said in capsys.readouterr().err
+    FakeTracker.reset()
+    with pytest.raises(SystemExit) as stopped:
+        deliver.main([str(tmp_path)])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out == "mlflow: 2 records delivered\n"
+    assert steps() == [1]

@@ -1,0 +1,333 @@
+"""engine.monitoring.tracking and .trackers: a run's points in real trackers."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from engine.checkpoint.format import Progress
+from engine.monitoring import tracking
+from engine.monitoring.curves import BackgroundProcess
+from engine.monitoring.logger import Logger
+from engine.monitoring.metric import MonitoredMetric
+from engine.monitoring.trackers import FOLDER, QUEUE
+from engine.monitoring.tracking import Tracking
+from PIL import Image
+from test_curves import METRIC, row
+
+pytestmark = pytest.mark.xdist_group("trackers")
+START_S = 90.0  # in which MLflow's server has started, on a busy machine
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
+@contextmanager
+def mlflow_server(folder, port):
+    """Run MLflow's server with a SQLite database."""
+    folder.mkdir(exist_ok=True)
+    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1"]
+    command += ["--port", str(port), "--workers", "1"]
+    command += ["--backend-store-uri", f"sqlite:///{folder}/mlflow.db"]
+    command += ["--artifacts-destination", str(folder / "artifacts")]
+    with (folder / "log").open("wb") as log:
+        server = subprocess.Popen(
+            command, stdout=log, stderr=log, cwd=folder, start_new_session=True
+        )
+    try:
+        deadline = time.monotonic() + START_S
+        while True:
+            with suppress(OSError):
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
+                break
+            assert time.monotonic() < deadline, (folder / "log").read_text()
+            time.sleep(0.2)
+        yield
+    finally:
+        os.killpg(server.pid, 15)
+        server.wait(20)
+
+
+@pytest.fixture(scope="module")
+def mlflow(tmp_path_factory):
+    """Client of a server of MLflow."""
+    mlflow = pytest.importorskip("mlflow")
+    port = free_port()
+    with mlflow_server(tmp_path_factory.mktemp("mlflow"), port):
+        yield mlflow.MlflowClient(f"http://127.0.0.1:{port}")
+
+
+@pytest.fixture
+def tracked(mlflow, tmp_path, monkeypatch, clock):
+    """Name of the experiment of this test, where its runs are."""
+    monkeypatch.setattr(BackgroundProcess, "start", lambda self: None)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow.tracking_uri)
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", tmp_path.name)
+    return tmp_path.name
+
+
+def the_run(mlflow, experiment):
+    """Return the only run of an experiment."""
+    (run,) = mlflow.search_runs([mlflow.get_experiment_by_name(experiment).experiment_id])
+    return run
+
+
+def history(mlflow, run, key):
+    return [metric.step for metric in mlflow.get_metric_history(run.info.run_id, key)]
+
+
+def open_logger(output, step=0, run_id="", checkpoint=None, trackers=("tensorboard", "mlflow")):
+    logger = Logger(output, 0, MonitoredMetric(METRIC), trackers=trackers)
+    logger.run_id = run_id
+    config = {"lr": 0.1 if not step else 0.2, "seed": 0, "data": None}
+    progress = Progress(epoch=step // 10, step=step)
+    logger.open(config, checkpoint, progress)
+    return logger
+
+
+def log_step(logger, step):
+    logger._write_event(lambda events: events.add_scalars("step", {"lr": 0.1}, step))
+
+
+def test_mlflow_has_all_of_a_resumed_run(mlflow, tracked, tmp_path):
+    output = tmp_path / "run"
+    first = open_logger(output)
+    for step in range(1, 10):
+        log_step(first, step)
+    first.log_epoch(row(1) | {"val_é(1)": 1.0, "val_nan": float("nan")})
+    picture = output / "validation" / "epoch_001.png"
+    picture.parent.mkdir()
+    Image.new("RGB", (4, 3), "red").save(picture)
+    first.log_image(10, lambda: picture)
+    for step in (11, 12):
+        log_step(first, step)
+    first.finish_tracking("KILLED")
+    run = the_run(mlflow, tracked)
+    assert (run.info.status, run.data.tags["run_id"]) == ("KILLED", first.run_id)
+    first._lock_file.close()
+
+    again = open_logger(output, 10, first.run_id, output / "last.pt")
+    for step in (11, 12, 13):
+        log_step(again, step)
+    again.log_epoch(row(2))
+    Image.new("RGB", (4, 3), "red").save(output / "curves.png")
+    again.close()
+    run = the_run(mlflow, tracked)
+    assert run.info.status == "FINISHED"
+    assert history(mlflow, run, "step/lr") == [*range(1, 10), 11, 12, 13]
+    assert history(mlflow, run, "epoch/val_loss") == [10, 20]
+    assert history(mlflow, run, "epoch/val_é_1_") == [10]
+    assert run.data.params == {"lr": "0.1", "seed": "0"}
+    assert run.data.tags["lr from step 10"] == "0.2"
+    assert run.data.tags["processes"] == "1"
+    artifacts = {one.path for one in mlflow.list_artifacts(run.info.run_id, "validation")}
+    artifacts |= {one.path for one in mlflow.list_artifacts(run.info.run_id)}
+    assert artifacts == {"validation", "validation/epoch_001.png", "curves.png"}
+
+
+def test_run_on_another_host_continues_without_the_queue(mlflow, tracked, tmp_path):
+    """The checkpoint has the run's id and its rows; MLflow knows which of them it has."""
+    first = open_logger(tmp_path / "run")
+    log_step(first, 9)
+    first.log_epoch(row(1))
+    log_step(first, 11)
+    first.finish_tracking("KILLED")
+    output = tmp_path / "other" / "run"
+    again = Logger(output, 0, MonitoredMetric(METRIC), trackers=["mlflow"])
+    again.run_id, again.rows = first.run_id, first.rows
+    again.open({}, output / "last.pt", Progress(epoch=1, step=10))
+    for step in (11, 12):
+        log_step(again, step)
+    again.log_epoch(row(2))
+    again.close()
+    run = the_run(mlflow, tracked)
+    assert history(mlflow, run, "step/lr") == [9, 11, 12]
+    assert history(mlflow, run, "epoch/val_loss") == [10, 20]
+
+
+def test_checkpoint_of_another_folder_starts_a_run_of_its_own(mlflow, tracked, tmp_path):
+    first = open_logger(tmp_path / "first")
+    first.log_epoch(row(1))
+    first.close()
+    second = Logger(tmp_path / "second", 0, MonitoredMetric(METRIC), trackers=["mlflow"])
+    second.run_id, second.rows = first.run_id, first.rows
+    second.open({}, tmp_path / "first" / "last.pt", Progress(epoch=1, step=10))
+    second.close()
+    experiment = mlflow.get_experiment_by_name(tracked)
+    runs = mlflow.search_runs([experiment.experiment_id])
+    assert {run.info.run_name for run in runs} == {"first", "second"}
+    assert [history(mlflow, run, "epoch/lr") for run in runs] == [[10], [10]]
+
+
+def test_tracker_that_is_down_gets_everything_later(mlflow, tracked, tmp_path, monkeypatch, capsys):
+    """First it is down; then it comes back while the run lasts."""
+    port = free_port()
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{port}")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    logger = open_logger(tmp_path / "run")
+    longest = 0.0
+    for step in range(1, 6):
+        started = time.perf_counter_ns()
+        log_step(logger, step)
+        longest = max(longest, (time.perf_counter_ns() - started) / 1e9)
+    assert longest < 0.1
+    wait_until(lambda: logger.tracking._state("mlflow").get("problem"))
+    for epoch in (1, 2):
+        logger.log_epoch(row(epoch))
+    warnings = [one for one in capsys.readouterr().out.splitlines() if "warning:" in one]
+    assert len(warnings) == 1
+    assert "--tracker mlflow: " in warnings[0]
+    with mlflow_server(tmp_path / "server", port):
+        wait_until(lambda: not logger.tracking._left("mlflow"))
+        logger.close()
+        client = type(mlflow)(f"http://127.0.0.1:{port}")
+        run = the_run(client, tracked)
+        assert history(client, run, "step/lr") == list(range(1, 6))
+        assert run.info.status == "FINISHED"
+    assert "not delivered" not in capsys.readouterr().out
+
+
+def wait_until(condition, seconds=90.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+class Refusal(BaseHTTPRequestHandler):
+    """Server that accepts no key."""
+
+    def do_GET(self):
+        self.send_response(401)
+        self.end_headers()
+        self.wfile.write(f"wrong key: {self.headers['Authorization']}".encode())
+
+    do_POST = do_GET
+
+    def log_message(self, *_):
+        pass
+
+
+def test_wrong_key_is_reported_and_kept_nowhere(mlflow, tracked, tmp_path, monkeypatch, capsys):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Refusal)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "s3cr3t-t0ken")
+    monkeypatch.setattr(tracking, "EXIT_S", 8.0)
+    output = tmp_path / "run"
+    logger = open_logger(output)
+    log_step(logger, 1)
+    wait_until(lambda: logger.tracking._state("mlflow").get("problem"))
+    logger.log_epoch(row(1))
+    started = time.monotonic()
+    logger.close()
+    assert time.monotonic() - started < 12
+    server.shutdown()
+    said = capsys.readouterr().out
+    assert "401" in said
+    command = f"python -m engine.monitoring.deliver {output}"
+    assert "mlflow: 5 records are not delivered (" in said
+    assert command in said
+    files = [path for path in output.rglob("*") if path.is_file()]
+    assert not [path for path in files if b"s3cr3t-t0ken" in path.read_bytes()]
+    assert "s3cr3t-t0ken" not in said
+
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow.tracking_uri)
+    done = subprocess.run(
+        [sys.executable, *command.split()[1:]],
+        cwd=Path(tracking.__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "mlflow: 5 records delivered" in done.stdout
+    run = the_run(mlflow, tracked)
+    assert history(mlflow, run, "step/lr") == [1]
+    assert run.info.status == "FINISHED"
+
+
+@pytest.fixture
+def idle(monkeypatch):
+    """Trackers without processes: the points stay in the queue."""
+    monkeypatch.setattr(Tracking, "_start_process", lambda self, name: None)
+
+
+def queue_of(output):
+    with (output / FOLDER / QUEUE).open() as file:
+        return [json.loads(line) for line in file]
+
+
+@pytest.mark.usefixtures("idle", "clock")
+def test_without_other_trackers_there_is_no_queue(tmp_path):
+    logger = open_logger(tmp_path, trackers=["tensorboard"])
+    assert logger.run_id == ""
+    assert not (tmp_path / FOLDER).exists()
+    assert any(tmp_path.glob("events.out.*"))
+
+
+@pytest.mark.usefixtures("idle", "clock")
+def test_without_tensorboard_there_are_no_events(tmp_path):
+    open_logger(tmp_path, trackers=["mlflow"])
+    assert not any(tmp_path.glob("events.out.*"))
+
+
+@pytest.mark.usefixtures("idle", "clock")
+def test_run_without_a_checkpoint_is_continued_by_resume_auto_only(tmp_path):
+    """It was killed within a line."""
+    ids = []
+    for flag in (None, Path("auto"), None):
+        logger = Logger(tmp_path, 0, MonitoredMetric(METRIC), trackers=["mlflow"])
+        logger.open({"resume": flag}, None, Progress())
+        log_step(logger, 5)
+        ids.append(logger.run_id)
+        with (tmp_path / FOLDER / QUEUE).open("a") as file:
+            file.write('{"group": "st')
+        logger._lock_file.close()
+    assert ids[0] == ids[1] != ids[2]
+
+
+@pytest.mark.usefixtures("idle", "clock")
+def test_torn_line_is_removed(tmp_path):
+    for _ in range(2):
+        logger = open_logger(tmp_path, 10, "0123456789abcdef", tmp_path / "last.pt", ["mlflow"])
+        log_step(logger, 11)
+        path = tmp_path / FOLDER / QUEUE
+        text = path.read_text()
+        path.write_text(text + '{"group": "st')
+        logger._lock_file.close()
+    path.write_text(text)
+    kinds = [next(iter(record)) for record in queue_of(tmp_path)]
+    assert kinds == ["start", "group", "start", "group"]
+
+
+@pytest.mark.usefixtures("idle", "clock")
+def test_environment_variables_are_not_logged(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "s3cr3t")
+    open_logger(tmp_path, trackers=["mlflow"])
+    assert not [path for path in tmp_path.rglob("*.*") if b"s3cr3t" in path.read_bytes()]
+    (record,) = queue_of(tmp_path)
+    assert {"python", "torch", "platform", "git_commit"} <= record["start"]["environment"].keys()
+    assert record["start"]["parameters"] == {"lr": "0.1", "seed": "0"}
+
+
+@pytest.mark.usefixtures("idle", "clock")
+def test_full_disk_ends_the_queue_with_a_warning(tmp_path, capsys):
+    logger = open_logger(tmp_path, trackers=["mlflow"])
+    with Path("/dev/full").open("wb", buffering=0) as full:
+        logger.tracking._queue = full
+        for step in (1, 2):
+            log_step(logger, step)
+    said = capsys.readouterr().out
+    assert said.count("warning: no further points are logged to the trackers (No space left") == 1
+    assert logger.tracking is None

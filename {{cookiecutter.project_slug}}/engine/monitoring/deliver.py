@@ -1,0 +1,309 @@
+"""Delivery of a run's points to its trackers.
+
+python -m engine.monitoring.deliver OUTPUT                    send what the trackers missed
+python -m engine.monitoring.deliver OUTPUT --tracker mlflow   send a run to another tracker, too
+
+With --follow, which a run uses, it sends new points until the run has ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from itertools import groupby
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+from engine import EXIT_USAGE, SUFFIX, UserError
+from engine.monitoring.trackers import ADAPTERS, FOLDER, QUEUE, STATE, Tracker
+from engine.text import printable
+
+POLL_S = 0.5
+MAX_DELAY_S = 60.0  # between attempts
+GRACE_S = 10.0  # after the end of the run that is followed
+MAX_POINTS = 200  # in a call of a tracker
+MAX_PROBLEM = 200  # characters
+MAX_IMAGE_FAILURES = 3  # before an image is skipped
+SECRET = re.compile("KEY|TOKEN|PASSWORD|SECRET")  # in the name of an environment variable
+IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # a run saves, then ends
+
+Record = Mapping[str, Any]
+
+
+class Delivery:
+    """Delivery of the records in a run's queue to one tracker, each once.
+
+    The state file has the position in the queue up to which they are delivered, and the last step
+    of each group of points: a resumed run repeats the steps after its checkpoint.
+    """
+
+    def __init__(self, output: Path, name: str) -> None:
+        self.output = output
+        self.name = name
+        self.queue = output / FOLDER / QUEUE
+        self.state_path = output / FOLDER / STATE.format(name)
+        self.run_id = read_start(self.queue)["run_id"]
+        self.state: dict[str, Any] = {"run_id": self.run_id, "offset": 0, "steps": {}}
+        self.state |= {"is_sending": False, "problem": ""}
+        with suppress(OSError, ValueError):
+            state = json.loads(self.state_path.read_text())
+            self.state |= state if state["run_id"] == self.run_id else {}
+        self.tracker: Tracker | None = None
+        self._image_failures = 0
+
+    def send(self) -> int:
+        """Send all records that are not delivered; return their number."""
+        records = self._read()
+        if not records:
+            return 0
+        self.tracker = self.tracker or self._connect()
+        self.state["problem"] = ""
+        for _, group in groupby(_replace_resumed(records), lambda one: _kind(one[1])):
+            part = list(group)
+            for first in range(0, len(part), MAX_POINTS):
+                self._send_part(part[first : first + MAX_POINTS])
+        self._store(offset=records[-1][0])
+        return len(records)
+
+    def close(self) -> None:
+        """End the run as failed, unless it has ended by itself."""
+        if self.tracker and not self.is_finished():
+            self.tracker.finish("FAILED")
+
+    def fail(self, error: Exception) -> None:
+        """Store what is wrong, without keys; the next attempt connects again."""
+        self.tracker = None
+        self._store(problem=_describe(error))
+
+    def is_finished(self) -> bool:
+        """Return whether the last record in the queue is the end of a run."""
+        with self.queue.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 200))
+            lines = file.read().splitlines()
+        return bool(lines) and lines[-1].startswith(b'{"finish"')
+
+    def _read(self) -> list[tuple[int, Record]]:
+        """Return the records that are not delivered, each with the position of its end."""
+        records: list[tuple[int, Record]] = []
+        if read_start(self.queue)["run_id"] != self.run_id:
+            raise UserError(f"{self.queue} has the points of another run now")
+        with self.queue.open("rb") as file:
+            end = file.seek(self.state["offset"])
+            for line in file:
+                if not line.endswith(b"\n"):  # is being written
+                    break
+                end += len(line)
+                records.append((end, json.loads(line)))
+        return records
+
+    def _connect(self) -> Tracker:
+        """Return the tracker with this run, and learn from it what may be delivered already."""
+        tracker = ADAPTERS[self.name](self.output)
+        tracker.start(read_start(self.queue, self.state["offset"]))
+        if self.state["is_sending"] or not self.state["offset"]:
+            self._store(steps=self.state["steps"] | tracker.last_steps())
+        return tracker
+
+    def _send_part(self, part: Sequence[tuple[int, Record]]) -> None:
+        """Send consecutive records of one kind, and store that they are delivered."""
+        assert self.tracker
+        steps = dict(self.state["steps"])
+        new = []
+        for _, record in part:
+            group = record.get("group", "")
+            if not group or record["step"] > steps.get(group, -1):
+                new.append(record)
+            if group:
+                steps[group] = max(record["step"], steps.get(group, -1))
+        self._store(is_sending=True)
+        kind = _kind(part[0][1])
+        if kind == "values" and new:
+            self.tracker.log(new)
+        for record in new if kind != "values" else ():
+            SENDERS[kind](self, self.tracker, record)
+        self._store(offset=part[-1][0], steps=steps, is_sending=False)
+
+    def _send_start(self, tracker: Tracker, record: Record) -> None:
+        tracker.start(record["start"])
+
+    def _send_finish(self, tracker: Tracker, record: Record) -> None:
+        tracker.finish(record["finish"])
+
+    def _send_image(self, tracker: Tracker, record: Record) -> None:
+        """Send an image; skip one that is refused, as by a server without a store for files."""
+        path = self.output / record["image"]
+        if not path.exists():  # removed since
+            return
+        try:
+            tracker.image(record["group"], path, record["step"])
+            self._image_failures = 0
+        except Exception as error:  # of the tracker's package
+            self._image_failures += 1
+            if self._image_failures < MAX_IMAGE_FAILURES:
+                raise
+            self.state["problem"] = f"{path} is refused, {_describe(error)}"
+
+    def _store(self, **changes: object) -> None:
+        """Change the state. Not flushed to the disk: without it, the tracker is asked."""
+        self.state |= changes
+        temporary = self.state_path.with_suffix(SUFFIX)
+        with suppress(OSError):  # a full disk
+            temporary.write_text(json.dumps(self.state))
+            temporary.replace(self.state_path)
+
+
+SENDERS = {
+    "start": Delivery._send_start,
+    "image": Delivery._send_image,
+    "finish": Delivery._send_finish,
+}
+
+
+def read_start(queue: Path, offset: int = 0) -> dict[str, Any]:
+    """Return the last start of the run before a position in the queue, or else the first one."""
+    with queue.open("rb") as file:
+        start = file.readline()
+        while file.tell() < offset:
+            line = file.readline()
+            if line.startswith(b'{"start"'):
+                start = line
+    return json.loads(start)["start"]
+
+
+def _describe(error: Exception) -> str:
+    """Return an error of a tracker in one line, without keys. The log has it as a whole."""
+    print(printable(redact(f"{type(error).__name__}: {error}")), flush=True)
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return redact(lines[0])[:MAX_PROBLEM]
+
+
+def _kind(record: Record) -> str:
+    return next(kind for kind in ("start", "values", "image", "finish") if kind in record)
+
+
+def _replace_resumed(records: list[tuple[int, Record]]) -> list[tuple[int, Record]]:
+    """Return `records` without the points that a resumed run replaces."""
+    kept: list[tuple[int, Record]] = []
+    for end, record in records:
+        if "start" in record:
+            last = record["start"]["step"]
+            kept = [one for one in kept if one[1].get("step", 0) <= last]
+        kept.append((end, record))
+    return kept
+
+
+def redact(text: str) -> str:
+    """Return `text` without the keys in environment variables, and the passwords in addresses."""
+    for name, value in os.environ.items():
+        if SECRET.search(name.upper()) and len(value) > 3:
+            text = text.replace(value, "…")
+    return re.sub(r"//[^/@\s]+@", "//…@", text)
+
+
+def follow(delivery: Delivery, parent: int) -> None:
+    """Send the records of the run with the process id `parent` until it has ended."""
+    delay = POLL_S
+    while True:
+        is_last = os.getppid() != parent or delivery.is_finished()
+        try:
+            delivery.send()
+            if is_last:
+                delivery.close()
+                return
+            delay = POLL_S
+        except UserError:
+            return
+        except Exception as error:  # of the tracker's package
+            delivery.fail(error)
+            delay = min(2 * delay, MAX_DELAY_S)
+        for _ in range(round(delay / POLL_S)):
+            time.sleep(POLL_S)
+            if os.getppid() != parent or delivery.is_finished():
+                break
+
+
+def end_after(parent: int) -> None:
+    """End this process soon after its parent, even if a call of the tracker hangs."""
+    while os.getppid() == parent:
+        time.sleep(POLL_S)
+    time.sleep(GRACE_S)
+    os._exit(0)
+
+
+@contextmanager
+def _locked(path: Path, wait: bool) -> Iterator[None]:
+    """Hold the lock of a tracker: two processes would send the same points twice."""
+    with path.open("w") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except (BlockingIOError, PermissionError):
+            raise UserError("the run is still being delivered: wait until it ends") from None
+        except OSError:  # a file system without locks
+            pass
+        yield
+
+
+def _deliver(output: Path, name: str) -> bool:
+    """Send what a tracker has missed; return whether that has succeeded."""
+    delivery = Delivery(output, name)
+    try:
+        print(f"{name}: {delivery.send()} records delivered")
+        delivery.close()
+    except UserError:
+        raise
+    except Exception as error:  # of the tracker's package
+        delivery.fail(error)
+        print(f"error: {name}: {printable(delivery.state['problem'])}", file=sys.stderr)
+        return False
+    return True
+
+
+def _run(args: argparse.Namespace) -> bool:
+    """Do what the command line says; return whether all is delivered."""
+    folder = args.output / FOLDER
+    if args.follow:
+        with _locked(folder / f"{args.tracker}.lock", wait=True):
+            follow(Delivery(args.output, args.tracker), args.follow)
+        return True
+    results = []
+    for name in [args.tracker] if args.tracker else read_start(folder / QUEUE)["trackers"]:
+        with _locked(folder / f"{name}.lock", wait=False):
+            results.append(_deliver(args.output, name))
+    return all(results)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line. Exit with status 2 after a user error, 1 if something is left."""
+    parser = argparse.ArgumentParser(
+        prog="python -m engine.monitoring.deliver",
+        description="Send the points of a run that its trackers have missed.",
+    )
+    parser.add_argument("output", type=Path, metavar="OUTPUT", help="the run's --output folder")
+    parser.add_argument("--tracker", choices=ADAPTERS, help="default: those of the run")
+    parser.add_argument("--follow", type=int, metavar="PID", help="until this parent has ended")
+    args = parser.parse_args(arguments)
+    if args.follow:
+        for number in IGNORED:
+            signal.signal(number, signal.SIG_IGN)
+        Thread(target=end_after, args=(args.follow,), daemon=True).start()
+    try:
+        is_done = _run(args)
+    except UserError as error:
+        parser.exit(EXIT_USAGE, f"error: {printable(error)}\n")
+    except (FileNotFoundError, NotADirectoryError):
+        problem = f"{args.output} has no points: name the --output folder of a run with --tracker"
+        parser.exit(EXIT_USAGE, f"error: {printable(problem)}\n")
+    sys.exit(0 if is_done else 1)
+
+
+if __name__ == "__main__":
+    main()

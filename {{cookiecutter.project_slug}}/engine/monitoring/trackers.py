@@ -1,0 +1,135 @@
+"""Adapters of experiment trackers, each to the same few calls.
+
+Only the process that delivers the points imports a tracker's package.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+TENSORBOARD = "tensorboard"  # which has no adapter: see events.py
+FOLDER = "trackers"  # in a run's output folder
+QUEUE = "queue.jsonl"
+STATE, LOG = "{}.json", "{}.log"  # of each tracker
+MAX_TEXT = 500  # characters of a parameter, and
+MAX_METRICS = 1000  # values in a request, which every version of MLflow's server accepts
+# MLflow would retry a request for minutes: `deliver` retries all of them.
+MLFLOW_OPTIONS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
+
+
+def is_run_id(value: object) -> bool:
+    """Return whether `value` is the id of a run, or "" for a run without one."""
+    return isinstance(value, str) and re.fullmatch("([0-9a-f]{16})?", value) is not None
+
+
+class Tracker(Protocol):
+    """Calls that `deliver` makes. Each returns when its data are stored, or raises an exception."""
+
+    def start(self, run: Mapping[str, Any]) -> None:
+        """Continue the run with the id ``run["run_id"]``, or create it; set its parameters."""
+
+    def last_steps(self) -> dict[str, int]:
+        """Return the last step of each group of points that the tracker has, if it can tell."""
+
+    def log(self, points: Sequence[Mapping[str, Any]]) -> None:
+        """Add points to the curves."""
+
+    def image(self, name: str, path: Path, step: int) -> None:
+        """Add an image."""
+
+    def finish(self, status: str) -> None:
+        """End the run, which may be continued later, as FINISHED, FAILED or KILLED."""
+
+
+class MLflow:
+    """MLflow's server, or its local store, as MLFLOW_TRACKING_URI says."""
+
+    def __init__(self, output: Path) -> None:
+        for name, value in MLFLOW_OPTIONS.items():
+            os.environ.setdefault(name, value)
+        import mlflow
+        from mlflow import entities
+
+        self.client = mlflow.MlflowClient()
+        self.entities = entities
+        self.run_id = ""
+
+    def start(self, run: Mapping[str, Any]) -> None:
+        """Continue the run with this id, or create it; set its parameters."""
+        experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME") or run["project"]
+        found = self.client.get_experiment_by_name(experiment)
+        experiment_id = found.experiment_id if found else self.client.create_experiment(experiment)
+        # The server chooses ids; ours is a tag, so that a lost answer does not make a second run.
+        query = f"tags.run_id = '{run['run_id']}'"
+        runs = self.client.search_runs([experiment_id], query)
+        tags = dict(run["environment"])
+        if "git_commit" in tags:
+            tags["mlflow.source.git.commit"] = tags["git_commit"]
+        if runs:
+            self.run_id = runs[0].info.run_id
+            known = runs[0].data.params
+            self.client.update_run(self.run_id, "RUNNING")
+        else:
+            first_tags = tags | {"run_id": run["run_id"]}
+            created = self.client.create_run(experiment_id, tags=first_tags, run_name=run["name"])
+            self.run_id = created.info.run_id
+            known = {}
+        parameters = {name: text[:MAX_TEXT] for name, text in run["parameters"].items()}
+        for name in known.keys() & parameters.keys():
+            if parameters[name] != known[name]:  # MLflow's parameters cannot be changed
+                tags[f"{name} from step {run['step']}"] = parameters[name]
+        self.client.log_batch(
+            self.run_id,
+            params=[
+                self.entities.Param(name, text)
+                for name, text in parameters.items()
+                if name not in known
+            ],
+            tags=[self.entities.RunTag(name, text) for name, text in tags.items()],
+        )
+
+    def last_steps(self) -> dict[str, int]:
+        """Return the last step of each group of points."""
+        last: dict[str, int] = {}
+        for key in self.client.get_run(self.run_id).data.metrics:
+            steps = [metric.step for metric in self.client.get_metric_history(self.run_id, key)]
+            group = key.partition("/")[0]
+            last[group] = max([last.get(group, -1), *steps])
+        return last
+
+    def log(self, points: Sequence[Mapping[str, Any]]) -> None:
+        """Add points to the curves."""
+        metrics = [
+            self.entities.Metric(_plain(key), value, round(1000 * point["time"]), point["step"])
+            for point in points
+            for key, value in _values(point).items()
+        ]
+        for first in range(0, len(metrics), MAX_METRICS):
+            self.client.log_batch(self.run_id, metrics[first : first + MAX_METRICS])
+
+    def image(self, name: str, path: Path, step: int) -> None:
+        """Add an image to the artifacts."""
+        folder = None if path.stem == name else name
+        self.client.log_artifact(self.run_id, str(path), folder)
+
+    def finish(self, status: str) -> None:
+        """End the run."""
+        self.client.set_terminated(self.run_id, status)
+
+
+ADAPTERS: dict[str, Callable[[Path], Tracker]] = {"mlflow": MLflow}
+NAMES = (TENSORBOARD, *ADAPTERS)
+
+
+def _values(point: Mapping[str, Any]) -> dict[str, float]:
+    """Return the values of a point under the names that TensorBoard shows."""
+    return {f"{point['group']}/{name}": value for name, value in point["values"].items()}
+
+
+def _plain(name: str) -> str:
+    """Return `name` without characters that MLflow rejects."""
+    return re.sub(r"[^\w\-./: ]", "_", name)

@@ -1,0 +1,186 @@
+"""Points of a run for its experiment trackers, such as MLflow.
+
+The training only appends lines of JSON to a file, the queue, in its output folder. A process for
+each tracker (engine.monitoring.deliver) reads them there and sends them, so that a tracker that is
+down or slow cannot delay the training, and what it missed can be sent later.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+import torch.distributed as dist
+
+from engine.monitoring.trackers import FOLDER, LOG, QUEUE, STATE, is_run_id
+
+PROJECT = Path(__file__).resolve().parents[2]
+CHECK_EVERY_S = 60.0  # between looks at the state of the trackers
+EXIT_S = 10.0  # for the trackers at the end of a run
+GIT_S = 5.0
+
+
+@dataclass
+class Tracking:
+    """Queue of the points for the trackers, and the processes that deliver them.
+
+    Its methods have the names of EventWriter's. They raise OSError if the queue cannot be written.
+    """
+
+    output: Path
+    names: list[str]  # of the trackers
+    info: Callable[[str], None]
+    warn: Callable[[str], None]
+
+    run_id: str = field(default="", init=False)
+    is_first: bool = field(default=True, init=False)  # there were no points of this run
+    _queue: BinaryIO = field(init=False)
+    _processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict, init=False)
+    _warned: set[str] = field(default_factory=set, init=False)
+    _checked_at: float = field(default=0.0, init=False)
+
+    def start(self, run_id: str, is_new: bool, step: int, parameters: Mapping[str, object]) -> None:
+        """Open the queue and start the processes.
+
+        Args:
+            run_id: of the checkpoint that is resumed, or "".
+            is_new: whether the points in the folder, if any, are those of another run.
+            step: from which the run continues; its points replace those of later steps.
+            parameters: flags of the run.
+        """
+        path = self.output / FOLDER / QUEUE
+        path.parent.mkdir(exist_ok=True)
+        queued_id = "" if is_new else _queued_run_id(path)
+        self.run_id = run_id or queued_id or uuid.uuid4().hex[:16]
+        self.is_first = queued_id != self.run_id
+        self._queue = path.open("w+b" if self.is_first else "r+b")
+        _remove_torn_line(self._queue)
+        texts = {name: str(value) for name, value in parameters.items() if value is not None}
+        start = {"run_id": self.run_id, "step": step, "name": self.output.name}
+        start |= {"project": PROJECT.name, "trackers": self.names}
+        self._append({"start": start | {"parameters": texts, "environment": _environment()}})
+        for name in self.names:
+            self._start_process(name)
+
+    def add_scalars(self, group: str, values: Mapping[str, float], step: int) -> None:
+        """Add a point to the curve of each value."""
+        point = {"group": group, "step": step, "time": time.time(), "values": dict(values)}
+        self._append(point)
+        if time.monotonic() > self._checked_at + CHECK_EVERY_S:
+            self.check()
+
+    def add_image(self, tag: str, path: Path, step: int) -> None:
+        """Add the image in a PNG file, which must be in the output folder."""
+        name = str(path.relative_to(self.output))
+        self._append({"group": tag, "step": step, "time": time.time(), "image": name})
+
+    def check(self) -> None:
+        """Warn of a tracker that does not accept points; restart a process that has died."""
+        self._checked_at = time.monotonic()
+        for name in self.names:
+            if self._processes[name].poll() is not None:
+                self._start_process(name)
+            problem = self._state(name).get("problem")
+            if problem and name not in self._warned:
+                self._warned.add(name)
+                kept = f"{self.output / FOLDER} keeps its points until they can be sent"
+                self.warn(f"--tracker {name}: {problem}; {kept}")
+
+    def finish(self, status: str) -> None:
+        """End the run with an MLflow status; wait a limited time for the trackers.
+
+        Logs the command that sends what is left.
+        """
+        self._append({"finish": status, "time": time.time()})
+        deadline = time.monotonic() + EXIT_S
+        for process in self._processes.values():
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+        for name, process in self._processes.items():
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+            left, problem = self._left(name), self._state(name).get("problem")
+            if left:
+                reason = f" ({problem})" if problem else ""
+                command = f"python -m engine.monitoring.deliver {self.output}"
+                self.info(f"{name}: {left} records are not delivered{reason}; send them: {command}")
+
+    def _append(self, record: Mapping[str, object]) -> None:
+        self._queue.write(json.dumps(record).encode() + b"\n")
+        self._queue.flush()
+
+    def _state(self, name: str) -> dict[str, Any]:
+        """Return what the process of a tracker has written about it."""
+        with suppress(OSError, ValueError):
+            return json.loads((self.output / FOLDER / STATE.format(name)).read_text())
+        return {}
+
+    def _left(self, name: str) -> int:
+        """Return the number of records that are not delivered."""
+        with (self.output / FOLDER / QUEUE).open("rb") as file:
+            file.seek(self._state(name).get("offset", 0))
+            return sum(1 for _ in file)
+
+    def _start_process(self, name: str) -> None:
+        path = os.pathsep.join(map(os.path.abspath, sys.path))  # "" in a notebook
+        command = [sys.executable, "-m", "engine.monitoring.deliver", str(self.output)]
+        command += ["--tracker", name, "--follow", str(os.getpid())]
+        with (self.output / FOLDER / LOG.format(name)).open("wb") as log:
+            self._processes[name] = subprocess.Popen(
+                command,
+                env=os.environ | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+
+
+def _queued_run_id(path: Path) -> str:
+    """Return the id of the run whose points are in a queue, or "" if there is none."""
+    with suppress(OSError, ValueError, LookupError, TypeError), path.open("rb") as file:
+        run_id = json.loads(file.readline())["start"]["run_id"]
+        return run_id if is_run_id(run_id) else ""
+    return ""
+
+
+def _remove_torn_line(queue: BinaryIO) -> None:
+    """Remove a line that a killed process has not completed; move to the end."""
+    size = queue.seek(0, os.SEEK_END)
+    queue.seek(0)
+    complete = sum(len(line) for line in queue if line.endswith(b"\n"))
+    if complete < size:
+        queue.truncate(complete)
+    queue.seek(complete)
+
+
+def _environment() -> dict[str, str]:
+    """Return versions, hardware and git commit. Environment variables, which hold keys, are not."""
+    facts = {"python": platform.python_version(), "torch": torch.__version__}
+    facts |= {"platform": platform.platform(), "processes": str(dist.get_world_size())}
+    if torch.cuda.is_available():
+        facts |= {"gpu": torch.cuda.get_device_name(), "cuda": str(torch.version.cuda)}
+    commit = _git("rev-parse", "HEAD")
+    if commit:
+        facts |= {"git_commit": commit, "git_changes": "yes" if _git("diff", "HEAD") else "no"}
+    return facts
+
+
+def _git(*arguments: str) -> str:
+    """Return the output of a git command in the project's folder; "" if it fails."""
+    command = ["git", "-C", str(PROJECT), *arguments]
+    with suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(command, capture_output=True, timeout=GIT_S, check=True)
+        return done.stdout.decode(errors="replace").strip()
+    return ""
