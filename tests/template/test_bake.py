@@ -278,6 +278,7 @@ def test_pyproject(project):
             "tensorboard>=2.11",
         ],
         "optional-dependencies": {
+            "codec": ["torchcodec>=0.16"],
             "mlflow": ["mlflow>=2.14"],
             "onnx": ["onnxruntime>=1.20", "onnxscript>=0.3"],
             "test": [
