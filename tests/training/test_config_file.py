@@ -162,6 +162,7 @@ def readme_flags(folder):
 
 def test_readme_commands_parse(parse, generated, monkeypatch):
     monkeypatch.chdir(generated.folder)
+    monkeypatch.setattr("engine.cli.find_spec", lambda name: name)  # all trackers are installed
     commands = readme_flags(generated.folder)
     assert len(commands) > 20
     for flags in commands:
@@ -171,3 +172,12 @@ def test_readme_commands_parse(parse, generated, monkeypatch):
             assert not end.value.code
         else:
             parse(*shlex.split(flags))
+
+
+def test_tracker_without_its_package_is_an_error(parse, monkeypatch):
+    monkeypatch.setattr("engine.cli.find_spec", lambda name: None)
+    assert parse().tracker == parse("--tracker", "tensorboard").tracker == ["tensorboard"]
+    flags = ("--tracker", "tensorboard", "mlflow")
+    with pytest.raises(UserError, match="--tracker mlflow: its package .*: pip install mlflow"):
+        parse(*flags)
+    assert parse("--eval-only", *flags).eval_only  # which logs to none

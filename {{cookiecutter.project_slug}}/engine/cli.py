@@ -355,9 +355,9 @@ def complete_arguments(
         parser.error("--accumulate: --cuda-graphs keep no gradients from one batch to the next")
     if args.eval_only and args.output == output and args.resume not in (None, Path("auto")):
         args.output = args.resume.parent
-    for name in args.tracker:
+    for name in () if args.eval_only else args.tracker:
         if name != TENSORBOARD and find_spec(name) is None:
-            parser.error(f"--tracker {name}: its package is missing; pip install -e .[{name}]")
+            parser.error(f"--tracker {name}: its package is missing: pip install {name}")
     if args.workers is None:
         args.workers = min(distributed.cpu_cores(), 8) if args.data else 0
 
