@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -331,3 +332,108 @@ def test_full_disk_ends_the_queue_with_a_warning(tmp_path, capsys):
     said = capsys.readouterr().out
     assert said.count("warning: no further points are logged to the trackers (No space left") == 1
     assert logger.tracking is None
+
+
+def run_with(tracker, output):
+    """Log, resume and finish a run; steps after 10 are logged twice."""
+    first = open_logger(output, trackers=[tracker])
+    for step in (5, 9):
+        log_step(first, step)
+    first.log_epoch(row(1))
+    picture = output / "validation" / "epoch_001.png"
+    picture.parent.mkdir()
+    Image.new("RGB", (4, 3), "red").save(picture)
+    first.log_image(10, lambda: picture)
+    log_step(first, 11)
+    first.finish_tracking("KILLED")
+    first._lock_file.close()
+    again = open_logger(output, 10, first.run_id, output / "last.pt", [tracker])
+    for step in (11, 12):
+        log_step(again, step)
+    again.log_epoch(row(2))
+    again.close()
+    return first.run_id
+
+
+def wandb_records(data):
+    """Yield the records of an offline run, in the format of LevelDB's log after seven bytes."""
+    position, record = 7, b""
+    while position < len(data):
+        if -position % 32768 < 7:  # no room for a head in this block
+            position += -position % 32768
+            continue
+        size, kind = struct.unpack_from("<HB", data, position + 4)
+        record += data[position + 7 : position + 7 + size]
+        position += 7 + size
+        if kind in (1, 4):  # whole, or the last part
+            yield record
+            record = b""
+
+
+@pytest.mark.usefixtures("clock")
+def test_wandb_offline_has_each_step_once(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("wandb")
+    from wandb.proto import wandb_internal_pb2
+
+    monkeypatch.setattr(tracking, "EXIT_S", 90.0)
+    monkeypatch.setattr(BackgroundProcess, "start", lambda self: None)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_API_KEY", "s3cr3t" * 7)
+    output = tmp_path / "run"
+    run_id = run_with("wandb", output)
+    assert "not delivered" not in capsys.readouterr().out
+    rows, runs = [], set()
+    for path in sorted((output / FOLDER / "wandb").glob("offline-run-*/*.wandb")):
+        for data in wandb_records(path.read_bytes()):
+            record = wandb_internal_pb2.Record.FromString(data)
+            if record.HasField("run"):
+                runs.add((record.run.run_id, record.run.project, record.run.display_name))
+            items = record.history.item if record.HasField("history") else ()
+            rows.append({"/".join(one.nested_key) or one.key: one.value_json for one in items})
+    assert runs == {(run_id, tracking.PROJECT.name, "run")}
+    steps = [int(one["global_step"]) for one in rows if "step/lr" in one]
+    assert steps == [5, 9, 11, 12]
+    assert [int(one["global_step"]) for one in rows if "epoch/val_loss" in one] == [10, 20]
+    images = [one for one in rows if any(name.startswith("validation/") for name in one)]
+    assert [int(one["global_step"]) for one in images] == [10]
+    files = [path for path in output.rglob("*") if path.is_file()]
+    assert not [path for path in files if b"s3cr3t" in path.read_bytes()]
+
+
+@pytest.mark.usefixtures("clock")
+def test_wandb_that_is_down_is_reported(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("wandb")
+    monkeypatch.setattr(tracking, "EXIT_S", 3.0)
+    monkeypatch.setattr(BackgroundProcess, "start", lambda self: None)
+    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{free_port()}")
+    monkeypatch.setenv("WANDB_API_KEY", "s3cr3t" * 7)
+    logger = open_logger(tmp_path / "run", trackers=["wandb"])
+    log_step(logger, 1)
+    started = time.monotonic()
+    logger.close()
+    assert time.monotonic() - started < 8
+    assert "wandb: 3 records are not delivered" in capsys.readouterr().out
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert not [path for path in files if b"s3cr3t" in path.read_bytes()]
+
+
+@pytest.mark.usefixtures("clock")
+def test_trackio_has_each_step_once(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("trackio")
+    import sqlite3
+
+    monkeypatch.setattr(tracking, "EXIT_S", 90.0)
+    monkeypatch.setattr(BackgroundProcess, "start", lambda self: None)
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    run_id = run_with("trackio", tmp_path / "run")
+    assert "not delivered" not in capsys.readouterr().out
+    (database,) = (tmp_path / "trackio").glob("*.db")
+    with sqlite3.connect(database) as connection:
+        table = connection.execute("SELECT run_name, step, metrics FROM metrics").fetchall()
+        (config,) = connection.execute("SELECT config FROM configs").fetchone()
+    assert {name for name, _, _ in table} == {f"run-{run_id[:8]}"}
+    rows = [(step, json.loads(metrics)) for _, step, metrics in table]
+    assert [step for step, one in rows if "step/lr" in one] == [5, 9, 11, 12]
+    assert [step for step, one in rows if "epoch/val_loss" in one] == [10, 20]
+    assert [step for step, one in rows if "validation" in one] == [10]
+    assert json.loads(config)["seed"] == "0"

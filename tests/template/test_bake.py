@@ -280,6 +280,7 @@ def test_pyproject(project):
         "optional-dependencies": {
             "codec": ["torchcodec>=0.16"],
             "mlflow": ["mlflow>=2.14"],
+            "wandb": ["wandb>=0.19"],
             "onnx": ["onnxruntime>=1.20", "onnxscript>=0.3"],
             "test": [
                 "mypy>=1.15",

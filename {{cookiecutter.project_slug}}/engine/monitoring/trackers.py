@@ -18,6 +18,8 @@ STATE, LOG = "{}.json", "{}.log"  # of each tracker
 MAX_TEXT = 500  # characters of a parameter, and
 MAX_METRICS = 1000  # values in a request, which every version of MLflow's server accepts
 # MLflow would retry a request for minutes: `deliver` retries all of them.
+WANDB_INIT_S = 30
+WANDB_STEP = "global_step"  # name of the horizontal axis
 MLFLOW_OPTIONS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
 
 
@@ -121,8 +123,103 @@ class MLflow:
         self.client.set_terminated(self.run_id, status)
 
 
-ADAPTERS: dict[str, Callable[[Path], Tracker]] = {"mlflow": MLflow}
+class Wandb:
+    """Weights & Biases. Its own process stores the points in the run's folder, and sends them."""
+
+    def __init__(self, output: Path) -> None:
+        import wandb
+
+        self.wandb = wandb
+        self.folder = output / FOLDER
+        self.run: Any = None
+
+    def start(self, run: Mapping[str, Any]) -> None:
+        """Continue the run with this id, or create it; set its parameters."""
+        if self.run is None:
+            self.run = self.wandb.init(
+                project=os.environ.get("WANDB_PROJECT") or run["project"],
+                id=run["run_id"],
+                name=run["name"],
+                resume="allow",
+                dir=self.folder,
+                settings=self.wandb.Settings(silent=True, console="off", init_timeout=WANDB_INIT_S),
+            )
+            # Of its own steps, each has one point: those of a group and an epoch may be the same.
+            self.run.define_metric("*", step_metric=WANDB_STEP)
+        self.run.config.update(_config(run), allow_val_change=True)
+
+    def last_steps(self) -> dict[str, int]:
+        """Return no steps: offline, there is nobody to ask."""
+        return {}
+
+    def log(self, points: Sequence[Mapping[str, Any]]) -> None:
+        """Add points to the curves."""
+        for point in points:
+            self.run.log({**_values(point), WANDB_STEP: point["step"]})
+
+    def image(self, name: str, path: Path, step: int) -> None:
+        """Add an image."""
+        self.run.log({name: self.wandb.Image(str(path)), WANDB_STEP: step})
+
+    def finish(self, status: str) -> None:
+        """End the run; wait until all is sent, unless WANDB_MODE is offline."""
+        self.run.finish(exit_code=0 if status == "FINISHED" else 1)
+        self.run = None
+
+
+class Trackio:
+    """Trackio's local store, or a server or Space, as TRACKIO_SERVER_URL or TRACKIO_SPACE_ID says.
+
+    It finds a run by its name, which therefore has the id in it.
+    """
+
+    def __init__(self, output: Path) -> None:
+        import trackio
+
+        self.trackio = trackio
+        self.options: dict[str, Any] = {}
+
+    def start(self, run: Mapping[str, Any]) -> None:
+        """Set the run's name and parameters, with which its first point is stored."""
+        name = f"{run['name']}-{run['run_id'][:8]}"
+        self.options = {"project": run["project"], "name": name, "config": _config(run)}
+
+    def last_steps(self) -> dict[str, int]:
+        """Return no steps: Trackio has no call for it."""
+        return {}
+
+    def log(self, points: Sequence[Mapping[str, Any]]) -> None:
+        """Add points to the curves."""
+        self._log([(_values(point), point["step"]) for point in points])
+
+    def image(self, name: str, path: Path, step: int) -> None:
+        """Add an image."""
+        self._log([({name: self.trackio.Image(str(path))}, step)])
+
+    def _log(self, items: Sequence[tuple[Mapping[str, Any], int]]) -> None:
+        """Log `items`; they are stored when the run ends, so each call continues and ends it."""
+        run = self.trackio.init(
+            **self.options, resume="allow", embed=False, auto_log_gpu=False, auto_log_cpu=False
+        )
+        for values, step in items:
+            run.log(dict(values), step=step)
+        run.finish()
+
+    def finish(self, status: str) -> None:
+        """Do nothing: Trackio's runs have no status."""
+
+
+ADAPTERS: dict[str, Callable[[Path], Tracker]] = {
+    "mlflow": MLflow,
+    "trackio": Trackio,
+    "wandb": Wandb,
+}
 NAMES = (TENSORBOARD, *ADAPTERS)
+
+
+def _config(run: Mapping[str, Any]) -> dict[str, str]:
+    """Return the parameters and the environment of a run in one dictionary."""
+    return {**run["parameters"], **run["environment"]}
 
 
 def _values(point: Mapping[str, Any]) -> dict[str, float]:
