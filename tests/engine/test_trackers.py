@@ -1,15 +1,11 @@
 """engine.monitoring.tracking and .trackers: a run's points in real trackers."""
 
 import json
-import os
-import socket
 import struct
 import subprocess
 import sys
 import threading
 import time
-import urllib.request
-from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -21,42 +17,11 @@ from engine.monitoring.logger import Logger
 from engine.monitoring.metric import MonitoredMetric
 from engine.monitoring.trackers import FOLDER, QUEUE
 from engine.monitoring.tracking import Tracking
+from mlflow_server import free_port, mlflow_server
 from PIL import Image
 from test_curves import METRIC, row
 
 pytestmark = pytest.mark.xdist_group("trackers")
-START_S = 90.0  # in which MLflow's server has started, on a busy machine
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return free.getsockname()[1]
-
-
-@contextmanager
-def mlflow_server(folder, port):
-    """Run MLflow's server with a SQLite database."""
-    folder.mkdir(exist_ok=True)
-    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1"]
-    command += ["--port", str(port), "--workers", "1"]
-    command += ["--backend-store-uri", f"sqlite:///{folder}/mlflow.db"]
-    command += ["--artifacts-destination", str(folder / "artifacts")]
-    with (folder / "log").open("wb") as log:
-        server = subprocess.Popen(
-            command, stdout=log, stderr=log, cwd=folder, start_new_session=True
-        )
-    try:
-        deadline = time.monotonic() + START_S
-        while True:
-            with suppress(OSError):
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
-                break
-            assert time.monotonic() < deadline, (folder / "log").read_text()
-            time.sleep(0.2)
-        yield
-    finally:
-        os.killpg(server.pid, 15)
-        server.wait(20)
 
 
 @pytest.fixture(scope="module")
