@@ -31,7 +31,7 @@ YES, NO = ("1", "true", "t", "yes", "y", "on"), ("0", "false", "f", "no", "n", "
 TAKEN = {
     *sys.stdlib_module_names,
     *("apex", "apex_native", "data", "engine", "launch", "main", "predict", "task", "tests"),
-    *("torch", "torchvision", "triton", "numpy", "pil", "pillow", "tqdm"),
+    *("torch", "torchvision", "torchcodec", "triton", "numpy", "pil", "pillow", "tqdm"),
     "segmentation_models_pytorch",
     *(
         "tensorboard",

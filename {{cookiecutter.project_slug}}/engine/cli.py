@@ -327,8 +327,14 @@ def add_run_arguments(parser: ArgumentParser, output: Path) -> None:
         type=positive_int,
         help="steps between log records (default: 10; lines: 1 min)",
     )
-    help = "log to these, in addition to metrics.csv"
-    add("--tracker", nargs="+", choices=TRACKERS, default=[TENSORBOARD], help=help)
+    add(
+        "--tracker",
+        nargs="+",
+        choices=TRACKERS,
+        default=[TENSORBOARD],
+        metavar="NAME",
+        help=f"log to any of {', '.join(TRACKERS)} (default: {TENSORBOARD})",
+    )
     add("--eval-only", action="store_true", help="validate --resume, do not train")
     add("--seed", type=non_negative_int, default=0, help="of weights, order and augmentation")
     add("--deterministic", action="store_true", help="bit-identical on a GPU too; slower")
