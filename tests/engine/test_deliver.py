@@ -189,6 +189,7 @@ def test_keys_are_not_in_messages(queue, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "p4ssw0rd")
     text = "http://me:p4ssw0rd@host/api: s3cr3t-key is wrong, http://me:other@host"
     assert redact(text) == "http://…@host/api: … is wrong, http://…@host"
+    assert redact("wrong key: Basic YXBpOnMz+/0=, Bearer a.b-c") == "wrong key: Basic …, Bearer …"
     delivery = Delivery(tmp_path, "mlflow")
     delivery.fail(ValueError(text))
     seen = capsys.readouterr().out + (tmp_path / FOLDER / "mlflow.json").read_text()

@@ -1,11 +1,14 @@
 """engine.monitoring.tracking and .trackers: a run's points in real trackers."""
 
 import json
+import os
+import socket
 import struct
 import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -402,3 +405,85 @@ def test_trackio_has_each_step_once(tmp_path, monkeypatch, capsys):
     assert [step for step, one in rows if "epoch/val_loss" in one] == [10, 20]
     assert [step for step, one in rows if "validation" in one] == [10]
     assert json.loads(config)["seed"] == "0"
+
+
+def test_process_that_is_killed_is_started_again(mlflow, tracked, tmp_path):
+    """Such as by a lack of memory."""
+    logger = open_logger(tmp_path / "run")
+    log_step(logger, 1)
+    wait_until(lambda: not logger.tracking._left("mlflow"))
+    process = logger.tracking._processes["mlflow"]
+    process.kill()
+    process.wait()
+    log_step(logger, 2)
+    logger.log_epoch(row(1))
+    assert logger.tracking._processes["mlflow"] is not process
+    logger.close()
+    run = the_run(mlflow, tracked)
+    assert history(mlflow, run, "step/lr") == [1, 2]
+    assert run.info.status == "FINISHED"
+
+
+HANGING = """
+import os, socket, sys, torch, torch.distributed as dist
+from pathlib import Path
+from engine.monitoring.tracking import Tracking
+output = Path(sys.argv[1])
+dist.init_process_group("gloo", init_method=f"file://{output}/store", rank=0, world_size=1)
+tracking = Tracking(output, ["mlflow"], print, print)
+tracking.start("", True, 0, {})
+print(tracking._processes["mlflow"].pid, flush=True)
+input()
+os._exit(1)
+"""
+
+
+def test_process_ends_soon_after_its_run_although_the_tracker_hangs(tmp_path):
+    pytest.importorskip("mlflow")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"http://127.0.0.1:{server.getsockname()[1]}"
+        variables = os.environ | {"MLFLOW_TRACKING_URI": address}
+        variables["PYTHONPATH"] = str(tracking.PROJECT)
+        command = [sys.executable, "-c", HANGING, str(tmp_path)]
+        with subprocess.Popen(
+            command, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as run:
+            pid = int(run.stdout.readline())
+            server.accept()  # it has connected, and waits for an answer
+            run.stdin.close()
+        started = time.monotonic()
+        wait_until(lambda: not is_running(pid), seconds=60)
+        assert time.monotonic() - started < 15
+
+
+def is_running(pid):
+    """Return whether a process has not ended. Its parent may not have waited for it."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+@pytest.mark.usefixtures("clock")
+def test_wandb_rejects_a_wrong_key(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("wandb")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Refusal)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setattr(tracking, "EXIT_S", 3.0)
+    monkeypatch.setattr(BackgroundProcess, "start", lambda self: None)
+    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setenv("WANDB_API_KEY", "s3cr3t" * 7)
+    logger = open_logger(tmp_path / "run", trackers=["wandb"])
+    log_step(logger, 1)
+    wait_until(lambda: logger.tracking._state("wandb").get("problem"))
+    assert "in use" not in logger.tracking._state("wandb")["problem"]
+    logger.log_epoch(row(1))
+    time.sleep(10)  # for another attempt
+    logger.close()
+    server.shutdown()
+    state = json.loads((tmp_path / "run" / FOLDER / "wandb.json").read_text())
+    assert "in use" not in state["problem"]
+    said = capsys.readouterr().out
+    assert said.count("warning: --tracker wandb: ") == 1
+    assert "wandb: 5 records are not delivered (" in said
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert not [path for path in files if b"s3cr3t" in path.read_bytes()]

@@ -206,6 +206,7 @@ def redact(text: str) -> str:
     for name, value in os.environ.items():
         if SECRET.search(name.upper()) and len(value) > 3:
             text = text.replace(value, "…")
+    text = re.sub(r"\b(Basic|Bearer) [\w+/=.~-]+", r"\1 …", text)  # as HTTP sends them
     return re.sub(r"//[^/@\s]+@", "//…@", text)
 
 

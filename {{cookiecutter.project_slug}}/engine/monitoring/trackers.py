@@ -136,7 +136,14 @@ class Wandb:
     def start(self, run: Mapping[str, Any]) -> None:
         """Continue the run with this id, or create it; set its parameters."""
         if self.run is None:
-            self.run = self.wandb.init(
+            self.run = self._init(run)
+            # Of its own steps, each has one point: those of a group and an epoch may be the same.
+            self.run.define_metric("*", step_metric=WANDB_STEP)
+        self.run.config.update(_config(run), allow_val_change=True)
+
+    def _init(self, run: Mapping[str, Any]) -> Any:
+        try:
+            return self.wandb.init(
                 project=os.environ.get("WANDB_PROJECT") or run["project"],
                 id=run["run_id"],
                 name=run["name"],
@@ -144,9 +151,9 @@ class Wandb:
                 dir=self.folder,
                 settings=self.wandb.Settings(silent=True, console="off", init_timeout=WANDB_INIT_S),
             )
-            # Of its own steps, each has one point: those of a group and an epoch may be the same.
-            self.run.define_metric("*", step_metric=WANDB_STEP)
-        self.run.config.update(_config(run), allow_val_change=True)
+        except Exception:
+            self.wandb.teardown()  # its process would take the id for one in use
+            raise
 
     def last_steps(self) -> dict[str, int]:
         """Return no steps: offline, there is nobody to ask."""
