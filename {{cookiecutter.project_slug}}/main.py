@@ -51,7 +51,7 @@ from engine.distributed.watchdog import StopSignals, Watchdog, time_limit
 from engine.monitoring.image_grid import sample_evenly
 from engine.monitoring.logger import Logger
 from engine.monitoring.meter import Meter
-from engine.monitoring.metric import AVERAGE, MonitoredMetric
+from engine.monitoring.metric import AVERAGE, MonitoredMetric, NanCounter
 
 DDP = "«ddp»"  # which wrapper `wrap_model` has: flags are checked for it; change both
 OUTPUT = Path("runs/«project_slug»")
@@ -495,11 +495,15 @@ def train_one_epoch(run: Run) -> dict[str, Any]:
 
 @torch.no_grad()
 def evaluate(run: Run, batches: Sequence | DataLoader) -> dict[str, float]:
-    """Return the task's metrics, each sample counted once, with --ema of the average too."""
+    """Return the task's metrics, each sample counted once, with --ema of the average too.
+
+    They are nan if a model's outputs hold nan.
+    """
     # Not the DDP wrapper: it would wait for all processes, and their shards may differ in length.
     for suffix, model in run.eval_models.items():
         distributed.broadcast_buffers(model)  # batch norm's statistics may differ between processes
         run.metrics[suffix].reset()
+    nans = {suffix: NanCounter(run.device) for suffix in run.eval_models}
     loaded = run.watchdog.watch(batches, "validating")
     bar = run.logger.progress_bar(loaded, "validating", len(batches))
     results: dict[str, float] = {}
@@ -507,9 +511,15 @@ def evaluate(run: Run, batches: Sequence | DataLoader) -> dict[str, float]:
         for batch in run.checkpoints.until_stopped(bar):
             inputs, targets = task.prepare(to_device(batch, run.device, run.memory_format))
             for suffix, model in run.eval_models.items():
-                run.metrics[suffix].update(model(inputs), targets)
+                outputs = model(inputs)
+                nans[suffix].update(outputs)
+                run.metrics[suffix].update(outputs, targets)
         for suffix, metrics in run.metrics.items():
-            results |= {name + suffix: float(value) for name, value in metrics.compute().items()}
+            found = {name + suffix: float(value) for name, value in metrics.compute().items()}
+            if batches_with_nan := nans[suffix].compute():
+                run.logger.warning(f"the outputs for {batches_with_nan} batches hold nan")
+                found = dict.fromkeys(found, math.nan)
+            results |= found
     return results
 
 

@@ -21,6 +21,7 @@ from engine.checkpoint import format as checkpoint_format
 from engine.checkpoint.archive import security_warning
 from engine.data.folders import list_images
 from engine.export import export_model
+from engine.monitoring.metric import NanCounter
 from engine.text import json_line, printable
 
 
@@ -71,9 +72,9 @@ def load_model(path: Path) -> tuple[nn.Module, dict]:
             f"{task.METRIC}; use predict.py of the project that made it"
         )
     try:
-        model = task.build_model(metadata["arch"], len(metadata.get("classes", ())))
+        model = task.build_model(metadata["arch"], len(metadata.setdefault("classes", [])))
         model.load_state_dict(state[checkpoint_format.best_weights(state)])
-    except (RuntimeError, TypeError, AttributeError):
+    except (RuntimeError, TypeError, AttributeError, LookupError, ValueError):
         raise UserError(
             f"{path}: its weights do not fit {metadata['arch']} as task.py builds it now; use the "
             "task.py that it was trained with"
@@ -102,12 +103,20 @@ def main() -> None:
         return
     model = model.to("cuda" if has_gpu and args.device != "cpu" else "cpu")
     predict = task.Predictor(model, metadata, args)
+    nans = NanCounter(next(model.parameters()).device)
+    model.register_forward_hook(lambda module, inputs, output: nans.update(output))
     status = 0
     for file in args.images:
         try:
             found = predict(file)
         except UserError as error:
             print(f"error: {printable(error)}", file=sys.stderr)
+            status = 1
+            continue
+        nans.update(torch.tensor([value for _, value in found], device=nans.count.device))
+        if nans.compute():
+            nans.count.zero_()
+            print(f"error: {printable(file)}: the model's output holds nan", file=sys.stderr)
             status = 1
             continue
         if args.json:

@@ -39,14 +39,13 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--scale-loss", action="store_true", help="as O1 does, also in bfloat16")
     args = parser.parse_args()
-    sys.path += [str(args.project), str(Path(__file__).resolve().parents[2] / "tests")]
-    from fresh import UNCHANGED
-    from task import build_datasets, build_model
+    sys.path.append(str(args.project))
+    from task import Digits, build_model
 
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(0)
-    train_set, val_set = build_datasets(argparse.Namespace(data=None, **UNCHANGED))
+    train_set, val_set = Digits(train=True), Digits(train=False)
     sampler = DistributedSampler(train_set, drop_last=True)
     train_loader = DataLoader(train_set, BATCH_SIZE, sampler=sampler, drop_last=True)
     val_loader = DataLoader(val_set, BATCH_SIZE, sampler=DistributedSampler(val_set, shuffle=False))

@@ -6,6 +6,7 @@ import os
 import re
 import time
 import zipfile
+from collections import OrderedDict
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -187,6 +188,60 @@ def test_nan_is_neither_written_nor_read(whole: Path) -> None:
         tensor[3] = kept
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_nan_of_other_types_is_not_read(whole: Path, dtype: torch.dtype) -> None:
+    entries = checkpoint.load(whole)
+    entries["model"]["bias"] = torch.full((40,), float("nan")).to(dtype)
+    torch.save(entries, whole)
+    with pytest.raises(UserError, match="not finite"):
+        checkpoint.load(whole)
+
+
+class Attributed:
+    """Pickled as an OrderedDict with attributes."""
+
+    def __init__(self, content: dict, **attributes: object) -> None:
+        self.content, self.attributes = content, attributes
+
+    def __reduce__(self) -> tuple:
+        return OrderedDict, (), self.attributes, None, iter(self.content.items())
+
+
+@pytest.mark.parametrize("name", ["items", "values", "keys", "get"])
+@pytest.mark.parametrize("attribute", [5, OrderedDict])
+def test_attributes_do_not_hide_what_a_dict_holds(
+    whole: Path, name: str, attribute: object
+) -> None:
+    entries = checkpoint.load(whole)
+    entries["model"]["bias"] = torch.full((40,), float("nan"))
+    parts = {key: Attributed(entries[key], **{name: attribute}) for key in ("model", "metadata")}
+    torch.save(Attributed(entries | parts, **{name: attribute}), whole)
+    with pytest.raises(UserError, match="model.bias is not finite"):
+        checkpoint.load(whole)
+
+
+def test_state_dicts_keep_the_versions_of_modules_alone(whole: Path) -> None:
+    entries = checkpoint.load(whole)
+    metadata = {"": {"version": 2, "assign_to_params_buffers": True}, "a": {"version": "x"}, "b": 1}
+    entries["model"] = Attributed(entries["model"], _metadata=metadata)
+    torch.save(entries, whole)
+    model = checkpoint.load(whole)["model"]
+    assert model._metadata == {"": {"version": 2}}
+    torch.save({"model": model, "optimizer": {}}, whole)
+    assert checkpoint.load(whole)["model"]._metadata == {"": {"version": 2}}
+
+
+@pytest.mark.parametrize("target", ["/dev/zero", "fifo"])
+def test_a_file_without_an_end_is_rejected(tmp_path: Path, target: str) -> None:
+    path = tmp_path / "last.pt"
+    if target == "fifo":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(target)
+    with pytest.raises(UserError, match="no regular file"):
+        checkpoint.load(path)
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -206,6 +261,10 @@ def test_nan_is_neither_written_nor_read(whole: Path) -> None:
         {"history": [{"epoch": 1}]},
         {"history": [{"epoch": 1, "step": "1"}]},
         {"history": [{"epoch": 1, "step": 1, "val_loss": [1]}]},
+        {"history": [{"epoch": 1, "step": 1, "a\x1b[2J": 1.0}]},
+        {"pending_row": {"epoch": 1, "step": 1}},
+        {"metadata": {"about": bytearray(5)}},
+        {"metadata": {"about": b"latin"}},
         {"metadata": [1]},
         {"metadata": {"arch": 18}},
         {"metadata": {"classes": "ab"}},

@@ -3,8 +3,9 @@
 import math
 
 import pytest
+import torch
 from engine import UserError
-from engine.monitoring.metric import Best, MonitoredMetric
+from engine.monitoring.metric import Best, MonitoredMetric, NanCounter
 
 
 @pytest.mark.parametrize(
@@ -35,3 +36,11 @@ def test_best_is_the_better_one_of_model_and_average():
 def test_unknown_mode_is_an_error():
     with pytest.raises(UserError, match='METRIC_MODE is \'mean\' in task.py: use "max" or "min"'):
         MonitoredMetric("loss", "mean")
+
+
+def test_batches_with_nan_are_counted():
+    counter = NanCounter(torch.device("cpu"))
+    nan, one = torch.tensor([1.0, math.nan]), torch.ones(2)
+    for outputs in (one, nan, (one, one), {"out": [one, nan]}, torch.full((2,), -math.inf)):
+        counter.update(outputs)
+    assert counter.compute() == 2

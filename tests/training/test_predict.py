@@ -135,6 +135,18 @@ def test_broken_image_is_reported_and_the_others_are_predicted(
     assert status == 1
 
 
+def test_nan_is_an_error(
+    predicted: Predicted, model: Model, checkpoint: Path, images: Path
+) -> None:
+    weights = model.build(1).state_dict()
+    for name in weights:
+        if name.endswith("running_var"):
+            weights[name].fill_(-1)
+    lines, errors, status = predicted(model.save(checkpoint, weights), images)
+    assert (lines, status) == ([], 1)
+    assert f"error: {images}/a.jpg: the model's output holds nan" in errors
+
+
 def test_names_are_escaped(
     generated: Project,
     predicted: Predicted,

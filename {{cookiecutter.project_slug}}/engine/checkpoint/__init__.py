@@ -118,6 +118,13 @@ class CheckpointManager:
         self.logger.run_id = entries.get("run_id", "")
         if not (self.folder / BEST).exists():  # another folder's best is not this one's
             progress.best = -math.inf
+        train_set = self.data_sets.get("train")
+        if train_set is not None and progress.samples > len(train_set):
+            self.logger.warning(
+                f"--resume {source.path}: it is {progress.samples} samples into an epoch, which "
+                f"has {len(train_set)} now; this epoch is trained from its beginning"
+            )
+            progress.samples = 0
         if progress.step is None:  # in another script's checkpoint
             progress.step = progress.epoch * steps_per_epoch
         message = f"resumed {source.path} after {progress.epoch} epochs, {progress.step} steps"
@@ -297,7 +304,7 @@ class CheckpointManager:
             path, saved.get("classes", []), self.metadata.get("classes", []), self.data_sets
         )
         if notes:
-            self.metadata["classes"] = saved["classes"]
+            self.metadata["classes"] = saved.get("classes", [])
         changes = compare_samples(saved.get("samples", {}), self.metadata["samples"])
         if changes and not is_evaluation:
             self.logger.warning(f"--resume {path}: the data has changed ({changes})")

@@ -3,6 +3,7 @@
 import io
 import re
 import zipfile
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -15,6 +16,8 @@ MAX_DEPTH = 100  # of nested containers
 MAX_SHARING = 10  # times that a container occurs, on average
 CONTAINERS = (dict, list, tuple, set)
 DIRECTORY = 0x10  # attribute of a directory in a ZIP archive
+# Functions that torch.load calls for a file with any arguments, such as bytearray(2**40).
+ALLOCATORS = re.compile(rb"c(__builtin__|builtins)\nbytearray\n|c_codecs\nencode\n")
 
 
 def security_warning() -> str:
@@ -34,19 +37,23 @@ def read(path: Path, content: io.BytesIO | None = None) -> Any:
     Raises UserError if it is missing, truncated, altered, or too large when unpacked.
     """
     try:
+        if not content and path.exists() and not (path.is_file() or path.is_dir()):
+            raise UserError(f"{path}: it is no regular file")  # to read it might never end
         with content or path.open("rb") as file:
-            if zipfile.is_zipfile(file):
-                _check_archive(path, file)
+            _check_archive(path, file)
             file.seek(0)
-            content = torch.load(file, map_location="cpu", weights_only=True)
-            _check_structure(path, content)
-            return content
+            loaded = torch.load(file, map_location="cpu", weights_only=True)
+            plain = _copy_containers(loaded, {}, 0)
+            _check_structure(path, plain)
+            return plain
     except FileNotFoundError:
         raise UserError(f"{path}: there is no such file") from None
     except (PermissionError, IsADirectoryError) as error:
         raise UserError(f"{path}: it can't be read ({error.strerror})") from None
     except UserError:
         raise
+    except RecursionError:
+        raise UserError(f"{path}: its structure is altered; use another one") from None
     except Exception as error:  # a file of any bytes raises anything
         code = re.search(r"GLOBAL (\S+)", str(error))
         if code:
@@ -59,18 +66,75 @@ def read(path: Path, content: io.BytesIO | None = None) -> Any:
 
 
 def _check_archive(path: Path, file: BinaryIO) -> None:
-    """Check the archive for alterations that torch does not detect.
+    """Check the file for alterations that torch does not detect.
 
     Raises BadZipFile for a tensor whose checksum is wrong, or that is marked as a directory, of
-    which torch reads nothing; and UserError for an archive that is compressed, as torch's are not.
+    which torch reads nothing; and UserError for an archive that is compressed, as torch's are not,
+    and for a file that makes torch allocate memory. Files of torch < 1.6 are no archives.
     """
+    if not zipfile.is_zipfile(file):
+        file.seek(0)
+        _check_pickle(path, file.read())
+        return
     with zipfile.ZipFile(file) as archive:
         if sum(part.file_size for part in archive.infolist()) > file.seek(0, io.SEEK_END):
             raise UserError(f"{path}: it unpacks to more than it is; use another one")
         folders = (part.filename for part in archive.infolist() if part.external_attr & DIRECTORY)
         altered = archive.testzip() or next(folders, None)
-    if altered:
-        raise zipfile.BadZipFile(altered)
+        if altered:
+            raise zipfile.BadZipFile(altered)
+        for name in archive.namelist():
+            if name.endswith(".pkl"):
+                _check_pickle(path, archive.read(name))
+
+
+def _check_pickle(path: Path, pickled: bytes) -> None:
+    if ALLOCATORS.search(pickled):
+        raise UserError(f"{path}: it holds bytes, which no checkpoint needs; use another one")
+
+
+def _copy_containers(value: Any, copies: dict[int, Any], level: int) -> Any:
+    """Return `value` with plain dicts, lists and tuples, but for the versions in state dicts.
+
+    A file can give an OrderedDict attributes that hide its methods, and `_metadata` by which
+    `load_state_dict` assigns tensors of any type.
+
+    Args:
+        copies: those made before, by the id of the original.
+
+    Raises RecursionError if a container holds itself, or is nested too deeply.
+    """
+    if not isinstance(value, dict | list | tuple):
+        return value
+    if level > MAX_DEPTH:
+        raise RecursionError
+    if id(value) not in copies:
+        made: Any
+        if isinstance(value, dict):
+            made = {
+                key: _copy_containers(item, copies, level + 1) for key, item in dict.items(value)
+            }
+            versions = _versions(getattr(value, "__dict__", {}).get("_metadata"))
+            if versions:
+                made = OrderedDict(made)
+                made._metadata = versions  # noqa: SLF001, as nn.Module.load_state_dict documents
+        else:
+            items = (_copy_containers(item, copies, level + 1) for item in value)
+            made = list(items) if isinstance(value, list) else tuple(items)
+        copies[id(value)] = made
+    return copies[id(value)]
+
+
+def _versions(metadata: object) -> dict[str, dict[str, int]]:
+    """Return the versions of modules, by their names, that a state dict has as metadata."""
+    if not isinstance(metadata, dict):
+        return {}
+    versions = (
+        (name, dict.get(entry, "version"))
+        for name, entry in dict.items(metadata)
+        if isinstance(entry, dict)
+    )
+    return {name: {"version": version} for name, version in versions if isinstance(version, int)}
 
 
 class Extent(NamedTuple):

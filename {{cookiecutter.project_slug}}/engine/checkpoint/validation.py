@@ -50,7 +50,7 @@ def _is_valid_history(entries: dict[str, Any]) -> bool:
     return (
         _are_rows(entries["history"])
         and isinstance(pending_row, dict)
-        and (not pending_row or _are_rows([pending_row]))
+        and (not pending_row or "images_per_second" in pending_row and _are_rows([pending_row]))
         and isinstance(scores, list)
         and all(isinstance(score, float) for score in scores)
     )
@@ -61,9 +61,13 @@ def _are_rows(value: object) -> bool:
     return isinstance(value, list) and all(
         isinstance(row, dict)
         and all(isinstance(row.get(name), int) for name in ("epoch", "step"))
-        and all(isinstance(name, str) and is_number(value) for name, value in row.items())
+        and all(_is_metric(name) and is_number(value) for name, value in row.items())
         for row in value
     )
+
+
+def _is_metric(name: object) -> bool:
+    return isinstance(name, str) and name.isprintable()
 
 
 def _is_rank(value: object) -> bool:
@@ -166,7 +170,9 @@ def first_nan(entries: dict[str, Any]) -> str | None:
     """Return the name of the first tensor of model, average or optimizer that holds nan."""
     parts = {key: entries.get(key) for key in ("model", "ema", "optimizer")}
     for name, tensor in _named_tensors(parts):
-        if tensor.is_floating_point() and tensor.isnan().any():
+        is_number = tensor.is_floating_point() or tensor.is_complex()
+        values = tensor.float() if is_number and tensor.itemsize == 1 else tensor
+        if is_number and values.isnan().any():
             return name
     return None
 

@@ -7,7 +7,7 @@ crop them; gpu_decoding.DecodingLoader transfers the bytes and does the same on 
 import io
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,18 +21,18 @@ from torchvision.transforms.v2 import functional
 from engine.data.files import naming_errors, open_file, read_file
 
 JPEG_DECODER = "PIL"
-RGB: Any = None  # what `decode_jpeg` calls this mode
+decode_jpeg: Any = None  # of torchcodec or torchvision
+RGB: Any = None  # what it calls this mode
 try:
-    from torchcodec.decoders import decode_jpeg
+    from torchcodec import decoders
 
-    JPEG_DECODER, RGB = "torchcodec", "RGB"
-except (ImportError, OSError, RuntimeError):  # not installed, or made for another torch
-    try:
-        from torchvision.io import ImageReadMode, decode_jpeg
+    JPEG_DECODER, decode_jpeg, RGB = "torchcodec", decoders.decode_jpeg, "RGB"
+except (ImportError, AttributeError, OSError, RuntimeError):  # older, or made for another torch
+    with suppress(ImportError, AttributeError):  # deprecated since torchvision 0.29
+        from torchvision import io as torchvision_io
 
-        JPEG_DECODER, RGB = "torchvision", ImageReadMode.RGB
-    except ImportError:  # deprecated since torchvision 0.29
-        decode_jpeg = None
+        decode_jpeg, RGB = torchvision_io.decode_jpeg, torchvision_io.ImageReadMode.RGB
+        JPEG_DECODER = "torchvision"
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, in RGB
 # Formats of files, MPO being a kind of JPEG. PIL has more; for EPS it would run Ghostscript.

@@ -125,6 +125,7 @@ class Analysis(cst.CSTVisitor):
             return
         self._add_optimizer(parts[0][1].value)
         statement = self.get_metadata(ParentNodeProvider, item)
+        assert isinstance(statement, cst.With)
         if len(statement.items) > 1 or not isinstance(statement.body, cst.IndentedBlock):
             self.usage.reasons.append("amp.scale_loss shares its statement with something else")
         self._check_forward(statement, parts[0][0].value)
@@ -135,6 +136,7 @@ class Analysis(cst.CSTVisitor):
         owner = self.get_metadata(ParentNodeProvider, block, None)
         loops = (cst.For, cst.While, cst.FunctionDef)
         is_block = isinstance(block, cst.Module) or isinstance(owner, loops)
+        assert isinstance(block, cst.Module | cst.IndentedBlock)
         if not is_block or not forward_range(block.body, block.body.index(statement), loss):
             self.elsewhere = True
 

@@ -1,5 +1,8 @@
 """Imports: those of Apex that nothing uses any longer are removed, torch is added if missing."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import libcst as cst
 from libcst.codemod import CodemodContext
 from libcst.codemod.visitors import AddImportsVisitor
@@ -30,26 +33,24 @@ class _Remove(cst.CSTTransformer):
     def __init__(self, used: set[str]) -> None:
         self.used = used
 
-    def _keep(self, node: cst.Import | cst.ImportFrom, prefix: str) -> list[cst.ImportAlias]:
+    def _keep(self, names: Sequence[cst.ImportAlias], prefix: str) -> list[cst.ImportAlias]:
         def is_unused(alias: cst.ImportAlias) -> bool:
             name = get_full_name_for_node(alias.name) or ""
             local = alias.evaluated_alias or (name if prefix else name.split(".")[0])
             return (prefix or name).split(".")[0] == "apex" and local not in self.used
 
-        return [alias for alias in node.names if not is_unused(alias)]
+        return [alias for alias in names if not is_unused(alias)]
 
-    def leave_Import(self, original_node: cst.Import, updated_node: cst.Import) -> object:
-        return _with_names(updated_node, self._keep(original_node, ""))
+    def leave_Import(self, original_node: cst.Import, updated_node: cst.Import) -> Any:
+        return _with_names(updated_node, self._keep(original_node.names, ""))
 
-    def leave_ImportFrom(
-        self, original_node: cst.ImportFrom, updated_node: cst.ImportFrom
-    ) -> object:
+    def leave_ImportFrom(self, original_node: cst.ImportFrom, updated_node: cst.ImportFrom) -> Any:
         module = get_full_name_for_node(original_node.module) if original_node.module else None
         if isinstance(original_node.names, cst.ImportStar) or original_node.relative or not module:
             return updated_node
-        return _with_names(updated_node, self._keep(original_node, module))
+        return _with_names(updated_node, self._keep(original_node.names, module))
 
-    def leave_Try(self, original_node: cst.Try, updated_node: cst.Try) -> object:
+    def leave_Try(self, original_node: cst.Try, updated_node: cst.Try) -> Any:
         """Remove a try whose imports are gone, if its handlers only report or raise."""
         emptied = original_node.body.body and not updated_node.body.body
         if emptied and not updated_node.orelse and not updated_node.finalbody:
@@ -59,7 +60,8 @@ class _Remove(cst.CSTTransformer):
         return updated_node
 
 
-def _with_names(node: cst.Import | cst.ImportFrom, names: list[cst.ImportAlias]) -> object:
+def _with_names(node: cst.Import | cst.ImportFrom, names: list[cst.ImportAlias]) -> Any:
+    assert not isinstance(node.names, cst.ImportStar)
     if len(names) == len(node.names):
         return node
     if not names:
@@ -68,7 +70,7 @@ def _with_names(node: cst.Import | cst.ImportFrom, names: list[cst.ImportAlias])
     return node.with_changes(names=names)
 
 
-def _only_reports(line: cst.BaseStatement) -> bool:
+def _only_reports(line: cst.BaseStatement | cst.BaseSmallStatement) -> bool:
     small = line.body if isinstance(line, cst.SimpleStatementLine) else [line]
     return all(isinstance(each, (cst.Expr, cst.Pass, cst.Raise)) for each in small)
 

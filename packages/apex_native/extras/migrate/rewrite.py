@@ -29,7 +29,7 @@ class Rewrite(cst.CSTTransformer):
         if isinstance(original_node, STATEMENTS):
             notes = self.notes.get(original_node, [])
             lines = [cst.EmptyLine(comment=cst.Comment(PREFIX + note)) for note in notes]
-            if lines and isinstance(result, cst.CSTNode) and PREFIX not in source(original_node):
+            if lines and isinstance(result, STATEMENTS) and PREFIX not in source(original_node):
                 result = result.with_changes(leading_lines=[*result.leading_lines, *lines])
             self.results[original_node] = result
         return result
@@ -145,11 +145,13 @@ class Rewrite(cst.CSTTransformer):
         if self.usage.reasons or self._amp_name(item.item) != "scale_loss":
             return updated_node
         assert isinstance(item.item, cst.Call)
+        assert item.asname is not None
+        assert isinstance(updated_node.body, cst.IndentedBlock)
         loss, alias = source(item.item.args[0].value), source(item.asname.name)
         plain = isinstance(item.item.args[0].value, (cst.Name, cst.Attribute, cst.Call))
         new = f"scaler.scale({loss})" if self.usage.scaled else loss if plain else f"({loss})"
         self._changed(original_node, f"scale_loss → {new}")
-        body = updated_node.body.visit(_Rename(alias, cst.parse_expression(new)))
+        body: Any = updated_node.body.visit(_Rename(alias, cst.parse_expression(new)))
         lines = list(body.body)
         lead = [*updated_node.leading_lines, *lines[0].leading_lines]
         lines[0] = lines[0].with_changes(leading_lines=lead)
@@ -178,7 +180,7 @@ class Rewrite(cst.CSTTransformer):
             return updated
         inside: set[int] = set()
         for index, line in enumerate(original.body):
-            item = line.items[0].item if isinstance(line, cst.With) else line
+            item: Any = line.items[0].item if isinstance(line, cst.With) else line
             if self._amp_name(item) == "scale_loss":
                 inside |= set(forward_range(original.body, index, item.args[0].value))
         boundaries = {i for i, line in enumerate(original.body) if _is_boundary(line)}
