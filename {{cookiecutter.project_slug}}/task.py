@@ -23,7 +23,7 @@ from torchvision.transforms import v2
 from engine import UserError, cli
 from engine.data import SizedDataset, augmentation, images
 from engine.data.class_weights import WeightedDataset, balanced_weights
-from engine.data.folders import list_classes
+from engine.data.folders import list_classes, relabel
 from engine.data.gpu_decoding import choose_decoder
 from engine.data.images import MEAN, STD, Crop, Encoded, Span, crop_and_resize, read_image
 from engine.monitoring import image_grid
@@ -358,7 +358,7 @@ class Images(Dataset):
     def reorder_classes(self, classes: list[str]) -> None:
         """Change the labels to the order of `classes`, which are the same in another order."""
         labels = [classes.index(name) for name in self.classes]
-        self.samples[:] = [(path, labels[label]) for path, label in self.samples]
+        self.samples = relabel(self.samples, labels)
         self.classes = list(classes)
 
     def __getitem__(self, index: int) -> tuple[Encoded, int]:

@@ -5,12 +5,16 @@ import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
-from io import BufferedReader
+from functools import lru_cache
+from io import BufferedReader, BytesIO, FileIO
 
 from engine import UserError
 from engine.text import printable
 
 MAX_BYTES = 2**30  # of a file that is read
+MAX_OPEN_SHARDS = 128
+# Part of a file of packed data (engine/data/shards.py): offset and length.
+IN_SHARD = re.compile(r"(.*shard-\d{5,}\.tar)/(\d+)\+(\d+)")
 
 
 class FileError(UserError):
@@ -49,12 +53,14 @@ def _reason(error: Exception) -> str:
     return line.split(", ")[-1]  # torchvision's starts with its source
 
 
-def open_file(path: str | os.PathLike) -> BufferedReader:
-    """Open a regular file of at most MAX_BYTES for reading.
+def open_file(path: str | os.PathLike) -> BufferedReader | BytesIO:
+    """Open a regular file of at most MAX_BYTES for reading, or a part of a shard of packed data.
 
     Raises:
         OSError: if it is another kind of file: reading a FIFO or a device may never end.
     """
+    if IN_SHARD.fullmatch(os.fspath(path)):
+        return BytesIO(read_file(path))
     status = os.stat(path)
     if not stat.S_ISREG(status.st_mode):
         raise OSError(0, "it is not a regular file")
@@ -65,8 +71,26 @@ def open_file(path: str | os.PathLike) -> BufferedReader:
 
 def read_file(path: str | os.PathLike) -> bytearray:
     """Return the contents of a regular file. Raises OSError as `open_file` does."""
+    part = IN_SHARD.fullmatch(os.fspath(path))
+    if part:
+        return _read_part(part[1], int(part[2]), int(part[3]))
     with open_file(path) as file:
         # Not to its end: some files, such as /proc/self/pagemap, have a size of 0 and no end.
         data = bytearray(os.fstat(file.fileno()).st_size)
         del data[file.readinto(data) :]
         return data
+
+
+def _read_part(path: str, offset: int, length: int) -> bytearray:
+    if length > MAX_BYTES:
+        raise OSError(0, f"it has {length} bytes, more than {MAX_BYTES}")
+    data = bytearray(length)
+    if os.preadv(_open_shard(path).fileno(), [data], offset) != length:
+        raise OSError(0, "its shard is too short")
+    return data
+
+
+@lru_cache(MAX_OPEN_SHARDS)  # to open a file of a network's file system takes long
+def _open_shard(path: str) -> FileIO:
+    """Return an open shard, closed when MAX_OPEN_SHARDS others have been used."""
+    return FileIO(path)

@@ -9,6 +9,7 @@ from pathlib import Path
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from engine import UserError, distributed, summarize
+from engine.data import shards
 
 REPORT_EVERY_S = 10.0
 HIDDEN = "hidden files and folders"
@@ -128,7 +129,10 @@ def _is_folder(entry: os.DirEntry) -> bool:
 
 
 def list_images(folder: Path) -> list[str]:
-    """Return the image files in a folder and in those below."""
+    """Return the image files in a folder and in those below, or in a packed one."""
+    packed = [path for path in (folder, *folder.iterdir()) if shards.is_packed(path)]
+    if packed:
+        return [path for pack in map(shards.Pack, sorted(packed)) for path in pack.images()]
     scan = Scan(folder)
     files = scan.walk(scan.root)
     scan.report()
@@ -148,8 +152,8 @@ def list_flat(folder: Path, suffixes: Sequence[str]) -> list[Path]:
 
 def list_classes(
     folder: Path, classes: Sequence[str] | None = None
-) -> tuple[list[tuple[str, int]], list[str]]:
-    """Return the samples (path, label) and the classes of a folder of CLASS/IMAGE.
+) -> tuple[Sequence[tuple[str, int]], list[str]]:
+    """Return the samples (path, label) and the classes of a folder of CLASS/IMAGE, or a packed one.
 
     The classes are the subfolders that hold images, sorted, and a label is the place of a class.
 
@@ -159,6 +163,8 @@ def list_classes(
     Raises:
         UserError: if the folder holds no images, or other classes.
     """
+    if shards.is_packed(folder):
+        return _list_packed(folder, classes)
     scan = Scan(folder)
     subfolders, outside = scan.read(scan.root)
     for entry in outside:
@@ -178,14 +184,38 @@ def list_classes(
     if classes is None:
         classes = found
     labels = {name: label for label, name in enumerate(classes)}
-    unknown = [name for name in found if name not in labels]
-    if unknown:
-        raise UserError(
-            f"{folder} has classes that train/ does not have: {', '.join(unknown)}; "
-            "remove them, or add them to train/"
-        )
+    _require_known(folder, found, classes)
     for name in classes:
         if name not in files:
             scan.ignore(ABSENT, os.path.join(scan.root, name))
     scan.report()
     return [(path, labels[name]) for name in found for path in files[name]], list(classes)
+
+
+def _require_known(folder: Path, found: Sequence[str], classes: Sequence[str]) -> None:
+    known = set(classes)
+    unknown = [name for name in found if name not in known]
+    if unknown:
+        raise UserError(
+            f"{folder} has classes that train/ does not have: {', '.join(unknown)}; "
+            "remove them, or add them to train/"
+        )
+
+
+def _list_packed(
+    folder: Path, classes: Sequence[str] | None
+) -> tuple[Sequence[tuple[str, int]], list[str]]:
+    pack = shards.Pack(folder, "cls")
+    found = pack.manifest.classes
+    if classes is None:
+        classes = found
+    _require_known(folder, found, classes)
+    places = {name: label for label, name in enumerate(classes)}
+    return shards.PackedImages(pack, [places[name] for name in found]), list(classes)
+
+
+def relabel(samples: Sequence[tuple[str, int]], labels: Sequence[int]) -> Sequence[tuple[str, int]]:
+    """Return samples (path, label) with `labels[label]` in place of each label."""
+    if isinstance(samples, shards.PackedImages):
+        return shards.PackedImages(samples.pack, [labels[label] for label in samples.labels])
+    return [(path, labels[label]) for path, label in samples]

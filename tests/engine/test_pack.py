@@ -1,0 +1,389 @@
+"""python -m engine.data.pack: packed image folders, read as the folders are."""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from argparse import Namespace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import task
+import torch
+from engine import UserError
+from engine.data import ResumableDistributedSampler, SeededDataset, pack, shards, verify
+from engine.data.files import FileError, read_file
+from engine.data.images import read_image
+from engine.data.loading import build_loader
+from fresh import TEMPLATE
+from PIL import Image
+
+CPU = torch.device("cpu")
+LARGE = "--short-side=1000"  # no image is resized
+MANY = "--shard-size=20KB"  # several shards
+
+
+def write_images(folder: Path, count: int = 10) -> Path:
+    """Write a data set of two classes; its images have 60 to 200 pixels a side."""
+    numbers = np.random.default_rng(0)
+    for split in ("train", "val"):
+        for index in range(count):
+            path = folder / split / ("cat", "dog")[index % 2] / f"{index}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            pixels = numbers.integers(0, 256, (6, 6, 3), dtype=np.uint8)
+            width, height = numbers.integers(60, 200, 2).tolist()
+            Image.fromarray(pixels).resize((width, height)).save(path, quality=95)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return write_images(tmp_path_factory.mktemp("images"))
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "engine.data.pack", *map(str, arguments)]
+
+
+def start(*arguments: object, **options) -> subprocess.Popen:
+    """Start the program as a user does."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command(*arguments), cwd=TEMPLATE, **pipes, **options)
+
+
+@pytest.fixture
+def run_pack(monkeypatch):
+    """Run the program in this process; return its exit status."""
+
+    def run_pack(*arguments: object, workers: int = 1) -> int:
+        flags = [*map(str, arguments), f"--workers={workers}"]
+        monkeypatch.setattr(sys, "argv", ["pack", *flags])
+        try:
+            pack.main()
+        except SystemExit as end:
+            return int(end.code)
+        return 0
+
+    return run_pack
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    files = filter(Path.is_file, folder.rglob("*"))
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def datasets(folder: Path) -> tuple[task.Images, task.Images]:
+    args = Namespace(data=folder, decode="cpu", auto_augment=None, eval_only=False)
+    return task.read_datasets(args)
+
+
+def test_samples_are_those_of_the_folder(folder, tmp_path, run_pack):
+    assert run_pack(folder, tmp_path / "out", LARGE, MANY) == 0
+    for original, packed in zip(datasets(folder), datasets(tmp_path / "out"), strict=True):
+        assert (packed.classes, packed.labels) == (original.classes, original.labels)
+        torch.manual_seed(0)
+        expected = list(original)
+        torch.manual_seed(0)
+        for sample, other in zip(packed, expected, strict=True):
+            assert sample[0].data == other[0].data and sample[0].crop == other[0].crop
+        packed.reorder_classes(["dog", "cat"])
+        assert packed.labels == [1 - label for label in original.labels]
+    assert len(list((tmp_path / "out" / "train").glob("*.tar"))) > 1
+
+
+def test_larger_images_are_resized_and_others_copied(folder, tmp_path, run_pack):
+    assert run_pack(folder, tmp_path / "out", "--short-side=100") == 0
+    sizes = set()
+    for (path, _), (other, _) in zip(
+        datasets(folder)[0].samples, datasets(tmp_path / "out")[0].samples, strict=True
+    ):
+        image, resized = read_image(path), read_image(other)
+        shorter = min(image.shape[1:])
+        sizes.add(shorter > 100)
+        if shorter <= 100:
+            assert read_file(path) == read_file(other)
+            continue
+        assert min(resized.shape[1:]) == 100
+        ratio = max(image.shape[1:]) / shorter
+        assert max(resized.shape[1:]) == pytest.approx(100 * ratio, abs=0.5)
+        assert (resized.float().mean() - image.float().mean()).abs() < 2
+    assert sizes == {True, False}
+
+
+def test_copied_file_keeps_its_exif_data(tmp_path, run_pack):
+    root = write_images(tmp_path / "in", 2)
+    path = root / "train" / "cat" / "0.jpg"
+    exif = Image.Exif()
+    exif[0x0112] = 6  # orientation
+    with Image.open(path) as image:
+        image.save(path, exif=exif)
+    assert b"\xff\xe1" in path.read_bytes()
+    run_pack(root, tmp_path / "out")
+    assert read_file(datasets(tmp_path / "out")[0].samples[0][0]) == path.read_bytes()
+
+
+def test_bytes_are_the_same_with_any_number_of_workers(folder, tmp_path, run_pack):
+    for workers in (1, 3):
+        run_pack(folder, tmp_path / str(workers), "--short-side=100", MANY, workers=workers)
+    found = contents(tmp_path / "1")
+    assert found == contents(tmp_path / "3")
+    assert {Path(name).name for name in found} >= {"pack.json", "index.bin", "shard-00001.tar"}
+
+
+def test_shards_have_the_layout_of_webdataset(folder, tmp_path, run_pack):
+    run_pack(folder, tmp_path / "out", LARGE, MANY)
+    found = []
+    for path in sorted((tmp_path / "out" / "train").glob("*.tar")):
+        assert path.stat().st_size <= 20_000 + tarfile.RECORDSIZE  # padding
+        with tarfile.open(path) as tar:
+            members = [(member.name, tar.extractfile(member).read()) for member in tar]
+        for image, label in zip(members[::2], members[1::2], strict=True):
+            key = image[0].removesuffix(".jpg")
+            assert label[0] == f"{key}.cls" and key == f"{len(found):09d}"
+            found.append((image[1], int(label[1])))
+    train_set = datasets(folder)[0]
+    assert found == [(Path(path).read_bytes(), label) for path, label in train_set.samples]
+
+
+def test_index_has_at_most_32_bytes_a_sample(folder, tmp_path, run_pack):
+    run_pack(folder, tmp_path / "out", LARGE, MANY)
+    size = (tmp_path / "out" / "train" / "index.bin").stat().st_size
+    assert (size - shards.HEADER_LENGTH) / 10 <= 32
+
+
+def test_killed_pack_is_continued_with_the_same_bytes(tmp_path, run_pack):
+    root = write_images(tmp_path / "in", 300)
+    flags = ("--short-side=50", "--shard-size=10KB")
+    run_pack(root, tmp_path / "whole", *flags)
+    out = tmp_path / "out"
+    kills = 0
+    for shard in ("shard-00002.tar", "shard-00020.tar"):
+        process = start(root, out, *flags, "--workers=2", start_new_session=True)
+        deadline = time.monotonic() + 60
+        while not (out / "train" / shard).exists() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        if (out / "train" / "progress.json").exists():
+            kills += 1
+            with pytest.raises(UserError, match="not packed completely: run the command"):
+                datasets(out)
+    assert kills == 2
+    with (out / "train" / "index.bin").open("ab") as index:
+        index.write(b"a part of a record")
+    assert run_pack(root, out, *flags, "--verify") == 0
+    assert contents(out) == contents(tmp_path / "whole")
+
+
+def test_complete_pack_is_left_unchanged(folder, tmp_path, run_pack, capsys):
+    run_pack(folder, tmp_path / "out", LARGE)
+    times = [path.stat().st_mtime_ns for path in sorted((tmp_path / "out").rglob("*"))]
+    run_pack(folder, tmp_path / "out", LARGE)
+    assert "train is complete" in capsys.readouterr().err
+    assert times == [path.stat().st_mtime_ns for path in sorted((tmp_path / "out").rglob("*"))]
+
+
+def test_other_options_or_files_are_an_error(tmp_path, run_pack):
+    root, out = write_images(tmp_path / "in"), tmp_path / "out"
+    run_pack(root, out, LARGE)
+    with pytest.raises(UserError, match="another pack: --quality 80 instead of 90; give the same"):
+        run_pack(root, out, LARGE, "--quality=80")
+    (root / "train" / "cat" / "0.jpg").unlink()
+    with pytest.raises(UserError, match="another pack: its files had other names"):
+        run_pack(root, out, LARGE)
+    with pytest.raises(UserError, match="holds something else; name a new folder"):
+        run_pack(root, root, LARGE)
+
+
+def test_full_disk_is_an_error_and_the_pack_continues(folder, tmp_path, run_pack):
+    out = tmp_path / "out"
+    limit = 15_000  # of a file, less than a shard: as with a full disk, writing more is an OSError
+
+    def restrict() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    flags = (LARGE, "--shard-size=30KB")
+    process = start(folder, out, *flags, "--workers=1", preexec_fn=restrict)  # noqa: PLW1509
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 2 and "Traceback" not in said
+    assert "can't be written (File too large); complete shards are kept: correct this" in said
+    assert not list(out.rglob("*.tmp"))
+    assert run_pack(folder, out, *flags) == 0
+    run_pack(folder, tmp_path / "whole", *flags)
+    assert contents(out) == contents(tmp_path / "whole")
+
+
+def test_unreadable_files_are_listed_and_never_dropped_silently(tmp_path, run_pack, capsys):
+    root, out = write_images(tmp_path / "in"), tmp_path / "out"
+    broken = [root / "train" / "cat" / "2.jpg", root / "val" / "dog" / "1.jpg"]
+    broken[0].write_bytes(broken[0].read_bytes()[:300])
+    broken[1].write_text("no image")
+    with pytest.raises(UserError, match="2 files can't be read; .* --skip-broken 2"):
+        run_pack(root, out, LARGE)
+    said = capsys.readouterr().err
+    assert all(f"{path} can't be read as an image" in said for path in broken)
+    with pytest.raises(UserError, match="not packed completely"):
+        datasets(out)
+    assert run_pack(root, out, LARGE, "--skip-broken=2") == 0
+    assert "train: 9 samples in 1 shards, 1 unreadable files" in capsys.readouterr().err
+    assert json.loads((out / "train" / "pack.json").read_text())["broken"] == ["cat/2.jpg"]
+    train_set = datasets(out)[0]
+    expected = [label for path, label in datasets(root)[0].samples if path != str(broken[0])]
+    assert train_set.labels == expected
+
+
+# Damage
+
+
+@pytest.fixture
+def out(folder, tmp_path, run_pack) -> Path:
+    assert run_pack(folder, tmp_path / "out", LARGE, MANY) == 0
+    return tmp_path / "out"
+
+
+def test_verify_finds_a_flipped_byte(out, run_pack, capsys):
+    assert run_pack(out, "--verify") == 0
+    path = out / "val" / "shard-00001.tar"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    assert run_pack(out, "--verify") == 1
+    said = capsys.readouterr()
+    assert said.out.count("\n") == 1
+    assert f"{path} is damaged: its checksum differs; copy the pack again" in said.out
+
+
+def test_verify_of_images_reads_those_of_a_pack(out, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["verify", str(out), "--threads=2"])
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    with pytest.raises(SystemExit) as end:
+        verify.main()
+    assert end.value.code == 0
+    assert "20 files, 0 unreadable" in capsys.readouterr().err
+
+
+def truncate(out: Path) -> None:
+    path = out / "train" / "shard-00001.tar"
+    os.truncate(path, path.stat().st_size - 512)
+
+
+def change_index(out: Path) -> None:
+    path = out / "train" / "index.bin"
+    data = bytearray(path.read_bytes())
+    data[shards.HEADER_LENGTH] ^= 1
+    path.write_bytes(data)
+
+
+def remove_shard(out: Path) -> None:
+    (out / "train" / "shard-00000.tar").unlink()
+
+
+def mix_splits(out: Path) -> None:
+    (out / "val" / "shard-00000.tar").replace(out / "train" / "shard-00000.tar")
+
+
+def mix_indices(out: Path) -> None:
+    (out / "val" / "index.bin").replace(out / "train" / "index.bin")
+
+
+def damage_manifest(out: Path) -> None:
+    (out / "train" / "pack.json").write_text("{}")
+
+
+def change_format(out: Path) -> None:
+    path = out / "train" / "pack.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 2}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (truncate, r"shard-00001.tar has \d+ bytes instead of \d+; copy the pack again"),
+        (change_index, "index.bin is damaged: its checksum differs"),
+        (remove_shard, "shard-00000.tar can't be read .No such file"),
+        (mix_splits, "shard-00000.tar does not belong to the pack of pack.json beside it"),
+        (mix_indices, "index.bin does not belong to the pack"),
+        (damage_manifest, "pack.json is damaged, or of another version"),
+        (change_format, "pack.json has format 2, not 1; pack anew"),
+    ],
+)
+def test_damaged_pack_is_an_error_before_training(out, damage, message):
+    damage(out)
+    with pytest.raises(UserError, match=message):
+        datasets(out)
+
+
+def test_damaged_image_in_a_shard_is_named(out):
+    train_set = datasets(out)[0]
+    path = out / "train" / "shard-00000.tar"
+    data = bytearray(path.read_bytes())
+    start = data.index(b"\xff\xd8\xff")
+    data[start : start + 100] = bytes(100)
+    path.write_bytes(data)
+    with pytest.raises(FileError, match=r"shard-00000.tar/\d+\+\d+ can't be read as an image"):
+        list(train_set)
+
+
+def test_shard_that_is_truncated_during_training_is_named(out):
+    train_set = datasets(out)[0]
+    os.truncate(out / "train" / "shard-00000.tar", 2048)
+    with pytest.raises(FileError, match=r"can't be read as an image \(its shard is too short\)"):
+        list(train_set)
+
+
+# Training
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_workers_read_shards(out, context):
+    dataset = SeededDataset(datasets(out)[1], 0)
+
+    def load(workers: int, **options: object) -> tuple[torch.Tensor, ...]:
+        order = range(len(dataset))
+        loader = build_loader(
+            dataset, workers=workers, device=CPU, sampler=order, batch_size=4, **options
+        )
+        images, labels = zip(*loader, strict=True)
+        return torch.cat(images), torch.cat(labels)
+
+    images, labels = load(2, multiprocessing_context=context)
+    assert labels.tolist() == dataset.dataset.labels
+    assert torch.equal(images, load(0)[0])
+
+
+def test_resume_with_other_processes_reads_each_sample_once(out):
+    """The order is a function of the position in the epoch, for shards as for files."""
+    dataset = SeededDataset(datasets(out)[0], 0)
+
+    def read(start_sample: int, world_size: int, count: int) -> list[str]:
+        ranks = []
+        for rank in range(world_size):
+            sampler = ResumableDistributedSampler(dataset, 0, world_size, rank)
+            sampler.set_epoch(3, start_sample)
+            ranks.append([dataset[index][0].path for index in sampler][: count // world_size])
+        return [path for step in zip(*ranks, strict=True) for path in step]
+
+    paths = read(0, 2, 4) + read(4, 3, 6)
+    assert sorted(paths) == sorted(path for path, _ in dataset.dataset.samples)
+    assert paths == read(0, 1, 10)
+
+
+def test_flags_are_checked(run_pack, tmp_path, capsys):
+    for flags in (
+        ["--shard-size=0"],
+        ["--shard-size=1XB"],
+        ["--quality=101"],
+        ["--short-side=2000"],
+    ):
+        assert run_pack(tmp_path, tmp_path / "out", *flags) == 2
+    assert run_pack(tmp_path) == 2
+    assert "name both DATA and OUT, or give --verify" in capsys.readouterr().err
+    with pytest.raises(UserError, match="has neither train/ nor val/"):
+        run_pack(tmp_path, tmp_path / "out")
+    with pytest.raises(UserError, match="it is no pack"):
+        run_pack(tmp_path, "--verify")

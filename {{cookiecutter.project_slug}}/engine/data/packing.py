@@ -1,0 +1,304 @@
+"""Writing of packed data: encoding by several processes, shards, index and progress."""
+
+import fcntl
+import io
+import json
+import os
+import sys
+import tarfile
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import asdict
+from hashlib import sha256
+from pathlib import Path
+from typing import IO, BinaryIO, NamedTuple, cast
+
+import numpy as np
+import torch
+from PIL import Image
+from torchvision.transforms.v2 import functional
+from tqdm import tqdm
+
+from engine import SUFFIX, UserError, replacing
+from engine.data import shards
+from engine.data.files import FileError, naming_errors, read_file
+from engine.data.images import read_image, trim
+from engine.data.loading import prepare_worker
+from engine.data.shards import BLOCK, INDEX, MANIFEST, PROGRESS, Manifest, Shard
+
+CHUNK = 8  # files that a worker encodes at a time
+CHUNKS_AHEAD = 4  # of each worker: bounds the memory
+MAX_SHORT_SIDE = 1024  # a JPEG file has at most 65,500 pixels a side, `trim` leaves 64 times this
+MAX_SIDE = 2**16 - 1  # of an image in the index
+
+
+class Options(NamedTuple):
+    """Flags on which the packed bytes depend."""
+
+    short_side: int
+    quality: int
+    shard_size: int
+
+
+class Source(NamedTuple):
+    """An image to pack, and what the second member of its sample is made of."""
+
+    path: str
+    labels: Sequence[int]  # of its entries in the index, one or more
+    text: bytes
+
+
+class Encoded(NamedTuple):
+    """A packed sample: the image file, and the second member; an error if it can't be read."""
+
+    position: int  # in the list of sources
+    labels: Sequence[int] = ()
+    suffix: str = ""
+    image: bytes = b""
+    extra: bytes = b""
+    height: int = 0
+    width: int = 0
+    error: str = ""
+
+
+def encode(position: int, source: Source, options: Options) -> Encoded:
+    """Return a sample with its shorter side resized to at most `options.short_side` pixels.
+
+    A file that is small enough is copied unchanged.
+    """
+    try:
+        image = read_image(source.path)  # also finds damage in a file that is copied
+        with naming_errors(source.path, "an image"):
+            data = bytes(read_file(source.path))
+    except FileError as error:
+        return Encoded(position, error=str(error))
+    suffix = Path(source.path).suffix.lower()
+    if min(image.shape[1:]) > options.short_side or max(image.shape[1:]) > MAX_SIDE:
+        image = trim(image)
+        ratio = min(1.0, options.short_side / min(image.shape[1:]))
+        size = [round(side * ratio) for side in image.shape[1:]]
+        image = functional.resize(image, size, antialias=True)
+        buffer = io.BytesIO()
+        picture = Image.fromarray(image.permute(1, 2, 0).numpy())
+        picture.save(buffer, "JPEG", quality=options.quality)
+        data, suffix = buffer.getvalue(), ".jpg"
+    height, width = image.shape[1:]
+    return Encoded(position, source.labels, suffix, data, source.text, height, width)
+
+
+def encode_chunk(start: int, sources: Sequence[Source], options: Options) -> list[Encoded]:
+    return [encode(start + index, source, options) for index, source in enumerate(sources)]
+
+
+def encode_all(
+    sources: Sequence[Source], start: int, options: Options, workers: int
+) -> Iterator[Encoded]:
+    """Yield the samples from position `start` on, in order, encoded by several processes."""
+    pending: deque[Future[list[Encoded]]] = deque()
+    with ProcessPoolExecutor(workers, initializer=_prepare) as pool:
+        for first in range(start, len(sources), CHUNK):
+            chunk = sources[first : first + CHUNK]
+            pending.append(pool.submit(encode_chunk, first, chunk, options))
+            if len(pending) > CHUNKS_AHEAD * workers:
+                yield from pending.popleft().result()
+        while pending:
+            yield from pending.popleft().result()
+
+
+def _prepare() -> None:
+    prepare_worker(0)
+    torch.set_num_threads(1)  # each file is encoded by one thread
+
+
+class ShardWriter:
+    """Tar file of samples, whose bytes depend on nothing but these and the pack's id.
+
+    Attributes:
+        records: index entries of the samples.
+    """
+
+    def __init__(self, file: BinaryIO, number: int, pack_id: str) -> None:
+        self.file, self.number = file, number
+        self.digest = sha256()
+        self.records: list[tuple[int, ...]] = []
+        self.size = 0
+        headers = {"comment": f"pack {pack_id}"}
+        self.tar = tarfile.open(  # noqa: SIM115 - closed by `close`
+            fileobj=cast(IO[bytes], self),  # needs no other methods
+            mode="w",
+            format=tarfile.PAX_FORMAT,
+            pax_headers=headers,
+        )
+
+    def write(self, data: bytes) -> int:
+        """Write bytes of the tar file."""
+        self.digest.update(data)
+        self.size += len(data)
+        return self.file.write(data)
+
+    def tell(self) -> int:
+        """Return the position in the tar file."""
+        return self.size
+
+    def has_room(self, sample: Encoded, limit: int) -> bool:
+        """Return whether a sample fits into `limit` bytes; the first one always does."""
+        size = len(sample.image) + len(sample.extra) + 6 * BLOCK  # headers, padding, the end
+        return not self.records or self.size + size <= limit
+
+    def add(self, sample: Encoded, kind: str) -> None:
+        """Append a sample, whose key is its position among the sources."""
+        key = f"{sample.position:09d}"
+        offset = self.size + BLOCK
+        for suffix, data in ((sample.suffix, sample.image), (f".{kind}", sample.extra)):
+            self.tar.addfile(_member(key + suffix, len(data)), io.BytesIO(data))
+        lengths = len(sample.image), len(sample.extra)
+        place = self.number, sample.height, sample.width
+        self.records += [(offset, *lengths, label, *place) for label in sample.labels]
+
+    def close(self) -> Shard:
+        """Complete the tar file; return its entry of the manifest."""
+        self.tar.close()
+        name = shards.shard_name(self.number)
+        return Shard(name, self.size, len(self.records), self.digest.hexdigest())
+
+
+def _member(name: str, size: int) -> tarfile.TarInfo:
+    info = tarfile.TarInfo(name)
+    info.size = size
+    return info
+
+
+class SplitPacker:
+    """Packing of one folder, from the start or from where it was interrupted.
+
+    Raises:
+        UserError: if the folder holds something else, or a pack of other options or files.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        sources: Sequence[Source],
+        classes: Sequence[str],
+        options: Options,
+        kind: str,
+    ) -> None:
+        self.folder, self.sources, self.options, self.kind = folder, sources, options, kind
+        self.root = os.path.commonpath([os.path.dirname(source.path) for source in sources])
+        self.progress = Manifest("", folder.name, kind, options._asdict(), list(classes))
+        self.progress.id = self._digest()
+        self._resume()
+
+    @property
+    def is_complete(self) -> bool:
+        """Return whether nothing is left to pack."""
+        return (self.folder / MANIFEST).is_file()
+
+    def _resume(self) -> None:
+        """Read what was packed before."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        state = next(filter(Path.is_file, map(self.folder.joinpath, (MANIFEST, PROGRESS))), None)
+        if state is None:
+            if any(path.suffix != SUFFIX for path in self.folder.iterdir()):
+                raise UserError(f"{self.folder} holds something else; name a new folder")
+            self._save(PROGRESS)
+            return
+        try:
+            before = Manifest.parse(state.read_bytes())
+        except (ValueError, KeyError, TypeError):
+            raise UserError(f"{state} is damaged; delete {self.folder} and pack anew") from None
+        if before.id == self.progress.id:
+            self.progress = before
+            return
+        changed = [
+            f"--{name.replace('_', '-')} {value} instead of {before.options.get(name)}"
+            for name, value in self.options._asdict().items()
+            if value != before.options.get(name)
+        ]
+        difference = ", ".join(changed) or "its files had other names, sizes or labels"
+        raise UserError(
+            f"{self.folder} holds another pack: {difference}; give the same options and files, or "
+            "name a new folder"
+        )
+
+    def _digest(self) -> str:
+        """Return an id that differs for other options, and for files of other names or sizes."""
+        digest = sha256(json.dumps(asdict(self.progress), sort_keys=True).encode())
+        for source in self.sources:
+            try:
+                size = os.stat(source.path).st_size
+            except OSError:
+                size = -1  # reading it is an error later
+            name = os.path.relpath(source.path, self.root)
+            digest.update(repr((name, source.labels, source.text, size)).encode())
+        return digest.hexdigest()[: shards.ID_LENGTH]
+
+    def _save(self, name: str) -> None:
+        with replacing(self.folder / name) as temporary:
+            text = json.dumps(asdict(self.progress), indent=1)
+            temporary.write_text(f"{text}\n", encoding="utf-8")
+
+    def run(self, workers: int) -> None:
+        """Pack what is left, without the manifest."""
+        with (self.folder / INDEX).open("ab") as index:
+            try:
+                fcntl.lockf(index, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise UserError(f"{self.folder} is being packed by another process") from None
+            if self.progress.shards:
+                index.truncate(min(index.tell(), self.progress.index_size))
+            else:
+                index.truncate(0)
+                index.write(shards.MAGIC + self.progress.id.encode())
+                index.flush()
+            shards.check_files(self.folder, self.progress)
+            with tqdm(
+                desc=f"packing {self.folder.name}",
+                total=len(self.sources),
+                initial=self.progress.next,
+                unit=" files",
+                disable=None,
+            ) as bar:
+                self._write_shards(index, self._encoded(bar, workers))
+        self.progress.next = len(self.sources)
+        self._save(PROGRESS)
+
+    def _encoded(self, bar: tqdm, workers: int) -> Iterator[Encoded]:
+        """Yield the readable samples; report and record the others."""
+        for sample in encode_all(self.sources, self.progress.next, self.options, workers):
+            bar.update()
+            if not sample.error:
+                yield sample
+                continue
+            tqdm.write(sample.error, file=sys.stderr)
+            path = self.sources[sample.position].path
+            self.progress.broken.append(os.path.relpath(path, self.root))
+
+    def _write_shards(self, index: BinaryIO, samples: Iterator[Encoded]) -> None:
+        """Write samples to shards; after each one, its part of the index, and the progress."""
+        sample = next(samples, None)
+        while sample:
+            number = len(self.progress.shards)
+            with (
+                replacing(self.folder / shards.shard_name(number)) as temporary,
+                temporary.open("wb") as file,
+            ):
+                shard = ShardWriter(file, number, self.progress.id)
+                while sample and shard.has_room(sample, self.options.shard_size):
+                    shard.add(sample, self.kind)
+                    sample = next(samples, None)
+                entry = shard.close()
+            index.write(np.array(shard.records, shards.RECORD).tobytes())
+            index.flush()
+            os.fsync(index.fileno())
+            self.progress.shards.append(entry)
+            self.progress.samples += entry.samples
+            self.progress.next = sample.position if sample else len(self.sources)
+            self._save(PROGRESS)
+
+    def finish(self) -> None:
+        """Write the manifest."""
+        self.progress.index_sha256 = shards.checksum(self.folder / INDEX)
+        self._save(MANIFEST)
+        (self.folder / PROGRESS).unlink()

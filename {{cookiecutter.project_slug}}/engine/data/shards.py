@@ -1,0 +1,215 @@
+"""Packed data: samples in tar files, with an index for random access to them.
+
+A folder of a pack holds:
+
+- shard-00000.tar and so on, which the webdataset library reads, too. A sample is two members, such
+  as 000000007.jpg and 000000007.cls; the number is the place of the file in the folder that was
+  packed. A global header has the id of the pack.
+- index.bin: MAGIC and the id of the pack, then a record of type RECORD for each sample.
+- pack.json: the manifest, written last; a pack without it is not complete.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from engine import UserError
+
+FORMAT = 1  # version, in the manifest
+MANIFEST, PROGRESS, INDEX = "pack.json", "progress.json", "index.bin"
+MAGIC = b"PACKIDX1"
+ID_LENGTH = 24  # hexadecimal digits
+HEADER_LENGTH = len(MAGIC) + ID_LENGTH
+RECORD = np.dtype(
+    [
+        ("offset", "<u8"),  # of the image in its shard
+        ("length", "<u4"),  # of the image, in bytes
+        ("extra", "<u4"),  # length of the second member, which follows
+        ("label", "<u4"),
+        ("shard", "<u4"),
+        ("height", "<u2"),
+        ("width", "<u2"),
+    ]
+)
+BLOCK = 512  # of a tar file: headers have one, and data is padded to whole ones
+AGAIN = "copy the pack again, or delete it and pack anew (python -m engine.data.pack)"
+
+
+@dataclass
+class Shard:
+    """Entry of the manifest."""
+
+    name: str
+    bytes: int
+    samples: int
+    sha256: str
+
+
+@dataclass
+class Manifest:
+    """Contents of pack.json, and of progress.json while a folder is being packed."""
+
+    id: str
+    split: str
+    kind: str  # of the second member of each sample: "cls", "txt" or "mask.png"
+    options: dict[str, int]
+    classes: list[str]
+    format: int = FORMAT
+    samples: int = 0  # entries of the index
+    next: int = 0  # position of the first source that is not in a shard
+    shards: list[Shard] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)  # files that can't be read
+    index_sha256: str = ""
+
+    @classmethod
+    def parse(cls, data: bytes) -> "Manifest":
+        """Return the manifest in a JSON file. Raises ValueError, KeyError or TypeError."""
+        values = json.loads(data)
+        return cls(**values | {"shards": [Shard(**entry) for entry in values["shards"]]})
+
+    @property
+    def index_size(self) -> int:
+        """The bytes of the index."""
+        return HEADER_LENGTH + RECORD.itemsize * self.samples
+
+
+def is_packed(folder: Path) -> bool:
+    """Return whether a folder holds a pack, or the beginning of one."""
+    return any((folder / name).is_file() for name in (MANIFEST, PROGRESS))
+
+
+def shard_name(number: int) -> str:
+    return f"shard-{number:05d}.tar"
+
+
+class Pack:
+    """Samples of a packed folder, by index.
+
+    Args:
+        folder: it is checked, except for the checksums.
+        kind: what the second member of each sample is: "cls", "txt" or "mask.png"; None for any.
+
+    Raises:
+        UserError: if the pack is not complete, damaged, or of another kind.
+    """
+
+    def __init__(self, folder: Path, kind: str | None = None) -> None:
+        self.folder, self.kind = folder, kind
+        self.manifest = read_manifest(folder)
+        found = self.manifest.kind
+        if kind and found != kind:
+            raise UserError(f"{folder} is packed for another task: with .{found}, not .{kind}")
+        check_files(folder, self.manifest)
+        if checksum(folder / INDEX) != self.manifest.index_sha256:
+            raise UserError(_damaged(folder / INDEX))
+        self.records = np.memmap(folder / INDEX, RECORD, mode="r", offset=HEADER_LENGTH)
+
+    def __reduce__(self) -> tuple:  # pickle would copy the index
+        return type(self), (self.folder, self.kind)
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def image(self, index: int) -> str:
+        """Return the path of an image in its shard, for engine.data.files.read_file."""
+        record = self.records[index]
+        return self._path(record, int(record["offset"]), int(record["length"]))
+
+    def images(self) -> list[str]:
+        """Return the paths of all images."""
+        return list(dict.fromkeys(map(self.image, range(len(self)))))
+
+    def extra(self, index: int) -> str:
+        """Return the path of the second member of a sample."""
+        record = self.records[index]
+        end = int(record["offset"]) + int(record["length"])
+        return self._path(record, end + -end % BLOCK + BLOCK, int(record["extra"]))
+
+    def _path(self, record: np.void, offset: int, length: int) -> str:
+        return f"{self.folder}/{shard_name(record['shard'])}/{offset}+{length}"
+
+
+class PackedImages(Sequence):
+    """Samples (path, label) of a packed folder of CLASS/IMAGE.
+
+    Args:
+        labels: replace those of the pack.
+    """
+
+    def __init__(self, pack: Pack, labels: Sequence[int]) -> None:
+        self.pack, self.labels = pack, labels
+
+    def __len__(self) -> int:
+        return len(self.pack)
+
+    def __getitem__(self, index: Any) -> tuple[str, int]:  # slices are not used
+        return self.pack.image(index), self.labels[self.pack.records["label"][index]]
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Return the manifest of the pack in `folder`. Raises UserError if it has none."""
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise UserError(
+            f"{folder} is not packed completely: run the command that packed it again, which "
+            "continues it"
+        )
+    try:
+        manifest = Manifest.parse(path.read_bytes())
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"{path} is damaged, or of another version; {AGAIN}") from None
+    if manifest.format != FORMAT:
+        raise UserError(f"{path} has format {manifest.format}, not {FORMAT}; pack anew")
+    return manifest
+
+
+def check_files(folder: Path, manifest: Manifest) -> None:
+    """Check that the index and the shards are there, belong to the pack and have its sizes.
+
+    Raises:
+        UserError: about the first one that does not.
+    """
+    _check_file(folder / INDEX, manifest.index_size, manifest.id)
+    for shard in manifest.shards:
+        _check_file(folder / shard.name, shard.bytes, manifest.id)
+
+
+def _check_file(path: Path, size: int, pack_id: str) -> None:
+    try:
+        with path.open("rb") as file:
+            start = file.read(2 * BLOCK)
+            found = path.stat().st_size
+    except OSError as error:
+        raise UserError(f"{path} can't be read ({error.strerror}); {AGAIN}") from None
+    if pack_id.encode() not in start:
+        raise UserError(f"{path} does not belong to the pack of {MANIFEST} beside it; {AGAIN}")
+    if found != size:
+        raise UserError(f"{path} has {found} bytes instead of {size}; {AGAIN}")
+
+
+def find_damage(folder: Path) -> Iterator[str]:
+    """Yield an error message for each file of a pack; an empty one if its checksum is right."""
+    manifest = read_manifest(folder)
+    check_files(folder, manifest)
+    sums = {shard.name: shard.sha256 for shard in manifest.shards}
+    for name, expected in ({INDEX: manifest.index_sha256} | sums).items():
+        is_same = checksum(folder / name) == expected
+        yield "" if is_same else _damaged(folder / name)
+
+
+def _damaged(path: Path) -> str:
+    return f"{path} is damaged: its checksum differs; {AGAIN}"
+
+
+def checksum(path: Path) -> str:
+    """Return the SHA-256 of a file."""
+    digest = sha256()
+    with path.open("rb") as file:
+        while piece := file.read(2**20):
+            digest.update(piece)
+    return digest.hexdigest()
