@@ -11,6 +11,7 @@ UNCHANGED = {
     "cutmix": 0.0,
     "random_erasing": 0.0,
     "auto_augment": None,
+    "model_options": {},
 }  # the flags of training samples of the task classification, by default
 LEFTOVERS = ("__pycache__", ".*_cache", "*.egg-info", "runs")
 

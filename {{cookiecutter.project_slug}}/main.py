@@ -195,7 +195,8 @@ def build_data(
 ) -> Data:
     """Build the data loaders: each process trains on its own shard, reshuffled every epoch."""
     if args.dummy:
-        batch = to_device(task.dummy_batch(args.batch_size, device), device, memory_format)
+        batch = task.dummy_batch(args.batch_size, device, **args.model_options)
+        batch = to_device(batch, device, memory_format)
         repeated = RepeatedBatch(batch, DUMMY_STEPS, dist.get_world_size())
         classes = [str(number) for number in range(task.DUMMY_CLASSES)]
         sample = [tensor[:2].cpu() for tensor in batch]
@@ -251,11 +252,14 @@ def build_model(
     logger: Logger,
 ) -> tuple[nn.Module, optim.Ema | None]:
     """Build the model and its moving average, with initial weights and SyncBN, on the device."""
-    model = task.build_model(args.arch, len(data.classes))
+
+    def build(num_classes: int) -> nn.Module:
+        return task.build_model(args.arch, num_classes, **args.model_options)
+
+    model = build(len(data.classes))
     if not args.eval_only:  # an error message now, instead of an exception at the first step
         check_trainable(model, task.criterion, task.prepare, data.sample)
     if args.weights:
-        build = partial(task.build_model, args.arch)
         logger.info(load_pretrained(model, args.weights, args.arch, data.classes, build))
     ema = None
     if args.ema:
@@ -264,7 +268,7 @@ def build_model(
     # % if sync_bn
     group = backend.syncbn_group(args.sync_bn_group)
     if dist.get_world_size() > 1:
-        model = backend.apex.parallel.convert_syncbn_model(model, process_group=group)
+        model = backend.convert_syncbn_model(model, group)
     # % endif
     model = model.to(device).to(memory_format=memory_format)
     if ema:
@@ -385,6 +389,7 @@ def build(args: argparse.Namespace) -> Run:
         metadata={
             "metric": task.METRIC,
             "arch": args.arch,
+            "model_options": args.model_options,
             "data": str(args.data or ""),
             "classes": data.classes,
             "opt_level": args.opt_level,

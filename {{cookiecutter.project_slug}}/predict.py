@@ -9,6 +9,7 @@ import argparse
 import signal
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,9 @@ def load_model(path: Path) -> tuple[nn.Module, dict]:
             f"{task.METRIC}; use predict.py of the project that made it"
         )
     try:
-        model = task.build_model(metadata["arch"], len(metadata.setdefault("classes", [])))
+        num_classes = len(metadata.setdefault("classes", []))
+        options = metadata.setdefault("model_options", {})  # which older checkpoints lack
+        model = task.build_model(metadata["arch"], num_classes, **options)
         model.load_state_dict(state[checkpoint_format.best_weights(state)])
     except (RuntimeError, TypeError, AttributeError, LookupError, ValueError):
         raise UserError(
@@ -82,9 +85,9 @@ def load_model(path: Path) -> tuple[nn.Module, dict]:
     return model.eval(), metadata
 
 
-def sample_inputs(batch_size: int) -> Any:
-    """Return a batch of synthetic inputs of the model, on the CPU."""
-    inputs, _ = task.prepare(task.dummy_batch(batch_size, torch.device("cpu")))
+def sample_inputs(options: dict[str, Any], batch_size: int) -> Any:
+    """Return a batch of synthetic inputs of a model with these options, on the CPU."""
+    inputs, _ = task.prepare(task.dummy_batch(batch_size, torch.device("cpu"), **options))
     return inputs
 
 
@@ -99,7 +102,8 @@ def main() -> None:
     args.images = [*dict.fromkeys(find_images(args.images))]
     model, metadata = load_model(args.checkpoint)
     if args.export:
-        print(export_model(model, args.export, sample_inputs))
+        sample = partial(sample_inputs, metadata["model_options"])
+        print(export_model(model, args.export, sample))
         return
     model = model.to("cuda" if has_gpu and args.device != "cpu" else "cpu")
     predict = task.Predictor(model, metadata, args)

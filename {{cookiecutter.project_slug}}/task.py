@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,21 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 from torchvision.transforms import v2
 
-from engine import UserError, cli
+from engine import UserError, cli, models
 from engine.data import SizedDataset, augmentation, images
 from engine.data.class_weights import WeightedDataset, balanced_weights
 from engine.data.folders import list_classes, relabel
 from engine.data.gpu_decoding import choose_decoder
-from engine.data.images import MEAN, STD, Crop, Encoded, Span, crop_and_resize, read_image
+from engine.data.images import (
+    MEAN,
+    STD,
+    Crop,
+    Encoded,
+    ImageSpec,
+    Span,
+    crop_and_resize,
+    read_image,
+)
 from engine.monitoring import image_grid
 from engine.monitoring.class_report import ClassReport
 from engine.optim import eval_mode
@@ -36,14 +46,15 @@ LAYOUT = "train/CLASS/IMAGE and val/CLASS/IMAGE"
 BATCH_SIZE = 32
 DUMMY_CLASSES = 1000
 
-RANDOM_CROP = v2.RandomResizedCrop(224)  # used for its random parameters only
+IMAGES = ImageSpec()  # 224 x 224 pixels
+RANDOM_CROP = v2.RandomResizedCrop(IMAGES.size)  # used for its random parameters only
 
 
 def add_arguments(parser: cli.ArgumentParser) -> None:
     """Add the flags of this task."""
-    parser.group("model").add_argument(
-        "--arch", default="resnet18", help="a torchvision model, such as resnet50"
-    )
+    add = parser.group("model").add_argument
+    add("--arch", default="resnet18", help="a torchvision model, such as resnet50, or timm:NAME")
+    models.add_timm_arguments(parser)
     parser.group("data").add_argument(
         "--decode",
         choices=("auto", "cpu", "gpu"),
@@ -65,7 +76,9 @@ def add_arguments(parser: cli.ArgumentParser) -> None:
 
 
 def check_arguments(parser: cli.ArgumentParser, args: argparse.Namespace) -> None:
-    """Stop with an error message if flags contradict each other."""
+    """Stop with an error message if flags contradict each other; set the model's options."""
+    uses_digits = args.data is None and not args.dummy
+    models.set_model_options(parser, args, Digits.SIZE if uses_digits else None)
     if args.decode == "gpu" and (args.dummy or args.data is None):
         parser.error("--decode gpu is for the JPEG files of --data")
     if args.class_weights and args.dummy:
@@ -78,8 +91,15 @@ def check_arguments(parser: cli.ArgumentParser, args: argparse.Namespace) -> Non
         parser.error("--report is about validation data, which --dummy has none of")
 
 
-def build_model(arch: str, num_classes: int) -> nn.Module:
-    """Return an untrained torchvision classification model: (N, 3, H, W) -> (N, num_classes)."""
+def build_model(arch: str, num_classes: int, **options: Any) -> nn.Module:
+    """Return an untrained classification model: (N, 3, H, W) -> (N, num_classes).
+
+    Args:
+        arch: a torchvision model, or timm:NAME.
+        options: of a timm model; see `models.build_timm_model`.
+    """
+    if arch.startswith(models.PREFIX):
+        return models.build_timm_model(arch, num_classes, **options)
     names = torchvision.models.list_models(module=torchvision.models)
     if arch not in names:
         nearest = get_close_matches(arch, names, n=3, cutoff=0.0)
@@ -119,18 +139,22 @@ def read_datasets(args: argparse.Namespace) -> tuple[Digits, Digits] | tuple[Ima
     Raises:
         UserError: if the folder has another structure.
     """
+    spec = ImageSpec(**args.model_options.get("image", {}))
     if args.data is None:
-        return Digits(train=True), Digits(train=False)
+        size = spec.size if args.model_options else Digits.SIZE
+        return Digits(train=True, size=size), Digits(train=False, size=size)
     required = ("val",) if args.eval_only else ("train", "val")
     for folder in (args.data, *(args.data / split for split in required)):
         if not folder.is_dir():
             raise UserError(f"--data {args.data}: there is no folder {folder}; it takes {LAYOUT}")
-    decode = choose_decoder("cpu" if args.auto_augment else args.decode)
+    on_cpu = args.auto_augment or spec.interpolation != "bilinear"  # the GPU's is bilinear
+    decode = choose_decoder("cpu" if on_cpu else args.decode)
+    to_center = partial(center_crop, spec=spec)
     if not (args.data / "train").is_dir():
-        val_set = Images(args.data / "val", center_crop, decode=decode)
+        val_set = Images(args.data / "val", to_center, decode=decode)
         return val_set, val_set
-    train_set = Images(args.data / "train", random_crop, decode=decode)
-    val_set = Images(args.data / "val", center_crop, decode=decode, classes=train_set.classes)
+    train_set = Images(args.data / "train", partial(random_crop, spec=spec), decode=decode)
+    val_set = Images(args.data / "val", to_center, decode=decode, classes=train_set.classes)
     return train_set, val_set
 
 
@@ -193,32 +217,33 @@ class Metrics:
         return results | self.report.compute() if self.report else results
 
 
-def random_crop(height: int, width: int) -> Crop:
+def random_crop(height: int, width: int, spec: ImageSpec = IMAGES) -> Crop:
     """Return a random part of an image, possibly mirrored, resized to 224 x 224 pixels."""
     box = RANDOM_CROP.make_params([torch.empty(1, height, width, device="meta")])
-    rows = Span(start=box["top"], length=box["height"], resized=224)
-    columns = Span(start=box["left"], length=box["width"], resized=224)
-    return Crop(rows, columns, size=224, flip=torch.rand(1).item() < 0.5)
+    rows = Span(start=box["top"], length=box["height"], resized=spec.size)
+    columns = Span(start=box["left"], length=box["width"], resized=spec.size)
+    flip = torch.rand(1).item() < 0.5
+    return Crop(rows, columns, spec.size, flip, spec.interpolation)
 
 
-def center_crop(height: int, width: int) -> Crop:
+def center_crop(height: int, width: int, spec: ImageSpec = IMAGES) -> Crop:
     """Return the central 224 x 224 pixels after resizing the shorter side to 256."""
     shorter = min(height, width)
-    rows = center_span(height, shorter)
-    return Crop(rows, center_span(width, shorter), size=224)
+    rows, columns = (center_span(side, shorter, spec) for side in (height, width))
+    return Crop(rows, columns, spec.size, interpolation=spec.interpolation)
 
 
-def center_span(side: int, shorter: int) -> Span:
+def center_span(side: int, shorter: int, spec: ImageSpec) -> Span:
     """Return the central 224 of the pixels of a side, where `shorter` is resized to 256."""
     length = min(side, images.MAX_RATIO * shorter)
-    resized = 256 * length // shorter
-    first = round((resized - 224) / 2)
+    resized = int(spec.size / spec.crop_fraction) * length // shorter
+    first = round((resized - spec.size) / 2)
     return Span(start=(side - length) // 2, length=length, resized=resized, first=first)
 
 
-def read_center_crop(path: Path) -> Tensor:
+def read_center_crop(path: Path, spec: ImageSpec = IMAGES) -> Tensor:
     """Return the central crop of an image file, as in validation: uint8 (3, 224, 224)."""
-    encoded = images.read_encoded(str(path), center_crop)
+    encoded = images.read_encoded(str(path), partial(center_crop, spec=spec))
     return crop_and_resize(images.decode(encoded), encoded.crop)
 
 
@@ -274,8 +299,11 @@ class Predictor:
         self.classes = metadata["classes"]
         self.top = args.top
         self.device = next(model.parameters()).device
-        is_digits = not metadata["data"] and self.classes == [*Digits.classes]
-        self.read = Digits.read if is_digits else read_center_crop
+        image = metadata.get("model_options", {}).get("image", {})
+        if not metadata["data"] and self.classes == [*Digits.classes]:
+            self.read = partial(Digits.read, size=image.get("size", Digits.SIZE))
+        else:
+            self.read = partial(read_center_crop, spec=ImageSpec(**image))
 
     def __call__(self, path: Path) -> list[tuple[str, float]]:
         """Return the classes of the image at `path`, most likely first."""
@@ -286,39 +314,42 @@ class Predictor:
         return [(self.classes[index], value) for index, value in pairs][: self.top]
 
 
-def dummy_batch(batch_size: int, device: torch.device) -> list[Tensor]:
-    """Return one batch in ImageNet's shape, made on the device."""
-    pixels = torch.randn(batch_size, 3, 224, 224, device=device)
+def dummy_batch(batch_size: int, device: torch.device, **options: Any) -> list[Tensor]:
+    """Return one batch in the shape of --data's for a model with these options, on the device."""
+    size = ImageSpec(**options.get("image", {})).size
+    pixels = torch.randn(batch_size, 3, size, size, device=device)
     return [pixels, torch.randint(DUMMY_CLASSES, (batch_size,), device=device)]
 
 
-def enlarge(digits: Tensor) -> Tensor:
-    """Resize digits (N, 8, 8), from 0 to 1, and normalize them: (N, 3, 32, 32)."""
-    enlarged = F.interpolate(digits.unsqueeze(1), size=(32, 32), mode="bilinear")
+def enlarge(digits: Tensor, size: int) -> Tensor:
+    """Resize digits (N, 8, 8), from 0 to 1, and normalize them: (N, 3, size, size)."""
+    enlarged = F.interpolate(digits.unsqueeze(1), size=(size, size), mode="bilinear")
     return v2.functional.normalize(enlarged.expand(-1, 3, -1, -1), MEAN, STD)
 
 
 class Digits(Dataset):
-    """1,797 handwritten digits of 8 x 8 pixels (README.md), enlarged to 32 x 32.
+    """1,797 handwritten digits of 8 x 8 pixels (README.md), enlarged to 32 x 32, or --image-size.
 
-    Every fifth is for validation; the others are shifted by up to 4 pixels each time.
+    Every fifth is for validation; the others are shifted by up to an eighth each time.
     """
 
     classes = tuple("0123456789")
+    SIZE = 32
 
-    def __init__(self, train: bool) -> None:
+    def __init__(self, train: bool, size: int = SIZE) -> None:
         file = np.load(Path(__file__).parent / "data" / "digits.npz", allow_pickle=False)
         chosen = (np.arange(len(file["labels"])) % 5 != 0) == train
-        self.images = enlarge(torch.from_numpy(file["images"][chosen]).float().div(16))
+        self.images = enlarge(torch.from_numpy(file["images"][chosen]).float().div(16), size)
         self.labels = torch.from_numpy(file["labels"][chosen]).long()
         background = v2.functional.normalize(torch.zeros(3, 1, 1), MEAN, STD).flatten().tolist()
-        self.transform = v2.RandomCrop(32, padding=4, fill=background) if train else v2.Identity()
+        shift = v2.RandomCrop(size, padding=size // 8, fill=background)
+        self.transform = shift if train else v2.Identity()
 
     @staticmethod
-    def read(path: Path) -> Tensor:
-        """Return an image file, bright on dark, in the form of these digits: float (3, 32, 32)."""
+    def read(path: Path, size: int = SIZE) -> Tensor:
+        """Return an image file, bright on dark, in the form of these digits: float (3, H, W)."""
         image = v2.functional.rgb_to_grayscale(read_image(path)) / 255
-        return enlarge(F.adaptive_avg_pool2d(image, 8))[0]
+        return enlarge(F.adaptive_avg_pool2d(image, 8), size)[0]
 
     def __len__(self) -> int:
         return len(self.labels)

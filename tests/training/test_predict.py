@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from engine import UserError
+from engine.data.images import ImageSpec
 from PIL import Image
-from projects import Project
+from projects import Project, load_project
 from torch import nn
 
 pytestmark = pytest.mark.xdist_group("in_process")
@@ -273,3 +274,42 @@ def test_images_or_export_are_needed(
         monkeypatch.setattr(sys, "argv", ["predict.py", str(checkpoint), *arguments])
         with pytest.raises(UserError, match="give image files, or --export FILE"):
             generated.predict.parse_args()
+
+
+def test_timm_model_is_predicted_with_the_images_of_its_checkpoint(
+    shared_project: Callable,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+    tmp_path: Path,
+    images: Path,
+) -> None:
+    """Also if another version of timm would have other ones; the exported file takes the same."""
+    pytest.importorskip("timm", reason="timm is not installed")
+    project = load_project(shared_project(task="classification"))
+    flags = ["--arch", "timm:vit_tiny_patch16_224", "--image-size", "64", "--data", str(images)]
+    monkeypatch.setattr(sys, "argv", ["main.py", *flags, "--drop-path", "0.1"])
+    args = project.main.parse_args()
+    args.model_options["image"]["mean"] = (0.1, 0.2, 0.3)
+    model = project.task.build_model(args.arch, 2, **args.model_options).eval()
+    metadata = {"metric": project.task.METRIC, "arch": args.arch, "data": str(images)}
+    metadata |= {"classes": ["cat", "dog"], "model_options": args.model_options}
+    parts = {"optimizer": {"state": {}, "param_groups": []}, "metadata": metadata}
+    torch.save({"model": model.state_dict()} | parts, tmp_path / "best.pt")
+    monkeypatch.setattr(
+        sys, "argv", ["predict.py", str(tmp_path / "best.pt"), str(images / "a.jpg"), "--json"]
+    )
+    with pytest.raises(SystemExit):
+        project.predict.main()
+    found = dict(json.loads(capsys.readouterr().out)["found"])
+    crop = project.task.read_center_crop(images / "a.jpg", ImageSpec(**args.model_options["image"]))
+    assert crop.shape == (3, 64, 64)
+    inputs, _ = project.task.prepare([crop[None], torch.zeros(1)])
+    expected = model(inputs).softmax(dim=1)[0].tolist()
+    assert [found["cat"], found["dog"]] == pytest.approx(expected, rel=1e-5)
+
+    export = tmp_path / "model.pt2"
+    command = ["predict.py", str(tmp_path / "best.pt"), "--export", str(export)]
+    monkeypatch.setattr(sys, "argv", command)
+    project.predict.main()
+    program = torch.export.load(export).module()
+    torch.testing.assert_close(program(inputs), model(inputs), rtol=1e-4, atol=1e-5)

@@ -7,6 +7,7 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pkgutil import resolve_name
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple
@@ -19,6 +20,7 @@ from torch.optim import Optimizer
 
 import apex_native
 from engine import UserError
+from engine.models import convert_norms
 
 CALLS = (  # that a project may use; Apex's version is always 0.1, so they are probed
     "amp.initialize",
@@ -108,6 +110,13 @@ class Backend:
         if size and processes % size:
             raise UserError(f"--sync-bn-group {size} must divide {processes} processes")
         return self.apex.parallel.create_syncbn_process_group(size)
+
+    def convert_syncbn_model(
+        self, model: nn.Module, process_group: dist.ProcessGroup | None
+    ) -> nn.Module:
+        """Return `model` with SyncBN, also in place of batch norms that end in an activation."""
+        convert = partial(self.apex.parallel.convert_syncbn_model, process_group=process_group)
+        return convert_norms(model, convert)
 
     def memory_format(
         self, channels_last: bool | None, warn: Callable[[str], None]

@@ -24,7 +24,8 @@ from engine.monitoring.trackers import NAMES as TRACKERS
 from engine.monitoring.trackers import TENSORBOARD
 
 Value = TypeVar("Value", int, float)
-NOT_SETTINGS = ("config", "print_config", "check", "json", "local_rank")  # differ at each start
+# They differ at each start, or follow from other flags.
+NOT_SETTINGS = ("config", "print_config", "check", "json", "local_rank", "model_options")
 MAX_WIDTH = 100  # columns of the help text
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 
@@ -351,6 +352,7 @@ def complete_arguments(
         ddp: "apex", "torch" or "dataparallel", the wrapper that the project uses.
         output: default of --output; --eval-only writes to the folder of its checkpoint instead.
     """
+    args.model_options = {}  # which the task may set
     if args.keep_batchnorm_fp32 is not None and args.opt_level in ("O1", "O4"):
         parser.error(f"--keep-batchnorm-fp32 is for cast weights; {args.opt_level} casts none")
     if ddp == "dataparallel" and args.opt_level == "O4":

@@ -35,14 +35,18 @@ def param_groups(model: nn.Module, lr: float, decay_weights_only: bool) -> list[
     """Return the trained parameters of `model` as an optimizer's parameter groups.
 
     With `decay_weights_only`, norms and biases, which are the parameters with one dimension, have
-    no weight decay. Source: He et al., "Bag of Tricks for Image Classification with Convolutional
-    Neural Networks", CVPR 2019.
+    no weight decay, nor have those that ``model.no_weight_decay()`` names, which timm's models
+    have. Source: He et al., "Bag of Tricks for Image Classification with Convolutional Neural
+    Networks", CVPR 2019.
     """
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trained = {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
     if not decay_weights_only:
-        return [{"params": trained, "lr": lr}]
-    weights = [parameter for parameter in trained if parameter.dim() > 1]
-    others = [parameter for parameter in trained if parameter.dim() <= 1]
+        return [{"params": [*trained.values()], "lr": lr}]
+    excluded: set[str] = getattr(model, "no_weight_decay", set)()
+    others = [tensor for name, tensor in trained.items() if tensor.dim() <= 1 or name in excluded]
+    weights = [
+        tensor for name, tensor in trained.items() if tensor.dim() > 1 and name not in excluded
+    ]
     return [{"params": weights, "lr": lr}, {"params": others, "lr": lr, "weight_decay": 0.0}]
 
 

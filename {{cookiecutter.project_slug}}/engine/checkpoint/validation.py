@@ -142,10 +142,12 @@ def is_metadata(value: object) -> bool:
     if not isinstance(value, dict):
         return False
     classes, samples = value.get("classes", []), value.get("samples", {})
+    options = value.get("model_options", {})
     texts = [value.get(name, "") for name in ("metric", "arch", "data", "opt_level")]
     return (
         isinstance(classes, list)
         and isinstance(samples, dict)
+        and isinstance(options, dict)
         and all(isinstance(text, str) for text in [*classes, *texts])
     )
 

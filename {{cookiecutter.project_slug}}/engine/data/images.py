@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 from PIL.JpegImagePlugin import JpegImageFile  # also of MPO, which phones write
 from torch import Tensor
-from torchvision.transforms.v2 import functional
+from torchvision.transforms.v2 import InterpolationMode, functional
 
 from engine.data.files import naming_errors, open_file, read_file
 
@@ -42,6 +42,27 @@ MAX_RATIO = 64  # of the sides of an image that is resized, see `trim`
 MAX_SIDE = 4096  # of an image that the GPU decodes
 
 
+class ImageSpec(NamedTuple):
+    """Images that a model is trained and validated with: squares of `size` pixels.
+
+    For validation, `crop_fraction` of the shorter side is cropped from the centre.
+    """
+
+    size: int = 224
+    interpolation: str = "bilinear"  # or bicubic
+    crop_fraction: float = 0.875
+    mean: tuple[float, ...] = MEAN
+    std: tuple[float, ...] = STD
+
+    def describe(self) -> str:
+        """Return a text for the log."""
+        mean, std = (", ".join(f"{value:g}" for value in values) for values in self[3:])
+        return (
+            f"images of {self.size} × {self.size} pixels, {self.interpolation}, "
+            f"crop {self.crop_fraction:g}, mean {mean}, standard deviation {std}"
+        )
+
+
 class Span(NamedTuple):
     """One side of a crop: `length` pixels from `start` on are resized to `resized` pixels.
 
@@ -61,6 +82,7 @@ class Crop(NamedTuple):
     columns: Span
     size: int
     flip: bool = False
+    interpolation: str = "bilinear"  # or bicubic, on the CPU alone
 
 
 class Encoded(NamedTuple):
@@ -176,9 +198,10 @@ def decode(encoded: Encoded) -> Tensor:
 
 def crop_and_resize(image: Tensor, crop: Crop) -> Tensor:
     """Return the crop of `image`, uint8 (3, H, W), antialiased: uint8 (3, size, size)."""
-    (top, height, to_height, y), (left, width, to_width, x), size, flip = crop
+    (top, height, to_height, y), (left, width, to_width, x), size, flip, interpolation = crop
+    mode = InterpolationMode(interpolation)
     image = functional.resized_crop(
-        image, top, left, height, width, [to_height, to_width], antialias=True
+        image, top, left, height, width, [to_height, to_width], mode, antialias=True
     )
     image = image[:, y : y + size, x : x + size]
     return functional.horizontal_flip(image) if flip else image
