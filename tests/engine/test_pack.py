@@ -20,7 +20,7 @@ from engine.data import ResumableDistributedSampler, SeededDataset, pack, shards
 from engine.data.files import FileError, read_file
 from engine.data.images import read_image
 from engine.data.loading import build_loader
-from fresh import TEMPLATE
+from fresh import TEMPLATE, UNCHANGED
 from PIL import Image
 
 CPU = torch.device("cpu")
@@ -78,7 +78,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def datasets(folder: Path) -> tuple[task.Images, task.Images]:
-    args = Namespace(data=folder, decode="cpu", auto_augment=None, eval_only=False)
+    args = Namespace(data=folder, decode="cpu", eval_only=False, **UNCHANGED)
     return task.read_datasets(args)
 
 
