@@ -6,6 +6,7 @@ main.py and predict.py use the public names below and know nothing else about th
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from difflib import get_close_matches
 from functools import cache, reduce
 from pathlib import Path
@@ -21,6 +22,7 @@ from torchvision.transforms import v2
 
 from engine import UserError, cli
 from engine.data import SizedDataset
+from engine.data.captions import PackedCaptions, list_captions, read_lines, require_short
 from engine.data.images import MEAN, STD, normalize, read_image, trim
 from engine.monitoring import image_grid
 from engine.optim import eval_mode
@@ -400,7 +402,7 @@ def candidates(file: Path | None, data: str) -> list[str]:
     else:
         captions = [line.strip() for line in read_lines(file) if line.strip()]
         for caption in captions:
-            encode(caption, str(file))
+            require_short(len(caption.encode()), LENGTH, str(file))
     if not captions:
         raise UserError(f"{file} holds no captions: write one in each line")
     return [*dict.fromkeys(captions)]
@@ -434,7 +436,7 @@ def build_datasets(args: argparse.Namespace) -> tuple[SizedDataset, SizedDataset
         return val_set, val_set
     # Images are not mirrored: a caption may say what is on the left.
     train_crop = v2.RandomResizedCrop(224, scale=(0.5, 1.0), antialias=True)
-    return Pairs(read_captions(args.data / "train"), train_crop), val_set
+    return Pairs(list_captions(args.data / "train", LENGTH), train_crop), val_set
 
 
 center_crop = v2.Compose([v2.Lambda(trim), v2.Resize(256, antialias=True), v2.CenterCrop(224)])
@@ -446,71 +448,22 @@ def read_center_crop(path: Path) -> Tensor:
 
 
 def first_captions(folder: Path) -> list[tuple[Path, bytes]]:
-    """Return the images and captions as read_captions does, but each image only once."""
+    """Return the images and captions as list_captions does, but each image only once."""
     captions: dict[Path, bytes] = {}
-    for path, caption in read_captions(folder):
+    for path, caption in list_captions(folder, LENGTH):
         captions.setdefault(path, caption)
     return [*captions.items()]
-
-
-def read_captions(folder: Path) -> list[tuple[Path, bytes]]:
-    """Return the images and captions in `folder`/captions.tsv, which may have a header line.
-
-    Raises:
-        UserError: for a line that isn't FILE, tab, TEXT, an empty or too long caption, or a
-            file that is missing or outside the folder.
-    """
-    path = folder / "captions.tsv"
-    if not path.is_file():
-        raise UserError(f"{path} is missing; --data takes {LAYOUT}")
-    pairs = []
-    for number, line in enumerate(read_lines(path), 1):
-        name, tab, text = (part.strip(" ") for part in line.partition("\t"))
-        if (number, name, text) == (1, "file", "text") or not line.strip():
-            continue
-        caption = encode(text, f"{path}, line {number}")
-        if not (tab and name and caption) or b"\0" in caption:
-            raise UserError(f"{path}, line {number}: it must be FILE, a tab, and a text")
-        if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise UserError(f"{path}, line {number}: {name} must be a path below {folder}")
-        pairs.append((folder / name, caption))
-    there = {file for parent in {file.parent for file, _ in pairs} for file in parent.glob("*")}
-    missing = sorted({str(file) for file, _ in pairs if file not in there})
-    if missing:
-        names = ", ".join(missing[:5]) + (", …" if len(missing) > 5 else "")
-        raise UserError(f"{path} names {len(missing)} files that are not there: {names}")
-    if not pairs:
-        raise UserError(f"{path} holds no captions (FILE, tab, TEXT in each line)")
-    return pairs
-
-
-def read_lines(path: Path) -> list[str]:
-    """Return the lines of a text file, split at \\n only: a caption may contain U+0085."""
-    try:
-        return path.read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")
-    except OSError as error:
-        raise UserError(f"{path} can't be read ({error.strerror}); name another file") from None
-    except UnicodeDecodeError:
-        raise UserError(f"{path} is not UTF-8; save it as that") from None
-
-
-def encode(text: str, place: str) -> bytes:
-    """Return the bytes of a caption; `place` names its origin in the error for a long one."""
-    caption = text.strip().encode()
-    if len(caption) > LENGTH:
-        raise UserError(
-            f"{place}: the text has {len(caption)} bytes, more than {LENGTH}; shorten it, or raise "
-            "LENGTH in task.py"
-        )
-    return caption
 
 
 class Pairs(Dataset):
     """Images and their captions; an unreadable image file raises a UserError with its path."""
 
-    def __init__(self, pairs: list[tuple[Path, bytes]], transform: v2.Transform) -> None:
+    def __init__(self, pairs: Sequence[tuple[Path, bytes]], transform: v2.Transform) -> None:
         self.pairs, self.transform = pairs, transform
-        self.longest = max(len(caption) for _, caption in pairs)
+        if isinstance(pairs, PackedCaptions):
+            self.longest = pairs.longest
+        else:
+            self.longest = max(len(caption) for _, caption in pairs)
 
     def __len__(self) -> int:
         return len(self.pairs)

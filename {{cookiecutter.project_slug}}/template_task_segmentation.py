@@ -31,8 +31,8 @@ from torchvision.transforms import v2
 from engine import UserError, cli, distributed, summarize
 from engine.data import SizedDataset, sample_batch
 from engine.data.files import FileError
-from engine.data.folders import list_flat
-from engine.data.images import MEAN, normalize, open_image, read_image, trim
+from engine.data.images import MEAN, normalize, open_image, read_image, read_labels, trim
+from engine.data.masks import PackedMasks, list_masks, mask_folders
 from engine.monitoring import image_grid
 from engine.optim import eval_mode
 from engine.text import csv_cell
@@ -44,7 +44,6 @@ BATCH_SIZE = 16
 DUMMY_CLASSES = 150
 
 SPLITS = ("training", "validation")
-SUFFIXES = (".jpg", ".jpeg", ".png")
 IGNORED = 255  # label of pixels that count neither in the loss nor in the metric
 SIZE = 512  # pixels: side of the training crops, longer side in validation
 AUX_WEIGHT = 0.5  # of the auxiliary head's loss
@@ -156,18 +155,17 @@ def build_datasets(args: argparse.Namespace) -> tuple[SizedDataset, SizedDataset
         if ignore_index is not None:
             raise UserError("--ignore-index is for the labels of --data, the digits' all count")
         return Digits(train=True), Digits(train=False)
-    images, annotations = data / "images", data / "annotations"
     required = SPLITS[1:] if args.eval_only else SPLITS
-    splits = [parent / split for parent in (images, annotations) for split in required]
+    splits = [folder for split in required for folder in mask_folders(data, split)]
     for folder in (data, *splits):
         if not folder.is_dir():
             raise UserError(f"--data {data}: there is no folder {folder}; it takes {LAYOUT}")
     classes, labels = read_classes(data, ignore_index)
     train, val = SPLITS
-    val_set = Pairs(images / val, annotations / val, classes, labels, letterbox)
+    val_set = Pairs(list_masks(data, val), classes, labels, letterbox)
     if args.eval_only:
         return val_set, val_set
-    return Pairs(images / train, annotations / train, classes, labels, augment), val_set
+    return Pairs(list_masks(data, train), classes, labels, augment), val_set
 
 
 def prepare(batch: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -463,54 +461,36 @@ def random(low: int, high: int, generator: torch.Generator | None) -> int:
 
 
 class Pairs(Dataset):
-    """Images, and PNG files of the same names with the label of each of their pixels.
+    """Images and masks, which have the label of each of their pixels.
 
-    A defect raises a UserError with the file's path: in names and sizes at once, others when the
-    file is read.
+    A defect raises a UserError with the file's path: in sizes at once, others when the file is
+    read.
 
     Args:
+        files: the paths of each image and its mask.
         classes, numbers: as `read_classes` returns them.
         transform: applied to an Image and its Mask together.
     """
 
     def __init__(
         self,
-        images: Path,
-        annotations: Path,
+        files: Sequence[tuple[Path, Path]],
         classes: list[str],
         numbers: Tensor,
         transform: v2.Transform,
     ) -> None:
+        self.files = files
         self.classes, self.numbers, self.transform = classes, numbers, transform
-        paths = list_flat(images, SUFFIXES)
-        found = {path.stem: path for path in paths}
-        masks = {path.stem: path for path in list_flat(annotations, [".png"])}
-        if not found:
-            raise UserError(f"{images} holds no images (NAME.jpg or .png)")
-        twice = [path.name for path in paths if found[path.stem] != path]
-        if twice:
-            others = summarize([found[Path(name).stem].name for name in twice])
-            raise UserError(f"{images} has {summarize(twice)} beside {others}; keep one of a name")
-        for alone, folder in (
-            (found.keys() - masks.keys(), f"{annotations} has no NAME.png"),
-            (masks.keys() - found.keys(), f"{images} has no image"),
-        ):
-            if alone:
-                names = ", ".join(sorted(alone)[:5]) + (", …" if len(alone) > 5 else "")
-                raise UserError(f"{folder} for {len(alone)} of NAME: {names}; add or remove them")
-        self.files = [(found[name], masks[name]) for name in sorted(found)]
-        # Takes a second for thousands of files, so only one process per machine checks them.
+        # Takes a second for thousands of files, so only one process per host checks them.
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            with ThreadPoolExecutor() as pool:
-                odd = summarize(list(filter(None, pool.map(odd_sizes, self.files))))
-            if odd:
-                raise UserError(f"in {images}, {odd}; make them alike")
+            if not isinstance(files, PackedMasks):  # whose sizes were compared before
+                require_same_sizes(files)
             ignored = numbers == IGNORED
-            if all(all_ignored(mask, ignored) for _, mask in self.files):  # most end at one
+            if all(all_ignored(mask, ignored) for _, mask in files):  # most end at one
                 labels = " or ".join(map(str, ignored.nonzero().flatten().tolist()))
                 raise UserError(
-                    f"every pixel of the masks in {annotations} is ignored (label {labels}), so "
-                    "that nothing counts; look at the masks, and at --ignore-index"
+                    f"every pixel of the masks in {files[0][1].parent} is ignored (label {labels}),"
+                    " so that nothing counts; look at the masks, and at --ignore-index"
                 )
 
     def __len__(self) -> int:
@@ -542,6 +522,14 @@ class Pairs(Dataset):
         return image.as_subclass(Tensor), mask.as_subclass(Tensor)
 
 
+def require_same_sizes(files: Sequence[tuple[Path, Path]]) -> None:
+    """Raise UserError if an image and its mask differ in size."""
+    with ThreadPoolExecutor() as pool:
+        odd = summarize(list(filter(None, pool.map(odd_sizes, files))))
+    if odd:
+        raise UserError(f"in {files[0][0].parent}, {odd}; make them alike")
+
+
 def odd_sizes(pair: tuple[Path, Path]) -> str:
     """Return the error message for an image and a mask of different sizes, or an empty string."""
     sizes = []
@@ -561,17 +549,6 @@ def all_ignored(mask: Path, ignored: Tensor) -> bool:
         return bool(ignored[read_labels(mask)].all())
     except FileError:
         return False  # reading it raises the error
-
-
-def read_labels(path: Path) -> Tensor:
-    """Return the pixel values of a PNG file: int64 (H, W)."""
-    with open_image(path, "a mask") as image:
-        if image.mode not in ("L", "P"):
-            raise UserError(
-                f"{path} is no mask: it must hold one value of 8 bits for each pixel, not "
-                f"{image.mode}"
-            )
-        return torch.from_numpy(np.array(image)).long()
 
 
 FILL = {tv_tensors.Image: GREY, tv_tensors.Mask: IGNORED}

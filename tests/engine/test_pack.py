@@ -14,11 +14,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import task
+import template_task_contrastive as task_contrastive
+import template_task_segmentation as task_segmentation
 import torch
 from engine import UserError
 from engine.data import ResumableDistributedSampler, SeededDataset, pack, shards, verify
 from engine.data.files import FileError, read_file
-from engine.data.images import read_image
+from engine.data.folders import list_images
+from engine.data.images import read_image, read_labels
 from engine.data.loading import build_loader
 from fresh import TEMPLATE, UNCHANGED
 from PIL import Image
@@ -237,6 +240,121 @@ def test_unreadable_files_are_listed_and_never_dropped_silently(tmp_path, run_pa
     assert train_set.labels == expected
 
 
+# Masks and captions
+
+
+@pytest.fixture
+def masks_folder(tmp_path) -> Path:
+    """Images of 60 to 200 pixels a side, with masks of the labels 0 and 1, in blocks."""
+    numbers = np.random.default_rng(0)
+    root = tmp_path / "pairs"
+    for split in task_segmentation.SPLITS:
+        for index in range(6):
+            width, height = numbers.integers(60, 200, 2).tolist()
+            labels = Image.fromarray(numbers.integers(0, 2, (3, 3), dtype=np.uint8))
+            labels = labels.resize((width, height), Image.Resampling.NEAREST)
+            pixels = np.asarray(labels)[..., None].repeat(3, 2) * 200
+            for kind, picture, suffix in (
+                ("images", Image.fromarray(pixels), "jpg"),
+                ("annotations", labels, "png"),
+            ):
+                path = root / kind / split / f"{index}.{suffix}"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                picture.save(path)
+    (root / "classes.txt").write_text("black\nwhite\n")
+    return root
+
+
+def mask_datasets(folder: Path) -> tuple[task_segmentation.Pairs, task_segmentation.Pairs]:
+    args = Namespace(data=folder, ignore_index=None, eval_only=False)
+    return task_segmentation.build_datasets(args)
+
+
+def require_equal_samples(first, second) -> None:
+    torch.manual_seed(0)
+    samples = [first[index] for index in range(len(first))]
+    torch.manual_seed(0)
+    others = [second[index] for index in range(len(second))]
+    assert len(samples) == len(others)
+    for sample, other in zip(samples, others, strict=True):
+        assert all(map(torch.equal, sample, other))
+
+
+def test_packed_masks_are_those_of_the_folder(masks_folder, tmp_path, run_pack):
+    out = tmp_path / "out"
+    assert run_pack(masks_folder, out, LARGE, MANY) == 0
+    for original, packed in zip(mask_datasets(masks_folder), mask_datasets(out), strict=True):
+        assert packed.classes == ["black", "white"]
+        require_equal_samples(packed, original)
+    assert run_pack(out, "--verify") == 0
+    with tarfile.open(out / "training" / "shard-00000.tar") as tar:
+        assert tar.getnames()[:2] == ["000000000.jpg", "000000000.mask.png"]
+    with pytest.raises(UserError, match=r"another task: with .mask.png, not .cls"):
+        shards.Pack(out / "training", "cls")
+
+
+def test_masks_are_resized_with_their_images(masks_folder, tmp_path, run_pack):
+    assert run_pack(masks_folder, tmp_path / "out", "--short-side=40") == 0
+    for image_path, mask_path in mask_datasets(tmp_path / "out")[0].files:
+        image, labels = read_image(image_path), read_labels(mask_path)
+        assert min(labels.shape) == 40 and labels.shape == image.shape[1:]
+        assert set(labels.unique().tolist()) <= {0, 1}
+        is_same = (image[0] > 100) == (labels == 1)
+        assert is_same.float().mean() > 0.95  # all but edges of the blocks
+
+
+def test_mask_of_another_size_is_listed(masks_folder, tmp_path, run_pack, capsys):
+    Image.new("L", (9, 9)).save(masks_folder / "annotations" / "training" / "3.png")
+    with pytest.raises(UserError, match="1 files can't be read"):
+        run_pack(masks_folder, tmp_path / "out")
+    assert "training/3.png differ in size; make them alike" in capsys.readouterr().err
+
+
+@pytest.fixture
+def captions_folder(tmp_path) -> Path:
+    """Images of which each second one has two captions."""
+    root = write_images(tmp_path / "captioned", 6)
+    for split in ("train", "val"):
+        lines = []
+        for index in range(6):
+            name = f"{('cat', 'dog')[index % 2]}/{index}.jpg"
+            lines += [f"{name}\t{text} {index}" for text in ("a fish", "größer")[: 1 + index % 2]]
+        (root / split / "captions.tsv").write_text("\n".join(lines), encoding="utf-8")
+    return root
+
+
+def caption_datasets(folder: Path) -> tuple[task_contrastive.Pairs, task_contrastive.Pairs]:
+    return task_contrastive.build_datasets(Namespace(data=folder, eval_only=False))
+
+
+def test_packed_captions_are_those_of_the_folder(captions_folder, tmp_path, run_pack):
+    out = tmp_path / "out"
+    assert run_pack(captions_folder, out, LARGE, MANY) == 0
+    for original, packed, count in zip(
+        caption_datasets(captions_folder), caption_datasets(out), (9, 6), strict=True
+    ):
+        assert len(packed) == count
+        require_equal_samples(packed, original)
+    assert task_contrastive.candidates(None, str(out)) == [f"a fish {index}" for index in range(6)]
+    assert len(list_images(out)) == 12
+    assert run_pack(out, "--verify") == 0
+
+
+def test_packed_caption_that_is_too_long_is_an_error(
+    captions_folder, tmp_path, run_pack, monkeypatch
+):
+    run_pack(captions_folder, tmp_path / "out")
+    monkeypatch.setattr(task_contrastive, "LENGTH", 9)
+    with pytest.raises(UserError, match="train: the text has 10 bytes, more than 9"):
+        task_contrastive.list_captions(tmp_path / "out" / "train", task_contrastive.LENGTH)
+
+
+def test_pack_of_a_pack_is_an_error(folder, tmp_path, run_pack):
+    run_pack(folder, tmp_path / "out")
+    with pytest.raises(UserError, match="is packed already; name the folder"):
+        run_pack(tmp_path / "out", tmp_path / "again")
+
+
 # Damage
 
 
@@ -385,5 +503,5 @@ def test_flags_are_checked(run_pack, tmp_path, capsys):
     assert "name both DATA and OUT, or give --verify" in capsys.readouterr().err
     with pytest.raises(UserError, match="has neither train/ nor val/"):
         run_pack(tmp_path, tmp_path / "out")
-    with pytest.raises(UserError, match="it is no pack"):
+    with pytest.raises(UserError, match="no pack"):
         run_pack(tmp_path, "--verify")

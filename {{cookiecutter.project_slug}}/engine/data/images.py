@@ -12,12 +12,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from PIL import Image
 from PIL.JpegImagePlugin import JpegImageFile  # also of MPO, which phones write
 from torch import Tensor
 from torchvision.transforms.v2 import InterpolationMode, functional
 
+from engine import UserError
 from engine.data.files import naming_errors, open_file, read_file
 
 JPEG_DECODER = "PIL"
@@ -137,6 +139,17 @@ def open_image(path: Path, kind: str = "an image") -> Iterator[Image.Image]:
         Image.open(file, formats=FORMATS) as image,
     ):
         yield image
+
+
+def read_labels(path: Path) -> Tensor:
+    """Return the pixel values of a PNG file: int64 (H, W)."""
+    with open_image(path, "a mask") as image:
+        if image.mode not in ("L", "P"):
+            raise UserError(
+                f"{path} is no mask: it must hold one value of 8 bits for each pixel, not "
+                f"{image.mode}"
+            )
+        return torch.from_numpy(np.array(image)).long()
 
 
 def trim(image: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Packing of image folders into tar files, for data that is read faster.
 
-python -m engine.data.pack DATA OUT        packs DATA/train and DATA/val; OUT is for --data
+python -m engine.data.pack DATA OUT        packs DATA, which is as for --data; so is OUT
 python -m engine.data.pack OUT --verify    compares checksums; status 1 if a file is damaged
 
 An interrupted command continues after its last complete shard when it is run again. The module
@@ -9,6 +9,7 @@ engine.data.shards describes the files.
 
 import argparse
 import re
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
@@ -19,24 +20,68 @@ from tqdm import tqdm
 
 from engine import UserError, cli, distributed
 from engine.data import shards
+from engine.data.captions import read_captions
 from engine.data.folders import list_classes
+from engine.data.masks import list_masks
 from engine.data.packing import MAX_SHORT_SIDE, Options, Source, SplitPacker
 
-SPLITS = ("train", "val")
+SPLITS, MASK_SPLITS = ("train", "val"), ("training", "validation")
+SHORT_SIDES = {"cls": 288, "txt": 288, "mask.png": 576}  # crops of 224 and 512 pixels
+CLASS_FILES = ("classes.txt", "objectInfo150.txt")
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
+def find_layout(data: Path) -> tuple[str, list[str]]:
+    """Return the kind of the data, as in engine.data.shards, and its splits."""
+    layouts = {
+        "mask.png": [name for name in MASK_SPLITS if (data / "images" / name).is_dir()],
+        "txt": [name for name in SPLITS if (data / name / "captions.tsv").is_file()],
+        "cls": [name for name in SPLITS if (data / name).is_dir()],
+    }
+    for kind, splits in layouts.items():
+        if splits:
+            return kind, splits
+    raise UserError(f"{data} has neither train/ nor val/, nor images/training/: is it for --data?")
+
+
+def list_sources(
+    data: Path, split: str, kind: str, classes: list[str] | None
+) -> tuple[list[Source], list[str] | None]:
+    """Return what to pack of a split, and the classes if `kind` has any."""
+    if kind == "mask.png":
+        pairs = list_masks(data, split)
+        return [Source(str(image), (0,), b"", str(mask)) for image, mask in pairs], None
+    if kind == "txt":
+        captions: dict[Path, list[bytes]] = {}  # an image is stored once
+        for path, caption in read_captions(data / split, sys.maxsize):
+            captions.setdefault(path, []).append(caption)
+        return [
+            Source(str(path), range(len(texts)), b"\n".join(texts))
+            for path, texts in captions.items()
+        ], None
+    samples, classes = list_classes(data / split, classes)
+    return [Source(path, (label,), b"%d" % label) for path, label in samples], classes
+
+
 def plan(data: Path, out: Path, options: Options) -> list[SplitPacker]:
-    """Return the packing of each split of `data`. Raises UserError if it has none."""
-    splits = [split for split in SPLITS if (data / split).is_dir()]
-    if not splits:
-        raise UserError(f"{data} has neither train/ nor val/: it takes train/CLASS/IMAGE")
+    """Return the packing of each split of `data`; copy the files that name its classes.
+
+    Raises:
+        UserError: if `data` has no splits, or a different pack is in `out`.
+    """
+    if any(shards.is_packed(data / split) for split in (*SPLITS, *MASK_SPLITS)):
+        raise UserError(f"{data} is packed already; name the folder that it was made of")
+    kind, splits = find_layout(data)
+    if not options.short_side:
+        options = options._replace(short_side=SHORT_SIDES[kind])
     packers = []
     classes = None
     for split in splits:
-        samples, classes = list_classes(data / split, classes)
-        sources = [Source(path, (label,), b"%d" % label) for path, label in samples]
-        packers.append(SplitPacker(out / split, sources, classes, options, "cls"))
+        sources, classes = list_sources(data, split, kind, classes)
+        packers.append(SplitPacker(out / split, sources, classes or [], options, kind))
+    for name in CLASS_FILES:
+        if kind == "mask.png" and (data / name).is_file():
+            shutil.copyfile(data / name, out / name)
     return packers
 
 
@@ -86,9 +131,9 @@ def naming_write_errors(out: Path) -> Iterator[None]:
 
 def verify(out: Path) -> bool:
     """Report damaged files of a pack; return whether there are none."""
-    folders = [out / split for split in SPLITS if (out / split).is_dir()]
+    folders = [out / name for name in (*SPLITS, *MASK_SPLITS) if (out / name).is_dir()]
     if not folders:
-        raise UserError(f"{out} has neither train/ nor val/: it is no pack")
+        raise UserError(f"{out} has neither train/ nor training/, val/ nor validation/: no pack")
     is_intact = True
     for folder in folders:
         total = 1 + len(shards.read_manifest(folder).shards)
@@ -116,8 +161,9 @@ def parse_args() -> argparse.Namespace:
     add = parser.add_argument
     add("data", nargs="?", type=Path, metavar="DATA", help="a folder as for --data")
     add("out", type=Path, metavar="OUT", help="a new folder, or one to continue or to verify")
+    short_side_help = "of larger images (default: 288; with masks 576)"
     side = cli.number_type(int, 1, MAX_SHORT_SIDE, f"an integer from 1 to {MAX_SHORT_SIDE - 1}")
-    add("--short-side", type=side, default=288, metavar="PIXELS", help="of larger images")
+    add("--short-side", type=side, default=0, metavar="PIXELS", help=short_side_help)
     quality = cli.number_type(int, 1, 101, "an integer from 1 to 100")
     add("--quality", type=quality, default=90, help="of resized images, as JPEG (default: 90)")
     add("--shard-size", type=size_type, default="256MB", metavar="SIZE", help="of a tar file")

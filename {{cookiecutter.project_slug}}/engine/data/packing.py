@@ -16,14 +16,14 @@ from typing import IO, BinaryIO, NamedTuple, cast
 
 import numpy as np
 import torch
-from PIL import Image
+from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional
 from tqdm import tqdm
 
 from engine import SUFFIX, UserError, replacing
 from engine.data import shards
-from engine.data.files import FileError, naming_errors, read_file
-from engine.data.images import read_image, trim
+from engine.data.files import naming_errors, read_file
+from engine.data.images import read_image, read_labels, trim
 from engine.data.loading import prepare_worker
 from engine.data.shards import BLOCK, INDEX, MANIFEST, PROGRESS, Manifest, Shard
 
@@ -31,6 +31,7 @@ CHUNK = 8  # files that a worker encodes at a time
 CHUNKS_AHEAD = 4  # of each worker: bounds the memory
 MAX_SHORT_SIDE = 1024  # a JPEG file has at most 65,500 pixels a side, `trim` leaves 64 times this
 MAX_SIDE = 2**16 - 1  # of an image in the index
+NEAREST = InterpolationMode.NEAREST_EXACT
 
 
 class Options(NamedTuple):
@@ -47,6 +48,7 @@ class Source(NamedTuple):
     path: str
     labels: Sequence[int]  # of its entries in the index, one or more
     text: bytes
+    mask: str = ""  # path; replaces `text`
 
 
 class Encoded(NamedTuple):
@@ -65,26 +67,42 @@ class Encoded(NamedTuple):
 def encode(position: int, source: Source, options: Options) -> Encoded:
     """Return a sample with its shorter side resized to at most `options.short_side` pixels.
 
-    A file that is small enough is copied unchanged.
+    A file that is small enough is copied unchanged, and so is its mask.
     """
     try:
         image = read_image(source.path)  # also finds damage in a file that is copied
-        with naming_errors(source.path, "an image"):
-            data = bytes(read_file(source.path))
-    except FileError as error:
+        data, extra = _read(source.path), source.text
+        if source.mask:
+            labels = read_labels(Path(source.mask))
+            extra = _read(source.mask)
+            if labels.shape != image.shape[1:]:
+                raise UserError(f"{source.path} and {source.mask} differ in size; make them alike")
+    except UserError as error:
         return Encoded(position, error=str(error))
+    height, width = image.shape[1:]
     suffix = Path(source.path).suffix.lower()
-    if min(image.shape[1:]) > options.short_side or max(image.shape[1:]) > MAX_SIDE:
+    if min(height, width) > options.short_side or max(height, width) > MAX_SIDE:
         image = trim(image)
         ratio = min(1.0, options.short_side / min(image.shape[1:]))
-        size = [round(side * ratio) for side in image.shape[1:]]
-        image = functional.resize(image, size, antialias=True)
-        buffer = io.BytesIO()
-        picture = Image.fromarray(image.permute(1, 2, 0).numpy())
-        picture.save(buffer, "JPEG", quality=options.quality)
-        data, suffix = buffer.getvalue(), ".jpg"
-    height, width = image.shape[1:]
-    return Encoded(position, source.labels, suffix, data, source.text, height, width)
+        height, width = (round(side * ratio) for side in image.shape[1:])
+        image = functional.resize(image, [height, width], antialias=True)
+        data, suffix = _as_file(image, "JPEG", quality=options.quality), ".jpg"
+        if source.mask:
+            labels = functional.resize(trim(labels[None]), [height, width], NEAREST)
+            extra = _as_file(labels.byte(), "PNG")
+    return Encoded(position, source.labels, suffix, data, extra, height, width)
+
+
+def _read(path: str) -> bytes:
+    with naming_errors(path, "an image"):
+        return bytes(read_file(path))
+
+
+def _as_file(image: torch.Tensor, file_format: str, **options: int) -> bytes:
+    """Return the file of an image of three channels or one, uint8 (C, H, W)."""
+    buffer = io.BytesIO()
+    functional.to_pil_image(image).save(buffer, file_format, **options)
+    return buffer.getvalue()
 
 
 def encode_chunk(start: int, sources: Sequence[Source], options: Options) -> list[Encoded]:
@@ -169,6 +187,14 @@ def _member(name: str, size: int) -> tarfile.TarInfo:
     return info
 
 
+def _size(path: str) -> int:
+    """Return the size of a file; -1 for one that can't be read, which is an error later."""
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return -1
+
+
 class SplitPacker:
     """Packing of one folder, from the start or from where it was interrupted.
 
@@ -187,6 +213,9 @@ class SplitPacker:
         self.folder, self.sources, self.options, self.kind = folder, sources, options, kind
         self.root = os.path.commonpath([os.path.dirname(source.path) for source in sources])
         self.progress = Manifest("", folder.name, kind, options._asdict(), list(classes))
+        if kind == "txt":
+            lines = (line for source in sources for line in source.text.split(b"\n"))
+            self.progress.longest = max(map(len, lines))
         self.progress.id = self._digest()
         self._resume()
 
@@ -226,12 +255,9 @@ class SplitPacker:
         """Return an id that differs for other options, and for files of other names or sizes."""
         digest = sha256(json.dumps(asdict(self.progress), sort_keys=True).encode())
         for source in self.sources:
-            try:
-                size = os.stat(source.path).st_size
-            except OSError:
-                size = -1  # reading it is an error later
             name = os.path.relpath(source.path, self.root)
-            digest.update(repr((name, source.labels, source.text, size)).encode())
+            sizes = _size(source.path), _size(source.mask)
+            digest.update(repr((name, source.labels, source.text, sizes)).encode())
         return digest.hexdigest()[: shards.ID_LENGTH]
 
     def _save(self, name: str) -> None:

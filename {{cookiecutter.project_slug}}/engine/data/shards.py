@@ -59,6 +59,7 @@ class Manifest:
     kind: str  # of the second member of each sample: "cls", "txt" or "mask.png"
     options: dict[str, int]
     classes: list[str]
+    longest: int = 0  # bytes of the longest caption
     format: int = FORMAT
     samples: int = 0  # entries of the index
     next: int = 0  # position of the first source that is not in a shard
