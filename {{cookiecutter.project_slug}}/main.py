@@ -50,8 +50,8 @@ from engine.distributed.consistency import require_same_data
 from engine.distributed.watchdog import StopSignals, Watchdog, time_limit
 from engine.monitoring.image_grid import sample_evenly
 from engine.monitoring.logger import Logger
-from engine.monitoring.meter import Meter
-from engine.monitoring.metric import AVERAGE, MonitoredMetric, NanCounter
+from engine.monitoring.meter import Meter, NanCounter
+from engine.monitoring.metric import AVERAGE, MonitoredMetric
 
 DDP = "«ddp»"  # which wrapper `wrap_model` has: flags are checked for it; change both
 OUTPUT = Path("runs/«project_slug»")

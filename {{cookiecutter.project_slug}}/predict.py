@@ -22,7 +22,7 @@ from engine.checkpoint import format as checkpoint_format
 from engine.checkpoint.archive import security_warning
 from engine.data.folders import list_images
 from engine.export import export_model
-from engine.monitoring.metric import NanCounter
+from engine.monitoring.meter import NanCounter
 from engine.text import json_line, printable
 
 
@@ -39,6 +39,8 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if bool(args.images) == bool(args.export):
         parser.error("give image files, or --export FILE")
+    if args.export and args.export.resolve() == args.checkpoint.resolve():
+        parser.error(f"--export {args.export} is the checkpoint itself; name another file")
     return args
 
 

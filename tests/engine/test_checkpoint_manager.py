@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from apex_native import amp
-from engine import UserError, backend, link
+from engine import UserError, backend, distributed, link
 from engine.checkpoint import CheckpointManager, TrainingState, selection
 from engine.checkpoint import format as checkpoint
 from engine.data import mix_seeds, seed_everything
@@ -590,6 +590,24 @@ def test_a_restart_in_the_folder_of_another_run_is_an_error(
         two_processes(resumed_after_restart, str(tmp_path), None, lr=0.2)
     for path, _ in two_processes(resumed_after_restart, str(tmp_path), Path("auto"), lr=0.2):
         assert path == tmp_path / "last.pt"
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", "1", "[" * 100_000])
+def test_a_restart_with_a_damaged_config_is_an_error(
+    two_processes: Processes, tmp_path: Path, content: str
+) -> None:
+    two_processes(saved_once, str(tmp_path), 3)
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(AssertionError, match=r"config\.json can't be read .*: add --resume auto"):
+        two_processes(resumed_after_restart, str(tmp_path), None)
+
+
+@pytest.mark.parametrize(
+    ("count", "expected"), [("2", True), ("0", False), ("", False), ("x", False)]
+)
+def test_restarts_are_counted(monkeypatch: pytest.MonkeyPatch, count: str, expected: bool) -> None:
+    monkeypatch.setenv("SLURM_RESTART_COUNT", count)
+    assert distributed.is_restart() == expected
 
 
 def found_in_a_locked_folder(folder: str, is_evaluation: bool) -> int:

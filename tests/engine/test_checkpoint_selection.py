@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import zipfile
 from pathlib import Path
 from unittest import mock
 
@@ -108,3 +109,31 @@ def test_later_checkpoints_are_removed(tmp_path: Path) -> None:
     link(tmp_path / "step-10.pt", tmp_path / "last.pt")
     checkpoint.remove_later(tmp_path, 15)
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_files_that_never_end_are_skipped(tmp_path: Path) -> None:
+    saved(tmp_path, 4)
+    os.mkfifo(tmp_path / "last.pt")
+    (tmp_path / "best.pt").symlink_to(tmp_path / "best.pt")
+    assert chosen(tmp_path) == ("step-4.pt", ["last.pt"])
+
+
+def test_a_compressed_last_checkpoint_is_not_unpacked(tmp_path: Path) -> None:
+    saved(tmp_path, 4)
+    last = saved(tmp_path, 5, name="last.pt")
+    with zipfile.ZipFile(last) as archive:
+        parts = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(last, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in parts.items():
+            archive.writestr(name, data)
+    with mock.patch.object(torch, "load", wraps=torch.load) as load:
+        assert chosen(tmp_path) == ("step-4.pt", ["last.pt"])
+    assert all(Path(call.args[0].name) == tmp_path / "step-4.pt" for call in load.mock_calls)
+
+
+def test_a_folder_with_the_name_of_a_checkpoint_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "step-1.pt").mkdir()
+    for step in (2, 3):
+        saved(tmp_path, step)
+    checkpoint.prune(tmp_path, 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1.pt", "step-3.pt"]

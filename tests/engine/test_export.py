@@ -44,8 +44,24 @@ def test_file_whose_outputs_differ_is_an_error(tmp_path):
             return inputs + self.calls
 
     path = tmp_path / "model.pt2"
-    with pytest.raises(UserError, match=r"model\.pt2: its outputs differ .* do not use the file"):
+    path.write_text("the one before")
+    with pytest.raises(UserError, match=r"model\.pt2: its outputs differ .* nothing was written"):
         export.export_model(Counts().eval(), path, lambda count: torch.zeros(count, 2))
+    assert [file.read_text() for file in tmp_path.iterdir()] == ["the one before"]
+
+
+@pytest.mark.parametrize("suffix", export.FORMATS)
+def test_path_that_can_not_be_written_is_an_error(tmp_path, suffix):
+    if suffix == ".onnx":
+        pytest.importorskip("onnxruntime")
+        pytest.importorskip("onnxscript")
+    (tmp_path / f"folder{suffix}").mkdir()
+    for name, reason in (("missing/model", "No such file"), ("folder", "Is a directory")):
+        with pytest.raises(
+            UserError, match=rf"{name}{suffix} can't be written \({reason}.*\): name"
+        ):
+            export.export_model(Pair().eval(), tmp_path / f"{name}{suffix}", pair)
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_unknown_format_is_an_error(tmp_path):

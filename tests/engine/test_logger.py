@@ -390,6 +390,8 @@ def test_run_continues_if_stdout_can_not_be_written(tmp_path, monkeypatch):
         pytest.param(b"epoch;step\n1;10\n", id="semicolons"),
         pytest.param(b"epoch;lr\n1;0,1\n", id="decimal_commas"),
         pytest.param("epoch,step\n1,10\n".encode("utf-16"), id="utf_16"),
+        pytest.param(b"epoch,step\n1\n", id="short_row"),
+        pytest.param(b"epoch,step\n1,10,11\n", id="long_row"),
     ],
 )
 def test_metrics_in_another_format_are_an_error_and_kept(logger, table):
@@ -454,6 +456,35 @@ def test_folder_that_can_not_be_locked_is_an_error(tmp_path):
     (tmp_path / "run").touch()
     with pytest.raises(UserError, match=r"--output .*/run can't be written .*: choose another"):
         Logger(tmp_path / "run", 0, ACCURACY).lock()
+
+
+def test_lock_follows_no_link_and_waits_for_no_reader(tmp_path):
+    target = tmp_path / "target"
+    target.write_text("precious")
+    (tmp_path / "link").mkdir()
+    (tmp_path / "link/.lock").symlink_to(target)
+    with pytest.raises(UserError, match="--output .*/link can't be written"):
+        Logger(tmp_path / "link", 0, ACCURACY).lock()
+    assert target.read_text() == "precious"
+    (tmp_path / "fifo").mkdir()
+    os.mkfifo(tmp_path / "fifo/.lock")
+    Logger(tmp_path / "fifo", 0, ACCURACY).lock()
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "loop"])
+def test_impossible_output_is_an_error(tmp_path, name):
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(UserError, match="can't be written"):
+        open_logger(tmp_path / name)
+
+
+def test_metrics_in_a_fifo_are_an_error(logger):
+    logger._lock_file.close()
+    table = logger.output / "metrics.csv"
+    table.unlink()
+    os.mkfifo(table)
+    with pytest.raises(UserError, match="it is not a regular file"):
+        open_logger(logger.output, Progress(epoch=1, step=10), logger.output / "last.pt")
 
 
 def test_lock_creates_no_folder(tmp_path):

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 from engine import UserError
-from engine.monitoring.metric import Best, MonitoredMetric, NanCounter
+from engine.monitoring.meter import NanCounter
+from engine.monitoring.metric import Best, MonitoredMetric
 
 
 @pytest.mark.parametrize(

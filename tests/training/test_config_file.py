@@ -1,6 +1,7 @@
 """Settings from a file (--config, --print-config), and the command line of main.py."""
 
 import json
+import os
 import re
 import shlex
 import sys
@@ -93,14 +94,17 @@ def test_example_config_holds_flags_of_the_project(parse, generated):
         ({"epochs": "3"}, 'epochs is "3", but must be a number'),
         ({"epochs": True}, "epochs is true, but must be a number"),
         ({"epochs": None}, "epochs is null, but must be a number"),
-        ({"epochs": 2.5}, "argument --epochs: '2.5' is not a whole number of at least 1"),
-        ({"epochs": 0}, "argument --epochs: '0' is not a whole number of at least 1"),
+        ({"epochs": 2.5}, "argument --epochs: '2.5' is not a whole number from 1 to 2^31 - 1"),
+        ({"epochs": 0}, "argument --epochs: '0' is not a whole number from 1 to 2^31 - 1"),
         ({"opt_level": "01"}, "argument --opt-level: invalid choice: '01'"),
         ({"output": ["runs"]}, "output is ["),
         ({"deterministic": 1}, "deterministic is 1, but must be true or false"),
         ({"channels_last": "no"}, "channels_last is "),
         ({"freeze": "conv1"}, 'freeze is "conv1", but must be a list'),
         ({"freeze": [None]}, "freeze is [null], but must be a list of texts"),
+        ({"freeze": ["fc", "--help"]}, 'freeze is ["fc", "--help"], but must be a list of texts'),
+        ({"workers": 4_000_000_000}, "is not a whole number from 0 to 256"),
+        ({"accumulate": 2**63}, "is not a whole number from 1 to 2^31 - 1"),
         ([], "it must hold names and values"),
         ("{", "it is not JSON"),
         ("", "it is not JSON"),
@@ -114,6 +118,19 @@ def test_config_file_errors(parse, file, content, words):
         parse("--config", path)
     assert str(error.value).startswith(f"--config {path}: ")
     assert words in str(error.value)
+
+
+def test_config_file_that_never_ends_is_an_error(parse, tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    for path in (tmp_path / "fifo", Path("/dev/zero")):
+        with pytest.raises(UserError, match="it is not a regular file"):
+            parse("--config", path)
+
+
+def test_long_config_file_is_read_in_linear_time(parse, file):
+    path = file({f"a{index}": 1 for index in range(200_000)})  # quadratic: many minutes
+    with pytest.raises(UserError, match="there is no setting a0"):
+        parse("--config", path)
 
 
 def test_missing_config_file(parse, tmp_path):

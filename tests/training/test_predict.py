@@ -274,6 +274,11 @@ def test_images_or_export_are_needed(
         monkeypatch.setattr(sys, "argv", ["predict.py", str(checkpoint), *arguments])
         with pytest.raises(UserError, match="give image files, or --export FILE"):
             generated.predict.parse_args()
+    monkeypatch.setattr(
+        sys, "argv", ["predict.py", str(checkpoint), "--export", os.path.relpath(checkpoint)]
+    )
+    with pytest.raises(UserError, match="is the checkpoint itself"):
+        generated.predict.parse_args()
 
 
 def test_timm_model_is_predicted_with_the_images_of_its_checkpoint(

@@ -10,6 +10,7 @@ import re
 import shutil
 import sys
 from argparse import BooleanOptionalAction
+from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from difflib import get_close_matches
@@ -26,6 +27,7 @@ from engine.monitoring.trackers import TENSORBOARD
 Value = TypeVar("Value", int, float)
 # They differ at each start, or follow from other flags.
 NOT_SETTINGS = ("config", "print_config", "check", "json", "local_rank", "model_options")
+MAX_WORKERS = 256  # of a process: a mistyped number would exhaust the machine
 MAX_WIDTH = 100  # columns of the help text
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 
@@ -58,8 +60,9 @@ def interval(text: str) -> str:
     return text
 
 
-positive_int = number_type(int, 1, math.inf, "a whole number of at least 1")
+positive_int = number_type(int, 1, 2**31, "a whole number from 1 to 2^31 - 1")
 non_negative_int = number_type(int, 0, 2**32, "a whole number from 0 to 2^32 - 1")
+worker_count = number_type(int, 0, MAX_WORKERS + 1, f"a whole number from 0 to {MAX_WORKERS}")
 non_negative_float = number_type(float, 0, math.inf, "a number of at least 0")
 fraction = number_type(float, 0, 1, "a number from 0 to less than 1")
 loss_scale = number_type(
@@ -72,6 +75,7 @@ METAVARS: dict[object, str] = {
     int: "N",
     positive_int: "N",
     non_negative_int: "N",
+    worker_count: "N",
     non_negative_float: "X",
     fraction: "X",
     loss_scale: "SCALE",
@@ -184,6 +188,8 @@ class ConfigurableParser(ArgumentParser):
         """Return the values in a file, each converted as its flag converts its argument."""
         self.error_prefix = f"--config {path}: "
         try:
+            if path.exists() and not path.is_file():
+                self.error("it is not a regular file")
             text = path.read_text(encoding="utf-8-sig")
             config = json.loads(text, object_pairs_hook=self._reject_duplicates)
         except OSError as error:
@@ -205,9 +211,9 @@ class ConfigurableParser(ArgumentParser):
         return values
 
     def _reject_duplicates(self, pairs: list[tuple[str, object]]) -> dict[str, object]:
-        names = [name for name, _ in pairs]
-        for name in names:
-            if names.count(name) > 1:
+        names = Counter(name for name, _ in pairs)
+        for name, count in names.items():
+            if count > 1:
                 self.error(f"it has {name} twice")
         return dict(pairs)
 
@@ -220,7 +226,7 @@ class ConfigurableParser(ArgumentParser):
             expected, is_valid = "true or false", isinstance(value, bool)
             words = [flag if value else f"--no-{flag[2:]}"]
         elif action.nargs:
-            expected, is_valid = "a list of texts", _is_list_of_texts(value)
+            expected, is_valid = "a list of texts, none a flag", _is_list_of_texts(value)
             words = [flag, *value] if isinstance(value, list) else []
         elif METAVARS.get(action.type) in ("N", "X"):
             expected, is_valid = "a number", type(value) in (int, float)  # not a bool
@@ -238,7 +244,10 @@ class ConfigurableParser(ArgumentParser):
 
 
 def _is_list_of_texts(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(x, str) for x in value)
+    """Return whether `value` is a list of arguments, which argparse takes for no other flags."""
+    if not isinstance(value, list) or not value:
+        return False
+    return all(isinstance(x, str) and not x.startswith("-") for x in value)
 
 
 def _suggestion(name: str, names: Iterable[str]) -> str:
@@ -261,7 +270,7 @@ def add_data_arguments(parser: ArgumentParser, layout: str) -> None:
     add = parser.group("data").add_argument
     add("--data", type=Path, metavar="DIR", help=f"{layout} (default: the included digits)")
     add("--dummy", action="store_true", help="train on one synthetic batch, made on the device")
-    add("--workers", type=non_negative_int, help="data-loading processes for each process")
+    add("--workers", type=worker_count, help="data-loading processes for each process")
     help = "unreadable files to skip at most; broken_files.txt in --output lists them"
     add("--skip-broken", type=non_negative_int, default=0, help=help)
 

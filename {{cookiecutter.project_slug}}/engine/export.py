@@ -1,5 +1,6 @@
 """Export of trained models to files that run without this project."""
 
+import io
 import warnings
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine import UserError
+from engine import UserError, replacing
 from engine.diagnostics.first_step import tensors_in
 
 FORMATS = (".onnx", ".pt2")
@@ -20,7 +21,7 @@ def export_model(model: nn.Module, path: Path, sample_inputs: Callable[[int], An
     """Write `model` to `path`: as ONNX (.onnx), or as a program of torch.export (.pt2).
 
     Sizes of the inputs stay variable where the model allows it. The file is compared with the
-    model on inputs of another batch size.
+    model on inputs of another batch size; it replaces one at `path` only if its outputs are right.
 
     Args:
         model: in eval mode, on the CPU.
@@ -31,14 +32,29 @@ def export_model(model: nn.Module, path: Path, sample_inputs: Callable[[int], An
         Description of the file, with the largest difference of its outputs.
 
     Raises:
-        UserError: if the format is unknown, ONNX's packages are missing, or the outputs differ.
+        UserError: if the format is unknown, ONNX's packages are missing, the outputs differ, or
+            the file cannot be written.
     """
     if path.suffix not in FORMATS:
         raise UserError(f"--export {path}: choose a file name that ends in {' or '.join(FORMATS)}")
+    if path.suffix == ".onnx":
+        _require_onnx(path)
+    try:
+        with replacing(path) as temporary:
+            return f"{path}: {_export_and_compare(model, temporary, path, sample_inputs)}"
+    except OSError as error:
+        reason = error.strerror or error
+        raise UserError(f"--export {path} can't be written ({reason}): name another file") from None
+
+
+def _export_and_compare(
+    model: nn.Module, temporary: Path, path: Path, sample_inputs: Callable[[int], Any]
+) -> str:
+    """Write the file that will be at `path`; return how its outputs differ from the model's."""
     inputs, other_inputs = sample_inputs(2), sample_inputs(3)
     sizes = (_map(_variable_sizes, inputs),)
     export = _export_onnx if path.suffix == ".onnx" else _export_program
-    run = export(model, inputs, sizes, path)
+    run = export(model, inputs, sizes, temporary)
     expected = list(tensors_in(model(other_inputs)))
     found = run(other_inputs)
     largest = max(tensor.abs().max().item() for tensor in expected)
@@ -48,9 +64,9 @@ def export_model(model: nn.Module, path: Path, sample_inputs: Callable[[int], An
     if not difference <= TOLERANCE * largest:  # NaN too
         raise UserError(
             f"--export {path}: its outputs differ from the model's by up to {difference:.2g}, "
-            f"where the largest is {largest:.2g}; do not use the file"
+            f"where the largest is {largest:.2g}; nothing was written"
         )
-    return f"{path}: outputs as the model's, up to {difference:.1g} of {largest:.2g}"
+    return f"outputs as the model's, up to {difference:.1g} of {largest:.2g}"
 
 
 def _export_program(
@@ -58,8 +74,11 @@ def _export_program(
 ) -> Callable[[Any], list[Tensor]]:
     """Write an exported program; return a function that runs the file."""
     program = torch.export.export(model, (inputs,), dynamic_shapes=sizes)
-    torch.export.save(program, path)
-    loaded = torch.export.load(path).module()
+    content = io.BytesIO()
+    torch.export.save(program, content)
+    path.write_bytes(content.getbuffer())
+    with path.open("rb") as file:
+        loaded = torch.export.load(file).module()
     return lambda inputs: list(tensors_in(loaded(inputs)))
 
 
@@ -67,9 +86,6 @@ def _export_onnx(
     model: nn.Module, inputs: Any, sizes: tuple, path: Path
 ) -> Callable[[Any], list[Tensor]]:
     """Write an ONNX model; return a function that runs the file."""
-    missing = [name for name in ("onnxscript", "onnxruntime") if not find_spec(name)]
-    if missing:
-        raise UserError(f"--export {path} needs {' and '.join(missing)}: pip install -e .[onnx]")
     import onnxruntime
 
     with warnings.catch_warnings():
@@ -88,6 +104,12 @@ def _export_onnx(
         return [torch.from_numpy(output) for output in outputs]
 
     return run
+
+
+def _require_onnx(path: Path) -> None:
+    missing = [name for name in ("onnxscript", "onnxruntime") if not find_spec(name)]
+    if missing:
+        raise UserError(f"--export {path} needs {' and '.join(missing)}: pip install -e .[onnx]")
 
 
 def _variable_sizes(tensor: Tensor) -> dict[int, Any]:

@@ -273,7 +273,13 @@ class CheckpointManager:
         path = self.folder / CONFIG
         if dist.get_rank() != 0 or not path.exists():
             return
-        theirs = json.loads(path.read_text())
+        try:
+            theirs = dict(json.loads(path.read_text()))
+        except (OSError, ValueError, TypeError, RecursionError) as error:
+            raise UserError(
+                f"{path} can't be read ({shorten(str(error), 80)}): add --resume auto to continue "
+                "the run there, or --output with another folder"
+            ) from None
         ours = json.loads(json.dumps(self.settings, default=str))
         compared = (ours.keys() & theirs.keys()).difference(consistency.HOST_SETTINGS, {"steps"})
         for name in sorted(compared):

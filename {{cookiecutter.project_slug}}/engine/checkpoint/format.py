@@ -161,13 +161,13 @@ def load(path: Path, content: io.BytesIO | None = None) -> dict[str, Any]:
 
 
 def read_step(path: Path) -> float:
-    """Return the step of a checkpoint without reading its tensors, -1 if there is none.
+    """Return the step of a checkpoint, -1 if there is none.
 
     Returns infinity if the file cannot be read: it may be the newest, and the user should know.
     """
     try:
-        entries = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception:  # a file of any bytes raises anything
+        entries = read(path)
+    except UserError:
         return math.inf
     step = entries.get("step") if isinstance(entries, dict) else None
     return step if isinstance(step, int) else -1
@@ -203,8 +203,8 @@ def remove_later(folder: Path, step: int) -> None:
 
 def numbered(folder: Path) -> list[Path]:
     """Return the checkpoints that have a step in their name, the highest step first."""
-    paths = [path for path in folder.glob("step-*.pt") if path.stem[5:].isdecimal()]
-    return sorted(paths, key=step_of, reverse=True)
+    paths = (path for path in folder.glob("step-*.pt") if path.stem[5:].isdecimal())
+    return sorted(filter(Path.is_file, paths), key=step_of, reverse=True)
 
 
 def step_of(path: Path) -> int:

@@ -75,7 +75,7 @@ def _list_checkpoints(folder: Path) -> list[tuple[float, File, Path]]:
             steps[_identify(path)] = format.step_of(path)
     found = []
     for path in (folder / LAST, *numbered, folder / BEST):
-        with suppress(FileNotFoundError):
+        with suppress(OSError):  # there is none, or only a link to itself
             file = _identify(path)
             if file not in steps:  # last.pt and best.pt are mostly other names of numbered files
                 steps[file] = format.read_step(path)

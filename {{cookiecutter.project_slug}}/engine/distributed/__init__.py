@@ -56,7 +56,8 @@ def is_restart() -> bool:
     The same in all processes after `rendezvous`.
     """
     names = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
-    return RESTART in os.environ or any(int(os.environ.get(name, "0")) > 0 for name in names)
+    counts = (os.environ.get(name, "") for name in names)
+    return RESTART in os.environ or any(count.isdecimal() and int(count) > 0 for count in counts)
 
 
 def resolve_ranks(local_rank: int | None) -> tuple[int, int, int]:

@@ -106,7 +106,9 @@ class Run:
 
 
 def read_rows(table: Path) -> list[dict[str, str]]:
-    """Return the rows of a CSV file."""
+    """Return the rows of a CSV file. Raises OSError if it is another kind: a FIFO may never end."""
+    if table.exists() and not table.is_file():
+        raise OSError(0, "it is not a regular file", str(table))
     with table.open(newline="", encoding="utf-8-sig") as file:
         return list(csv.DictReader(file))
 

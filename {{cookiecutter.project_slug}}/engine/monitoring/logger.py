@@ -12,11 +12,12 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from io import FileIO
 from itertools import chain, islice
 from pathlib import Path
 from textwrap import wrap
 from threading import Event, Thread
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -86,7 +87,7 @@ class Logger:
         self._trackers = trackers
         self.curves = curves.BackgroundProcess(output, self.warning)
         self._meter: Meter | None = None
-        self._lock_file: TextIO | None = None
+        self._lock_file: FileIO | None = None
 
     def open(self, config: dict[str, object], resume: Path | None, progress: Progress) -> None:
         """Create the folder, and write config.json, metrics.csv and the first TensorBoard event.
@@ -108,7 +109,7 @@ class Logger:
                     metric = {METRIC: self.monitored.name, METRIC_MODE: self.monitored.mode}
                     temporary.write_text(cli.as_json(config | metric))
                 self._write_table()
-        except (KeyError, ValueError, csv.Error):
+        except (KeyError, TypeError, ValueError, csv.Error):
             problem = f"{self.output / TABLE} is not in the format of this program"
             raise UserError(f"{problem}: move it away, then resume again") from None
         if TENSORBOARD in self._trackers:
@@ -177,17 +178,19 @@ class Logger:
         end. Raises UserError if another run holds the lock.
         """
         path = self.output / ".lock"
-        while self.active and self.output.exists() and not self._holds(path):
-            with self._writing_output():
-                self._lock_file = path.open("w")
-            try:
-                fcntl.lockf(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except (BlockingIOError, PermissionError):
-                fix = "wait until it ends, or add --output with another folder"
-                raise UserError(f"another run is writing to {self.output}: {fix}") from None
-            except OSError as error:  # a file system without locks
-                problem = f"{self.output} can't be locked ({error.strerror})"
-                self.warning(f"{problem}: start no other run there")
+        # A link would lead to another file, and to open a FIFO could take for ever.
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+        with self._writing_output():
+            while self.active and self.output.exists() and not self._holds(path):
+                self._lock_file = os.fdopen(os.open(path, flags, 0o666), "wb", 0)
+                try:
+                    fcntl.lockf(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except (BlockingIOError, PermissionError):
+                    fix = "wait until it ends, or add --output with another folder"
+                    raise UserError(f"another run is writing to {self.output}: {fix}") from None
+                except OSError as error:  # a file system without locks
+                    problem = f"{self.output} can't be locked ({error.strerror})"
+                    self.warning(f"{problem}: start no other run there")
 
     @contextlib.contextmanager
     def _writing_output(self) -> Iterator[None]:

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -14,6 +14,30 @@ from torch import Tensor
 Timestamp = Any  # a torch.cuda.Event on a GPU, otherwise seconds
 Sums = dict[str, tuple[float, int]]  # sum and number of the values of a name
 LOSS = "train_loss"
+
+
+class NanCounter:
+    """Number of validation batches for which a model's outputs hold nan, of all processes.
+
+    A metric may not show it: the class of the largest of some logits is a class, also of nan.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.count = torch.zeros((), device=device, dtype=torch.long)
+
+    def update(self, outputs: Any) -> None:
+        """Look at a batch's outputs, a tensor or nested containers, without waiting for a GPU."""
+        if isinstance(outputs, Tensor):
+            self.count += outputs.isnan().any()
+        elif isinstance(outputs, Mapping | Sequence) and not isinstance(outputs, str):
+            for item in outputs.values() if isinstance(outputs, Mapping) else outputs:
+                self.update(item)
+
+    def compute(self) -> int:
+        """Return the number; all processes call it together."""
+        if dist.is_initialized():
+            dist.all_reduce(self.count)
+        return int(self.count)
 
 
 class LogRecord(NamedTuple):

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
-
-import torch
-import torch.distributed as dist
-from torch import Tensor
+from typing import NamedTuple
 
 from engine import UserError
 
@@ -21,30 +17,6 @@ class Best(NamedTuple):
 
     score: float  # higher is better; -inf if there is no finite value
     name: str  # of the metric, with the suffix of the average if that is better
-
-
-class NanCounter:
-    """Number of validation batches for which a model's outputs hold nan, of all processes.
-
-    A metric may not show it: the class of the largest of some logits is a class, also of nan.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.count = torch.zeros((), device=device, dtype=torch.long)
-
-    def update(self, outputs: Any) -> None:
-        """Look at a batch's outputs, a tensor or nested containers, without waiting for a GPU."""
-        if isinstance(outputs, Tensor):
-            self.count += outputs.isnan().any()
-        elif isinstance(outputs, Mapping | Sequence) and not isinstance(outputs, str):
-            for item in outputs.values() if isinstance(outputs, Mapping) else outputs:
-                self.update(item)
-
-    def compute(self) -> int:
-        """Return the number; all processes call it together."""
-        if dist.is_initialized():
-            dist.all_reduce(self.count)
-        return int(self.count)
 
 
 @dataclass(frozen=True)
