@@ -62,7 +62,7 @@ from fresh import copy_template  # noqa: E402
 
 PROJECT_EPOCH = 100  # DUMMY_STEPS of main.py, after which it validates and saves
 # What says how large the images of main.py's --dummy are.
-IN_TASK_PY = {"classification": "3, 224, 224, device", "segmentation": "SIZE = 512"}
+IN_TASK_PY = {"classification": "ImageSpec(size=224)", "segmentation": "SIZE = 512"}
 PATIENCE_S = 300  # for a first step with compilation; a turn takes seconds
 LAST_LINES = 15
 

@@ -46,7 +46,7 @@ LAYOUT = "train/CLASS/IMAGE and val/CLASS/IMAGE"
 BATCH_SIZE = 32
 DUMMY_CLASSES = 1000
 
-IMAGES = ImageSpec()  # 224 x 224 pixels
+IMAGES = ImageSpec(size=224)
 RANDOM_CROP = v2.RandomResizedCrop(IMAGES.size)  # used for its random parameters only
 
 
@@ -139,7 +139,7 @@ def read_datasets(args: argparse.Namespace) -> tuple[Digits, Digits] | tuple[Ima
     Raises:
         UserError: if the folder has another structure.
     """
-    spec = ImageSpec(**args.model_options.get("image", {}))
+    spec = IMAGES._replace(**args.model_options.get("image", {}))
     if args.data is None:
         size = spec.size if args.model_options else Digits.SIZE
         return Digits(train=True, size=size), Digits(train=False, size=size)
@@ -303,7 +303,7 @@ class Predictor:
         if not metadata["data"] and self.classes == [*Digits.classes]:
             self.read = partial(Digits.read, size=image.get("size", Digits.SIZE))
         else:
-            self.read = partial(read_center_crop, spec=ImageSpec(**image))
+            self.read = partial(read_center_crop, spec=IMAGES._replace(**image))
 
     def __call__(self, path: Path) -> list[tuple[str, float]]:
         """Return the classes of the image at `path`, most likely first."""
@@ -316,7 +316,7 @@ class Predictor:
 
 def dummy_batch(batch_size: int, device: torch.device, **options: Any) -> list[Tensor]:
     """Return one batch in the shape of --data's for a model with these options, on the device."""
-    size = ImageSpec(**options.get("image", {})).size
+    size = IMAGES._replace(**options.get("image", {})).size
     pixels = torch.randn(batch_size, 3, size, size, device=device)
     return [pixels, torch.randint(DUMMY_CLASSES, (batch_size,), device=device)]
 

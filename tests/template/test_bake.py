@@ -210,7 +210,7 @@ def test_code_is_formatted_for_slugs_of_any_length(bake, tmp_path, slug, backend
         pytest.param(
             {"task": "contrastive"},
             ["[model.image_encoder, model.text_encoder],", "--text-lr"],
-            ["num_classes", "model, optimizer = apex", "--ignore-index"],
+            ["model, optimizer = apex", "--ignore-index"],
             id="contrastive",
         ),
         pytest.param(

@@ -25,12 +25,14 @@ def project(request, bake):
     return request.param, project, re.search("## Your own data.*?(?=\n## )", readme, re.DOTALL)[0]
 
 
-def trains(task, project, text, folder, output, *others):
-    """That the command of the README trains on the folder, for one epoch of a small model."""
-    (command,) = re.findall(r"^    \./run\.sh (.*)$", text, re.MULTILINE)
+def trains(task, project, text, folder, output, *others, command=0):
+    """That a command of the README trains for one epoch on the folder; the first, a small model."""
+    flags = re.findall(r"^    \./run\.sh (.*)$", text, re.MULTILINE)[command]
+    flags = shlex.split(flags.replace("DIR", str(folder)), comments=True)
     metric, arch = TASKS[task]
-    flags = shlex.split(command.replace("DIR", str(folder)))
-    small = ("--arch", arch, "--epochs", 1, "--batch-size", 2, "--workers", 0)
+    small = ["--epochs", 1, "--batch-size", 2, "--workers", 0]
+    if command == 0:
+        small += ["--arch", arch]
     done = run(project, *flags, *small, *others, "--output", output, nproc=0)
     assert done.returncode == 0, done.stderr
     assert 0 <= metrics(output)[-1][metric] <= 1
@@ -57,6 +59,8 @@ def test_readme_folder_layout_trains(project, tmp_path):
         else:
             Image.effect_noise((150, 100), 50).convert("RGB").save(path)
     trains(task, project, text, folder, tmp_path / "run")
+    if task == "classification":
+        trains(task, project, text, folder, tmp_path / "timm", command=1)
 
 
 def test_readme_example_of_array_data_trains(project, tmp_path):

@@ -56,7 +56,7 @@ def test_usage_error_is_reported_by_one_process(project, flags, saying):
     ("flags", "saying"),
     [
         pytest.param(["--no-such-flag"], "--no-such-flag", id="flag"),
-        pytest.param(["--epochs", "0"], "at least 1", id="epochs"),
+        pytest.param(["--epochs", "0"], "from 1 to 2^31 - 1", id="epochs"),
         pytest.param(["--loss-scale", "big"], "above 0", id="loss_scale"),
         pytest.param(["--arch", "resnet81"], "the nearest are resnet18", id="arch"),
         pytest.param(["--backend", "apex"], "--backend native", id="apex"),
