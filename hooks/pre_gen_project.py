@@ -32,18 +32,8 @@ TAKEN = {
     *sys.stdlib_module_names,
     *("apex", "apex_native", "data", "engine", "launch", "main", "predict", "task", "tests"),
     *("torch", "torchvision", "torchcodec", "triton", "numpy", "pil", "pillow", "tqdm"),
-    "segmentation_models_pytorch",
-    *(
-        "tensorboard",
-        "mlflow",
-        "wandb",
-        "trackio",
-        "matplotlib",
-        "torchmetrics",
-        "sklearn",
-        "onnxruntime",
-        "onnxscript",
-    ),
+    *("tensorboard", "mlflow", "wandb", "trackio", "matplotlib", "torchmetrics", "sklearn"),
+    *("segmentation_models_pytorch", "timm", "onnxruntime", "onnxscript"),
     *("pytest", "ruff", "pip", "setuptools", "wheel", "cookiecutter", "jinja2"),
 }
 

@@ -179,7 +179,7 @@ def test_host_that_has_finished_waits_for_the_other(hosts, idle, tmp_path):
 
 
 def test_another_number_of_hosts_is_refused(hosts, idle, tmp_path):
-    first = hosts[0].start(idle, "--output", tmp_path / "0", 9, NODE_WAIT="5")
+    first = hosts[0].start(idle, "--output", tmp_path / "0", 9)
     with first:
         first.wait_for("waiting for")
         with hosts[1].start(idle, "--output", tmp_path / "1", 9, NNODES="3") as second:

@@ -12,7 +12,7 @@ import tempfile
 import textwrap
 import time
 from datetime import timedelta
-from multiprocessing.synchronize import Barrier
+from multiprocessing.synchronize import Semaphore
 from pathlib import Path
 
 import pytest
@@ -26,7 +26,13 @@ from processes import fork_server
 
 
 def work(
-    rank: int, world_size: int, port: int, action: str, barrier: Barrier, errors: Path
+    rank: int,
+    world_size: int,
+    port: int,
+    action: str,
+    ready: Semaphore,
+    go: Semaphore,
+    errors: Path,
 ) -> None:
     """Connect to the other processes, wait for them, and run the code `action`."""
     os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT), 2)
@@ -43,7 +49,8 @@ def work(
             os.closerange(0, 3)
             time.sleep(60)
             os._exit(0)
-        barrier.wait(30)
+        ready.release()
+        assert go.acquire(timeout=30)
         exec(action, {**globals(), "store": store})
 
     distributed.run(main)
@@ -60,14 +67,18 @@ class Job:
             port = free.getsockname()[1]
         self.folder = tempfile.TemporaryDirectory()
         context = fork_server()
-        barrier = context.Barrier(len(actions) + 1)
+        # Not a Barrier: a process that is killed while it holds its lock leaves it locked for good.
+        ready, go = context.Semaphore(0), context.Semaphore(0)
         self.processes = []
         for rank, action in enumerate(actions):
             errors = Path(self.folder.name, str(rank))
-            arguments = (rank, len(actions), port, action, barrier, errors)
+            arguments = (rank, len(actions), port, action, ready, go, errors)
             self.processes.append(context.Process(target=work, args=arguments))
             self.processes[-1].start()
-        barrier.wait(60)
+        for _ in actions:
+            assert ready.acquire(timeout=60)
+        for _ in actions:
+            go.release()
 
     def __enter__(self) -> "Job":
         return self

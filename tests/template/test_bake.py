@@ -280,6 +280,7 @@ def test_pyproject(project):
         "optional-dependencies": {
             "codec": ["torchcodec>=0.16"],
             "mlflow": ["mlflow>=2.14"],
+            "timm": ["timm>=1.0"],
             "wandb": ["wandb>=0.19"],
             "onnx": ["onnxruntime>=1.20", "onnxscript>=0.3"],
             "test": [
