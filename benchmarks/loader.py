@@ -10,16 +10,18 @@ are, and some of twice the size. They are in the page cache, and so are no test 
 
 Loading alone: the two take turns, a whole epoch each, after one that is not timed.
 
-With --train, main.py trains a ResNet-50: with --dummy, from the usual loader, and from the files
-with --decode cpu and --decode gpu. They take turns as in step.py, each with all the cores. Before
-its steps are timed, a turn uses up what was loaded while the others had theirs. First of all, it
-shows how far the crops of the two decoders differ, and how long a batch takes on the GPU alone.
+With --train, main.py trains a ResNet-50: with --dummy, from the usual loader, and with --decode cpu
+and --decode gpu from the files, and from what engine.data.pack makes of them. They take turns as in
+step.py, each with all the cores. Before its steps are timed, a turn uses up what was loaded while
+the others had theirs. First of all, it shows how far the crops of the two decoders differ, and how
+long a batch takes on the GPU alone.
 """
 
 import argparse
 import csv
 import os
 import random
+import subprocess
 import sys
 import tempfile
 import time
@@ -63,10 +65,13 @@ sys.path.append({benchmarks!r})
 import loader
 task.build_datasets = lambda args: loader.usual_datasets(args.data)
 """
+# The change to the script, its flags, and whether its data are packed.
 FROM_FILES = {
-    "usual (PIL)": (USE_THE_USUAL, []),
-    "--decode cpu": ("", ["--decode", "cpu"]),
-    "--decode gpu": ("", ["--decode", "gpu"]),
+    "usual (PIL)": (USE_THE_USUAL, [], False),
+    "--decode cpu": ("", ["--decode", "cpu"], False),
+    "--decode gpu": ("", ["--decode", "gpu"], False),
+    "packed, --decode cpu": ("", ["--decode", "cpu"], True),
+    "packed, --decode gpu": ("", ["--decode", "gpu"], True),
 }
 
 
@@ -218,16 +223,24 @@ def milliseconds(act: Callable) -> float:
     return (time.perf_counter() - started) * 1e3
 
 
+def pack(folder: Path, out: Path, workers: int) -> None:
+    """Packs the folder as its owner would."""
+    command = [sys.executable, "-m", "engine.data.pack", folder, out, "--workers", str(workers)]
+    subprocess.run(command, check=True, cwd=HERE.parent / "{{cookiecutter.project_slug}}")
+
+
 def train(folder: Path, args: Namespace) -> list[Turn]:
     """The turns of main.py with each loader, and with --dummy."""
+    packed = folder / "packed"
+    pack(folder, packed, args.workers)
     script = main_py(folder, sync_bn="no")
     common = ["--arch", args.arch, "--batch-size", str(args.batch_size), "--epochs", "1000"]
     common += ["--workers", str(args.workers), "--backend", "native"]
     common += ["--compile"] if args.compile else []
     variants = {"synthetic": ("", ["--dummy"])}
-    for name, (change, flags) in FROM_FILES.items():
+    for name, (change, flags, is_packed) in FROM_FILES.items():
         if args.device == "cuda" or "gpu" not in flags:
-            variants[name] = (change, [*flags, "--data", str(folder)])
+            variants[name] = (change, [*flags, "--data", str(packed if is_packed else folder)])
     contestants = []
     for number, (name, (change, flags)) in enumerate(variants.items()):
         flags = [*common, *flags, "--output", str(folder / f"run{number}")]

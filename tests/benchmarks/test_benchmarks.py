@@ -203,7 +203,7 @@ def test_scaling_runs_each_contestant_in_each_place(tmp_path):
     ("flags", "loaders"),
     [
         ((), ["usual (PIL)", "--decode cpu"]),
-        (("--train",), ["synthetic", "usual (PIL)", "--decode cpu"]),
+        (("--train",), ["synthetic", "usual (PIL)", "--decode cpu", "packed, --decode cpu"]),
     ],
     ids=["alone", "training"],
 )
@@ -222,6 +222,24 @@ def test_loaders_take_turns(tmp_path, flags, loaders):
     rows = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")]
     assert [name.removeprefix("| ") for name, *_ in rows[1:]] == loaders
     assert all(int(images_per_second) > 0 for _, images_per_second, *_ in rows[1:])
+
+
+@pytest.mark.slow
+def test_packing_is_timed_beside_encoding():
+    pytest.importorskip("sklearn")
+    done = subprocess.run(
+        [sys.executable, BENCHMARKS / "pack.py", "--images", "16", "--rounds", "1"],
+        env=SCREENED,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    rates = re.findall(
+        r"^\| (encode|pack) \| (\d+) \| \S+ \| \d\.\d\d \|$", done.stdout, re.MULTILINE
+    )
+    assert [name for name, _ in rates] == ["encode", "pack"]
+    assert all(int(rate) > 0 for _, rate in rates)
 
 
 @pytest.mark.slow

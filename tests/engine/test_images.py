@@ -237,11 +237,12 @@ def test_damaged_file_raises_an_error_with_its_path_wherever_it_is_decoded(folde
 def test_many_workers_decode_a_share_of_the_files(folder, monkeypatch):
     dataset = datasets_in(folder)[0]
     chosen = [index for index, (path, _) in enumerate(dataset.samples) if "baseline" in path]
-    batch = [dataset[chosen[0]] for _ in range(2 * gpu_decoding.CPU_SHARE)]
-    for workers, decoded in ((1, 0), (gpu_decoding.MANY_WORKERS, 2)):
+    image, label = dataset[chosen[0]]
+    many, large = gpu_decoding.MANY_WORKERS, gpu_decoding.SMALL_IMAGE + 1
+    for workers, pixels, decoded in ((1, 1, 0), (many, 1, 4), (many, large, 2)):
         info = SimpleNamespace(num_workers=workers)
         monkeypatch.setattr(gpu_decoding, "get_worker_info", lambda info=info: info)
-        packed, _ = gpu_decoding.pack(batch)
+        packed, _ = gpu_decoding.pack(8 * [(image._replace(pixels=pixels), label)])
         assert (packed.files[:, 2] == 0).sum() == decoded
 
 

@@ -32,8 +32,8 @@ MAX_PIXELS = 2**26  # that the GPU decodes at once: 200 MB
 # CPU cores of a process that decode as many images per second as a GPU; see docs/data.md.
 ENOUGH_CORES = 14
 PREFETCH = 2  # batches that are decoded before they are needed
-MANY_WORKERS = 6  # have cores to spare: they decode one of every CPU_SHARE files, as the GPU's
-CPU_SHARE = 4  # decoder waits for kernels that are queued behind those of the training step
+MANY_WORKERS = 6  # have cores to spare: they decode some files, see `is_for_workers`
+SMALL_IMAGE = 2**17  # pixels
 
 
 class Packed(NamedTuple):
@@ -69,7 +69,7 @@ def pack(batch: list[tuple]) -> list | None:
         piece: bytearray | memoryview = image.data
         pixels = image.pixels
         crop = image.crop
-        suits_gpu = image.suits_gpu and not (helps and place % CPU_SHARE == 0)
+        suits_gpu = image.suits_gpu and not (helps and is_for_workers(place, pixels))
         if not suits_gpu:
             piece = crop_and_resize(decode(image), crop).contiguous().flatten().numpy().data
             pixels = size**2
@@ -81,6 +81,15 @@ def pack(batch: list[tuple]) -> list | None:
     paths = [image.path for image in images]
     packed = Packed(paths, data, torch.tensor(files), torch.tensor(spans), size)
     return [packed, *(default_collate(list(values)) for values in others)]
+
+
+def is_for_workers(place: int, pixels: int) -> bool:
+    """Return whether workers decode the image at `place` in a batch, and not the GPU.
+
+    The GPU's decoder waits for kernels that are queued behind those of the training step. Each run
+    chooses alike, since the two decoders differ by rounding.
+    """
+    return place % 4 < (2 if pixels <= SMALL_IMAGE else 1)
 
 
 def unpack(packed: Packed, device: torch.device) -> Tensor:

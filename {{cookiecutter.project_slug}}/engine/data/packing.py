@@ -114,7 +114,7 @@ def encode_all(
 ) -> Iterator[Encoded]:
     """Yield the samples from position `start` on, in order, encoded by several processes."""
     pending: deque[Future[list[Encoded]]] = deque()
-    with ProcessPoolExecutor(workers, initializer=_prepare) as pool:
+    with ProcessPoolExecutor(workers, initializer=prepare_process) as pool:
         for first in range(start, len(sources), CHUNK):
             chunk = sources[first : first + CHUNK]
             pending.append(pool.submit(encode_chunk, first, chunk, options))
@@ -124,7 +124,8 @@ def encode_all(
             yield from pending.popleft().result()
 
 
-def _prepare() -> None:
+def prepare_process() -> None:
+    """Prepare a process for encoding."""
     prepare_worker(0)
     torch.set_num_threads(1)  # each file is encoded by one thread
 
