@@ -76,6 +76,13 @@ def compare(run, tmp_path, script, tolerance):
     return migrated
 
 
+def test_models_and_optimizers_can_be_keywords(run, tmp_path):
+    train = TRAIN.replace("model, optimizer, opt_", "optimizers=optimizer, models=model, opt_")
+    assert "models=model" in train
+    optimizer = f"optimizer = {OPTIMIZERS[0]}"
+    compare(run, tmp_path, START + optimizer + train.replace("LEVEL", "O0"), 0)
+
+
 @pytest.mark.parametrize("train", [TRAIN, ACCUMULATE], ids=["clipping", "accumulation"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_losses_are_equal_at_o0(run, tmp_path, optimizer, train):
@@ -155,6 +162,11 @@ LEFT = [
         "no equivalent of its argument bias_correction",
     ),
     ("from apex.optimizers import FusedAdam\no = FusedAdam(p, **options)", "unpacked"),
+    (
+        "from apex import amp\nm, o = amp.initialize(m, o, opt_level='O0')\n"
+        "amp._amp_state.loss_scalers[0]._loss_scale = 2**20",
+        "amp._amp_state has no equivalent here",
+    ),
     (
         "from apex.parallel import DistributedDataParallel as D\n"
         "m = D(m, gradient_predivide_factor=2)",

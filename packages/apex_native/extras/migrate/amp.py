@@ -21,6 +21,14 @@ def source(node: cst.CSTNode) -> str:
     return cst.Module(body=[]).code_for_node(node)
 
 
+def models_and_optimizers(call: cst.Call) -> list[cst.BaseExpression]:
+    """Return what ``amp.initialize`` is given to prepare, by position or by keyword."""
+    given = [arg.value for arg in call.args if arg.keyword is None]
+    keywords = {arg.keyword.value: arg.value for arg in call.args if arg.keyword is not None}
+    names = ("models", "optimizers")[len(given) :]
+    return given + [keywords[name] for name in names if name in keywords]
+
+
 @dataclass
 class Usage:
     """Facts about amp in a script. It stays unchanged if there is a reason in `reasons`."""
@@ -74,6 +82,12 @@ class Analysis(cst.CSTVisitor):
         elif short == "master_params":
             self.usage.master_params += 1
 
+    def visit_Attribute(self, node: cst.Attribute) -> None:
+        """Find amp's state, which scripts read and set directly."""
+        names = self.get_metadata(QualifiedNameProvider, node, set())
+        if any(each.name == "apex.amp._amp_state" for each in names):
+            self.usage.reasons.append("amp._amp_state has no equivalent here")
+
     def _initialize(self, node: cst.Call) -> None:
         usage, parts = self.usage, split(node)
         if usage.level:
@@ -81,7 +95,7 @@ class Analysis(cst.CSTVisitor):
         if isinstance(parts, str):
             usage.reasons.append(parts)
             return
-        positional, keywords = parts
+        _, keywords = parts
         stated = keywords.get("opt_level")
         level = self.level or (source(stated.value).strip("\"'") if stated else "O1")
         usage.level = level
@@ -95,10 +109,11 @@ class Analysis(cst.CSTVisitor):
         other.discard("keep_batchnorm_fp32")  # must be None where weights are not cast
         if "loss_scale" in keywords and "dynamic" not in source(keywords["loss_scale"].value):
             other.add("loss_scale")
-        if other or not 1 <= len(positional) <= 2 or {"models", "optimizers"} & set(keywords):
+        given = models_and_optimizers(node)
+        if other or not 1 <= len(given) <= 2:
             usage.reasons.append(f"amp.initialize has arguments of its own: {sorted(other)}")
-        if len(positional) == 2:
-            self._add_optimizer(positional[1].value)
+        if len(given) == 2:
+            self._add_optimizer(given[1])
         self._check_place(node)
 
     def _add_optimizer(self, node: cst.BaseExpression) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import libcst as cst
 from libcst.metadata import ParentNodeProvider, PositionProvider, QualifiedNameProvider
 
-from .amp import Usage, forward_range, source
+from .amp import Usage, forward_range, models_and_optimizers, source
 from .calls import RULES
 from .report import PREFIX, Report
 
@@ -123,7 +123,7 @@ class Rewrite(cst.CSTTransformer):
 
     def _initialize(self, small: cst.Assign | cst.Expr, updated: cst.SimpleStatementLine) -> Any:
         assert isinstance(small.value, cst.Call)
-        given = ", ".join(source(arg.value) for arg in small.value.args if arg.keyword is None)
+        given = ", ".join(source(value) for value in models_and_optimizers(small.value))
         target = (
             source(small.targets[0].target).strip("()") if isinstance(small, cst.Assign) else ""
         )
