@@ -10,7 +10,7 @@ export VENV TASK TORCH
 
 RUN = "$(PYTHON)" .ci/in_venv.py
 # The documentation needs no torch, and has a small environment of its own.
-RUN_DOCS = VENV= TORCH= REQUIREMENTS=requirements-docs.txt $(RUN)
+RUN_DOCS = NO_MKDOCS_2_WARNING=1 VENV= TORCH= REQUIREMENTS=requirements-docs.txt $(RUN)
 
 # What depends on the version of torch: the launch, checkpoints, apex_native and short runs of all tasks.
 TESTS_OF_TORCH = tests/apex_native tests/package tests/engine tests/clusters/test_run_sh.py \
