@@ -19,6 +19,7 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
     "benchmarks/RESULTS.md": "results.md",
+    "benchmarks/scaling_model.md": "scaling_model.md",
 }  # path in the repository -> path in the site
 LINK = re.compile(r"(\]\()([^)#\s]+)")
 

@@ -82,7 +82,7 @@ def animate(frames: list[Frame], title: str) -> str:
         f'font-family="ui-monospace,Menlo,Consolas,DejaVu Sans Mono,monospace" font-size="14">\n'
         f"<title>{escape(title)}</title>\n"
         f'<rect width="{width:.0f}" height="{height}" rx="8" fill="#1b2330"/>{lights}\n'
-        '<g fill="#e3e8ef" xml:space="preserve">\n' + "\n".join(texts) + "\n</g>\n</svg>\n"
+        '<g fill="#e3e8ef">\n' + "\n".join(texts) + "\n</g>\n</svg>\n"
     )
 
 
@@ -100,7 +100,8 @@ def _text(line: str, row: int, first: int, end: int, count: int) -> str:
     )
     if is_last and first == 0:
         motion = ""
-    return f'<text {position} opacity="{int(is_last)}">{escape(line)}{motion}</text>'
+    text = escape(line).replace(" ", "\N{NO-BREAK SPACE}")  # browsers join plain ones
+    return f'<text {position} opacity="{int(is_last)}">{text}{motion}</text>'
 
 
 def photograph(project: Path, path: Path) -> None:
