@@ -680,7 +680,11 @@ def parse_args() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--write", action="store_true", help="into docs/scaling.md and scaling_model.md, with pictures")
+    add(
+        "--write",
+        action="store_true",
+        help="into docs/scaling.md and scaling_model.md, with pictures",
+    )
     add("--step-ms", type=positive, help="of your job on one GPU")
     add("--loader-ms", type=positive, help="of its next batch on its share of the cores")
     add("--parameters", type=positive, default=RESNET50, help="that are trained")

@@ -6,6 +6,7 @@ python tools/flags.py --write    writes it
 It generates a project for each task and runs its `parse_args` up to the point of parsing.
 """
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -19,9 +20,10 @@ PAGE = ROOT / "docs" / "reference" / "flags.md"
 TASKS = ("classification", "segmentation", "contrastive")
 INTRODUCTION = """# Flags
 
-`./run.sh [flags]` accepts these flags; `./run.sh --help` prints those of your project, whose answers decide some defaults
-and flags. The tables are those of a default project. `--config FILE.json` sets defaults, which the command line
-overrides. A flag without a value also has a form that begins with `--no-`.
+`./run.sh [flags]` accepts these flags; `./run.sh --help` prints those of your project, whose
+answers decide some defaults and flags. The tables are those of a default project.
+`--config FILE.json` sets defaults, which the command line overrides. A flag without a value also
+has a form that begins with `--no-`.
 """
 # Runs in a project: prints the flags of its parser as JSON, {group: [[names, default, help], …]}.
 READER = """
@@ -33,8 +35,8 @@ def read(parser, *_):
     help_of = parser._get_formatter()._expand_help
     groups = {
         group.title: [
-            [action.option_strings, action.metavar or "", list(action.choices or []), help_of(action)]
-            for action in group._group_actions
+            [one.option_strings, one.metavar or "", list(one.choices or []), help_of(one)]
+            for one in group._group_actions
         ]
         for group in parser._action_groups
     }
@@ -54,13 +56,14 @@ def read_flags(task: str) -> dict[str, list]:
     with tempfile.TemporaryDirectory() as folder:
         template, output = Path(folder, "template"), Path(folder, "output")
         template.mkdir()
-        project = cookiecutter(
-            str(copy_template(template)),
-            no_input=True,
-            default_config=True,
-            output_dir=str(output),
-            extra_context={"task": task},
-        )
+        with contextlib.redirect_stdout(sys.stderr):
+            project = cookiecutter(
+                str(copy_template(template)),
+                no_input=True,
+                default_config=True,
+                output_dir=str(output),
+                extra_context={"task": task},
+            )
         command = [sys.executable, "-c", READER]
         done = subprocess.run(command, cwd=project, stdout=subprocess.PIPE, text=True, check=True)
     return {title: flags for title, flags in json.loads(done.stdout).items() if flags}

@@ -241,7 +241,9 @@ def test_it_writes_the_page_and_small_pictures(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["scaling_model.py", "--write"])
     assert model.main() == 0
     for page in PAGES:
-        assert (tmp_path / page.name).read_text(encoding="utf-8") == page.read_text(encoding="utf-8")
+        assert (tmp_path / page.name).read_text(encoding="utf-8") == page.read_text(
+            encoding="utf-8"
+        )
     assert model.resnet50_table() in PAGE.read_text(encoding="utf-8")
     shown = set(re.findall(r"\((\w+\.png)\)", PAGE.read_text(encoding="utf-8")))
     assert shown == {picture.name for picture in tmp_path.glob("*.png")}
