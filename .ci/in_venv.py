@@ -7,8 +7,9 @@
 The environment is the folder that VENV names, or else one under the user's cache folder whose name
 holds a hash of the requirements (requirements-dev.txt, or the file that REQUIREMENTS names), the
 Python version and TORCH, a version of torch such as 2.6 (default: the newest): every clone with the
-same requirements shares it, and a change makes a new one. A stamp is written into it last, so it is complete or made anew; a lock lets only one process
-make it. This needs nothing but Python's standard library.
+same requirements shares it, and a change makes a new one. A stamp is written into it last, so it is
+complete or made anew; a lock lets only one process make it. This needs nothing but Python's
+standard library.
 """
 
 import contextlib

@@ -1,11 +1,11 @@
 """How fast a training step is on more GPUs than were at hand: a model, fitted to 1, 2 and 4 H200s.
 
     python benchmarks/scaling_model.py                  # its tables
-    python benchmarks/scaling_model.py --write          # writes them into the pages, with pictures
+    python benchmarks/scaling_model.py --write          # writes them into the pages
     python benchmarks/scaling_model.py --step-ms 180 --parameters 300e6 --nics 1 --gbits 100
 
-The last form is for a job of your own: --step-ms is its step on one GPU. scaling_model.md states what
-the model is made of, where each number is from, and what it leaves out.
+The last form is for a job of your own: --step-ms is its step on one GPU. scaling_model.md states
+what the model is made of, where each number is from, and what it leaves out.
 """
 
 import argparse
