@@ -139,7 +139,7 @@ def main() -> None:
             "Step time, batch 256 (two runs)",
             "Step time, batch 32",
             "Step time with SyncBN, batch 256, two GPUs",
-            "Training from JPEG files, eight CPU cores",
+            "Training from JPEG files, 8 cores",
         ),
         strict=False,
     ):
