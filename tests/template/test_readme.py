@@ -82,7 +82,7 @@ def failures(project: Path, lines: list[str], images: Path, hub: Path) -> list[s
             command += " --epochs 3 --output runs/a"
         trains = not any(word in line for word in NO_TRAINING)
         if trains:
-            small = " --batch-size 4" if "DIR" in line or "deeplab" in line else ""
+            small = " --batch-size 4" if "--data" in line or "deeplab" in line else ""
             command += f"{small} --steps 1 --output {output}"
         done = execute(project, command, NPROC="1", TORCH_HOME=str(hub))
         if any(flag in line for flag in FOR_GPUS):
