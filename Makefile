@@ -9,12 +9,14 @@ TORCH ?=
 export VENV TASK TORCH
 
 RUN = "$(PYTHON)" .ci/in_venv.py
+# The documentation needs no torch, and has a small environment of its own.
+RUN_DOCS = NO_MKDOCS_2_WARNING=1 VENV= TORCH= REQUIREMENTS=requirements-docs.txt $(RUN)
 
 # What depends on the version of torch: the launch, checkpoints, apex_native and short runs of all tasks.
 TESTS_OF_TORCH = tests/apex_native tests/package tests/engine tests/clusters/test_run_sh.py \
 	tests/training/test_checkpoints_0_9.py tests/training/test_faults.py tests/training/test_short_run.py
 
-.PHONY: help demo test test-torch slow lint format setup clean distclean
+.PHONY: help demo test test-torch slow lint docs format setup clean distclean
 
 help: ## list the commands
 	@awk -F ' *## *' '/^[a-z-]+:.*## / { sub(/:.*/, "", $$1); printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -50,6 +52,9 @@ lint: ## check style, types and shell scripts, change nothing
 	@$(RUN) shellcheck .ci/run '{{cookiecutter.project_slug}}/run.sh' \
 		'{{cookiecutter.project_slug}}/launch'/*slurm.sbatch*
 
+docs: ## build the documentation into build/site; a warning is an error
+	@$(RUN_DOCS) mkdocs build --strict --quiet
+
 format: ## put the Python files in order
 	@$(RUN) ruff check --no-cache --fix .
 	@$(RUN) ruff format --no-cache .
@@ -62,5 +67,6 @@ clean: ## remove what the commands above leave in this folder
 	find . -name .git -prune -o -type d \( -name __pycache__ -o -name .pytest_cache \
 		-o -name .ruff_cache \) -prune -exec rm -rf {} +
 
-distclean: clean ## the same, and remove the environment
+distclean: clean ## the same, and remove the environments
 	@$(RUN) --remove
+	@$(RUN_DOCS) --remove
