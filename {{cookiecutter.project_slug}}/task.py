@@ -145,9 +145,9 @@ def read_datasets(args: argparse.Namespace) -> tuple[SizedDataset, SizedDataset]
     """Return the training and the validation set of (image, label).
 
     --data is a folder ``train/CLASS/IMAGE`` and ``val/CLASS/IMAGE``, or one of IDX files, such as
-    Fashion-MNIST's; the default is the digits that come with the project. Images are float (3, H, W), or encoded files, which the data
-    loader decodes (engine/data/images.py). --eval-only needs no training set: without ``train``,
-    the validation set takes its place.
+    Fashion-MNIST's; the default is the digits that come with the project. Images are (3, H, W),
+    float or uint8, or encoded files, which the data loader decodes (engine/data/images.py).
+    --eval-only needs no training set: without ``train``, the validation set takes its place.
 
     Raises:
         UserError: if the folder has another structure.
@@ -171,7 +171,9 @@ def read_datasets(args: argparse.Namespace) -> tuple[SizedDataset, SizedDataset]
     if not (args.data / "train").is_dir():
         val_set = Images(args.data / "val", to_center, decode=decode)
         return val_set, val_set
-    train_set = Images(args.data / "train", partial(random_crop, spec=spec, hflip=args.hflip), decode=decode)
+    train_set = Images(
+        args.data / "train", partial(random_crop, spec=spec, hflip=args.hflip), decode=decode
+    )
     val_set = Images(args.data / "val", to_center, decode=decode, classes=train_set.classes)
     return train_set, val_set
 

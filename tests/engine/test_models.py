@@ -34,7 +34,9 @@ def test_model_options_are_those_of_the_pretrained_weights(capsys: pytest.Captur
     }
     assert options["drop_path"] == 0.1 and "drop_rate" not in options
     assert "224 × 224 pixels, bicubic, crop 0.9, mean 0.5, 0.5, 0.5" in capsys.readouterr().err
-    options = models.model_options("timm:vit_tiny_patch16_224", {"size": 96, "interpolation": "bilinear"})
+    options = models.model_options(
+        "timm:vit_tiny_patch16_224", {"size": 96, "interpolation": "bilinear"}
+    )
     assert options["image"]["size"] == 96 and options["image"]["interpolation"] == "bilinear"
     assert models.model_options("resnet18") == {}
     assert models.model_options("resnet18", {"size": 96})["image"]["size"] == 96

@@ -55,7 +55,9 @@ class WideBlock(nn.Module):
         self.norm2 = nn.BatchNorm2d(channels_out)
         self.conv2 = convolution(channels_out, channels_out, 3)
         has_same_shape = channels_in == channels_out and stride == 1
-        self.shortcut = None if has_same_shape else convolution(channels_in, channels_out, 1, stride)
+        self.shortcut = (
+            None if has_same_shape else convolution(channels_in, channels_out, 1, stride)
+        )
 
     def forward(self, images: Tensor) -> Tensor:
         activated = F.relu(self.norm1(images))
