@@ -21,11 +21,12 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 from torchvision.transforms import v2
 
-from engine import UserError, cli, models
+from engine import UserError, cli, distributed, models
 from engine.data import SizedDataset, augmentation, idx, images
 from engine.data.class_weights import WeightedDataset, balanced_weights
 from engine.data.folders import list_classes, relabel
 from engine.data.gpu_decoding import choose_decoder
+from engine.data.image_size import ProgressiveDataset, SizeSchedule, parse_size
 from engine.data.images import (
     MEAN,
     STD,
@@ -38,7 +39,7 @@ from engine.data.images import (
 )
 from engine.monitoring import image_grid
 from engine.monitoring.class_report import ClassReport
-from engine.optim import eval_mode
+from engine.optim import FlipAverage, eval_mode
 from engine.small_models import EXAMPLES, build_small_model
 
 METRIC = "val_accuracy"  # best.pt has the best value
@@ -46,6 +47,7 @@ METRIC_MODE = "max"  # or "min"
 LAYOUT = "train/CLASS/IMAGE and val/CLASS/IMAGE"
 BATCH_SIZE = 32
 DUMMY_CLASSES = 1000
+FLIP_TTA_HELP = "average the predictions for an image and its mirror image"
 
 IMAGES = ImageSpec(size=224)
 RANDOM_CROP = v2.RandomResizedCrop(IMAGES.size)  # used for its random parameters only
@@ -76,6 +78,7 @@ def add_arguments(parser: cli.ArgumentParser) -> None:
     parser.group("run").add_argument(
         "--report", action="store_true", help="write figures of each class and a confusion matrix"
     )
+    parser.group("run").add_argument("--flip-tta", action="store_true", help=FLIP_TTA_HELP)
 
 
 def check_arguments(parser: cli.ArgumentParser, args: argparse.Namespace) -> None:
@@ -89,6 +92,10 @@ def check_arguments(parser: cli.ArgumentParser, args: argparse.Namespace) -> Non
         parser.error("--mixup, --cutmix and --random-erasing are for data, not for --dummy")
     if args.auto_augment and (args.data is None or args.decode == "gpu"):
         parser.error("--auto-augment is for --data, and images that are decoded on the CPU")
+    if idx.is_idx(args.data) and (args.static_shapes or args.interpolation == "bicubic"):
+        parser.error(
+            "an --image-size that grows, and --interpolation bicubic, are not for IDX files"
+        )
     if args.report and args.dummy:
         parser.error("--report is about validation data, which --dummy has none of")
 
@@ -96,7 +103,11 @@ def check_arguments(parser: cli.ArgumentParser, args: argparse.Namespace) -> Non
 def default_image(args: argparse.Namespace) -> dict[str, Any]:
     """Return the fields of the ImageSpec that the data determines."""
     if idx.is_idx(args.data):
-        return {"size": idx.image_size(args.data), "crop_fraction": 1.0}
+        return {
+            "size": idx.image_size(args.data),
+            "crop_fraction": 1.0,
+            "interpolation": "bilinear",
+        }
     if args.data is None and not args.dummy and args.arch.startswith(models.PREFIX):
         return {"size": Digits.SIZE}
     return {}
@@ -130,6 +141,11 @@ def build_datasets(args: argparse.Namespace) -> tuple[SizedDataset, SizedDataset
     """
     train_set: Any
     train_set, val_set = read_datasets(args)
+    if args.image_size:
+        schedule = SizeSchedule(*parse_size(args.image_size), args.epochs)
+        if not schedule.is_constant:
+            distributed.print_on_rank_zero(f"--image-size {args.image_size}: {schedule.describe()}")
+            train_set = ProgressiveDataset(train_set, schedule)
     if args.auto_augment:
         train_set = augmentation.AutoAugmentedDataset(train_set, args.auto_augment)
     if args.class_weights:
@@ -157,7 +173,7 @@ def read_datasets(args: argparse.Namespace) -> tuple[SizedDataset, SizedDataset]
         size = spec.size if args.model_options else Digits.SIZE
         return Digits(train=True, size=size), Digits(train=False, size=size)
     if idx.is_idx(args.data):
-        val_set = idx.IdxImages(args.data, train=False, size=spec.size)
+        val_set = idx.IdxImages(args.data, train=False, size=spec.for_eval().size)
         if args.eval_only:
             return val_set, val_set
         return idx.IdxImages(args.data, True, spec.size, args.hflip), val_set
@@ -167,7 +183,7 @@ def read_datasets(args: argparse.Namespace) -> tuple[SizedDataset, SizedDataset]
             raise UserError(f"--data {args.data}: there is no folder {folder}; it takes {LAYOUT}")
     on_cpu = args.auto_augment or spec.interpolation != "bilinear"  # the GPU's is bilinear
     decode = choose_decoder("cpu" if on_cpu else args.decode)
-    to_center = partial(center_crop, spec=spec)
+    to_center = partial(center_crop, spec=spec.for_eval())
     if not (args.data / "train").is_dir():
         val_set = Images(args.data / "val", to_center, decode=decode)
         return val_set, val_set
@@ -303,6 +319,7 @@ def add_predict_arguments(parser: cli.ArgumentParser) -> None:
     parser.add_argument(
         "--top", type=cli.positive_int, default=5, metavar="N", help="number of classes to print"
     )
+    parser.add_argument("--flip-tta", action="store_true", help=FLIP_TTA_HELP)
 
 
 class Predictor:
@@ -315,7 +332,7 @@ class Predictor:
     """
 
     def __init__(self, model: nn.Module, metadata: dict, args: argparse.Namespace) -> None:
-        self.model = model
+        self.model = FlipAverage(model) if args.flip_tta else model
         self.classes = metadata["classes"]
         self.top = args.top
         self.device = next(model.parameters()).device
@@ -323,7 +340,7 @@ class Predictor:
         if not metadata["data"] and self.classes == [*Digits.classes]:
             self.read = partial(Digits.read, size=image.get("size", Digits.SIZE))
         else:
-            self.read = partial(read_center_crop, spec=IMAGES._replace(**image))
+            self.read = partial(read_center_crop, spec=IMAGES._replace(**image).for_eval())
 
     def __call__(self, path: Path) -> list[tuple[str, float]]:
         """Return the classes of the image at `path`, most likely first."""

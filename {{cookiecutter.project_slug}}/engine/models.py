@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from engine import UserError, cli, distributed
+from engine.data.image_size import parse_size, size_range
 from engine.data.images import MEAN, STD, ImageSpec
 
 PREFIX = "timm:"  # of --arch
@@ -25,9 +26,13 @@ def add_timm_arguments(parser: cli.ArgumentParser) -> None:
     add = parser.group("data").add_argument
     add(
         "--image-size",
-        type=cli.positive_int,
-        help="height and width (default: 32 for the digits, that of a timm model, or 224)",
+        type=size_range,
+        metavar="N|N:N",
+        help="height and width, or their growth during training, such as 128:224 (default: 32 for "
+        "the digits, that of IDX files or of a timm model, or 224)",
     )
+    help = "that of validation and inference (default: --image-size)"
+    add("--eval-size", type=cli.positive_int, help=help)
     add(
         "--interpolation",
         choices=("bilinear", "bicubic"),
@@ -45,7 +50,11 @@ def set_model_options(
     """
     if args.interpolation and args.data is None:
         parser.error("--interpolation is for the files of --data")
-    given = {"size": args.image_size, "interpolation": args.interpolation}
+    first_size, size = parse_size(args.image_size) if args.image_size else (None, None)
+    if args.data is None and (args.eval_size or first_size != size):
+        parser.error("--eval-size, and an --image-size that grows, are for --data")
+    args.static_shapes = first_size != size
+    given = {"size": size, "interpolation": args.interpolation, "eval_size": args.eval_size}
     image = default_image | {name: value for name, value in given.items() if value is not None}
     args.model_options = model_options(
         args.arch, image, drop_rate=args.drop_rate, drop_path=args.drop_path
