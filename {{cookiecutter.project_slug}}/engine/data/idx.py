@@ -5,7 +5,9 @@ Fashion-MNIST as the package dataset-fashion-mnist, in /usr/share/datasets/fashi
 """
 
 import gzip
+import math
 import random
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -44,12 +46,13 @@ def read_file(folder: Path, train: bool, kind: str) -> np.ndarray:
         raise UserError(f"--data {folder}: there is no file {SPLITS[train]}-{kind}.gz")
     try:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{path} can't be read ({error}); copy or download it again") from None
     num_dims = int(kind[-7])
-    shape = np.frombuffer(data[4 : 4 + 4 * num_dims], ">u4").tolist()
-    values = data[4 + 4 * num_dims :]
-    if data[:4] != bytes([0, 0, UNSIGNED_BYTE, num_dims]) or len(values) != np.prod(shape):
+    header, values = data[: 4 + 4 * num_dims], data[4 + 4 * num_dims :]
+    is_idx_header = header[:4] == bytes([0, 0, UNSIGNED_BYTE, num_dims])
+    shape = np.frombuffer(header[4:], ">u4").tolist() if is_idx_header else [-1]
+    if len(values) != math.prod(shape):
         raise UserError(f"{path} is damaged or no IDX file of bytes; copy or download it again")
     return np.frombuffer(values, np.uint8).reshape(shape)
 
