@@ -173,10 +173,10 @@ def read_datasets(args: argparse.Namespace) -> tuple[SizedDataset, SizedDataset]
         size = spec.size if args.model_options else Digits.SIZE
         return Digits(train=True, size=size), Digits(train=False, size=size)
     if idx.is_idx(args.data):
-        val_set = idx.IdxImages(args.data, train=False, size=spec.for_eval().size)
+        test_set = idx.IdxImages(args.data, train=False, size=spec.for_eval().size)
         if args.eval_only:
-            return val_set, val_set
-        return idx.IdxImages(args.data, True, spec.size, args.hflip), val_set
+            return test_set, test_set
+        return idx.IdxImages(args.data, True, spec.size, args.hflip), test_set
     required = ("val",) if args.eval_only else ("train", "val")
     for folder in (args.data, *(args.data / split for split in required)):
         if not folder.is_dir():

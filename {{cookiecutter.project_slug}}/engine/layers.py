@@ -1,5 +1,7 @@
 """Numbers of a model's layers, from its input to its output, for --layer-decay."""
 
+from typing import Any
+
 from torch import nn
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -11,10 +13,11 @@ def layer_numbers(model: nn.Module) -> dict[str, int]:
     A layer is the stem, a block such as a residual one, or the head. timm's models define theirs
     (``group_matcher``); those of other models follow from their containers. Layer 0 is the first.
     """
-    if hasattr(model, "group_matcher"):
+    matcher: Any = getattr(model, "group_matcher", None)
+    if matcher:
         from timm.models import group_parameters  # only its models have the method
 
-        return group_parameters(model, model.group_matcher(coarse=False), reverse=True)
+        return group_parameters(model, matcher(coarse=False), reverse=True)
     numbers: dict[str, int] = {}
     number = 0
     for layer in _layers(model):

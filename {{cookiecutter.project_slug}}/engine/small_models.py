@@ -65,22 +65,24 @@ class WideBlock(nn.Module):
         return shortcut + self.conv2(F.relu(self.norm2(self.conv1(activated))))
 
 
+def wide_stage(channels_in: int, channels_out: int, depth: int, stride: int) -> nn.Sequential:
+    """Return one of the three stages of a Wide ResNet of `depth` layers."""
+    blocks = [WideBlock(channels_in, channels_out, stride)]
+    blocks += [WideBlock(channels_out, channels_out, 1) for _ in range((depth - 4) // 6 - 1)]
+    return nn.Sequential(*blocks)
+
+
 class WideResNet(nn.Module):
     """Wide ResNet of `depth` layers in three stages of 16, 32 and 64 times `width` channels."""
 
     def __init__(self, depth: int, width: int, num_classes: int) -> None:
         super().__init__()
         self.conv1 = convolution(3, 16, 3)
-        channels = 16
-        for stage in (1, 2, 3):
-            blocks = nn.Sequential()
-            for number in range((depth - 4) // 6):
-                stride = 2 if stage > 1 and not number else 1
-                blocks.append(WideBlock(channels, 8 * 2**stage * width, stride))
-                channels = 8 * 2**stage * width
-            self.add_module(f"layer{stage}", blocks)
-        self.norm = nn.BatchNorm2d(channels)
-        self.fc = nn.Linear(channels, num_classes)
+        self.layer1 = wide_stage(16, 16 * width, depth, stride=1)
+        self.layer2 = wide_stage(16 * width, 32 * width, depth, stride=2)
+        self.layer3 = wide_stage(32 * width, 64 * width, depth, stride=2)
+        self.norm = nn.BatchNorm2d(64 * width)
+        self.fc = nn.Linear(64 * width, num_classes)
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the logits: (N, 3, H, W) -> (N, num_classes)."""

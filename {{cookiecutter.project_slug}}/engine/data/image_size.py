@@ -29,7 +29,7 @@ class SizeSchedule(NamedTuple):
 
     @property
     def is_constant(self) -> bool:
-        """Whether all epochs have the same size."""
+        """Return whether all epochs have the same size."""
         return self.first == self.last
 
     def at(self, epoch: int) -> int:
