@@ -15,7 +15,7 @@ from idx_files import write_idx
 from running import SCREENED
 
 SOURCE = Path("/usr/share/datasets/fashion-mnist")  # Debian's dataset-fashion-mnist
-COUNTS = {True: 4000, False: 1000}  # by whether the images are for training
+COUNTS = {True: 1000, False: 500}  # by whether the images are for training
 
 pytestmark = [
     pytest.mark.slow,
@@ -37,7 +37,7 @@ def subset(tmp_path: Path) -> Path:
 
 def test_recipes_of_fashion_mnist_on_a_subset(subset: Path, tmp_path: Path) -> None:
     """Two seeds; a chance accuracy is 0.1."""
-    small = "--arch wrn10_1 --epochs 6 --eval-every 6 --batch-size 64 --lr 0.02 --workers 1"
+    small = "--arch wrn10_1 --epochs 4 --eval-every 4 --batch-size 32 --scale-lr 32 --lr 0.01 --workers 1"
     output = tmp_path / "results.csv"
     flags = ("--recipes", "fashion_mnist_wrn", "--opt-levels", "O0", "--seeds", "2")
     flags += ("--data", subset, "--output", output, "--flags", small)
@@ -54,7 +54,7 @@ def test_recipes_of_fashion_mnist_on_a_subset(subset: Path, tmp_path: Path) -> N
         rows = list(csv.DictReader(file))
     assert [row["seed"] for row in rows] == ["0", "1"]
     accuracies = [float(row["val_accuracy"]) for row in rows]
-    assert min(accuracies) > 0.6
+    assert min(accuracies) > 0.3
     printed = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert [row["val_accuracy"] for row in printed] == accuracies
     table = [line for line in done.stdout.splitlines() if line.startswith("| fashion_mnist_wrn")]
