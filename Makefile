@@ -16,7 +16,7 @@ RUN_DOCS = NO_MKDOCS_2_WARNING=1 VENV= TORCH= REQUIREMENTS=requirements-docs.txt
 TESTS_OF_TORCH = tests/apex_native tests/package tests/engine tests/clusters/test_run_sh.py \
 	tests/training/test_checkpoints_0_9.py tests/training/test_faults.py tests/training/test_short_run.py
 
-.PHONY: help demo test test-torch slow lint docs format setup clean distclean
+.PHONY: help demo test test-torch slow results lint docs format setup clean distclean
 
 help: ## list the commands
 	@awk -F ' *## *' '/^[a-z-]+:.*## / { sub(/:.*/, "", $$1); printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -43,6 +43,10 @@ test-torch: ## run the tests that depend on torch, with the version that TORCH n
 
 slow: ## run the slow tests, one after the other
 	@$(RUN) python -m pytest -m slow -rs $(ARGS)
+
+# Fashion-MNIST is in Debian's package dataset-fashion-mnist; ARGS="--data DIR" names another folder.
+results: ## train the recipes for Fashion-MNIST on a GPU, five seeds each, and print the table
+	@$(RUN) python benchmarks/fashion_mnist.py $(ARGS)
 
 # Without a cache, which ruff would put into the template.
 lint: ## check style, types and shell scripts, change nothing

@@ -146,6 +146,12 @@ class Run:
         self.eval_models = {"": unwrap(self.model)}
         if self.ema:
             self.eval_models[AVERAGE] = self.ema.module
+        # % if task == "classification"
+        if self.args.flip_tta:
+            self.eval_models = {
+                suffix: optim.FlipAverage(model) for suffix, model in self.eval_models.items()
+            }
+        # % endif
         build_metrics = partial(task.Metrics, len(self.data.classes), self.device, self.args)
         self.metrics = {suffix: build_metrics() for suffix in self.eval_models}
 
@@ -284,13 +290,18 @@ def build_optimizer(
     """Build the optimizer of the parameters that are not frozen."""
     # % if task == "contrastive"
     groups = [
-        *optim.param_groups(model.get_submodule("image_encoder"), args.lr, args.decay_weights_only),
         *optim.param_groups(
-            model.get_submodule("text_encoder"), args.text_lr, args.decay_weights_only
+            model.get_submodule("image_encoder"), args.lr, args.decay_weights_only, args.layer_decay
+        ),
+        *optim.param_groups(
+            model.get_submodule("text_encoder"),
+            args.text_lr,
+            args.decay_weights_only,
+            args.layer_decay,
         ),
     ]
     # % else
-    groups = optim.param_groups(model, args.lr, args.decay_weights_only)
+    groups = optim.param_groups(model, args.lr, args.decay_weights_only, args.layer_decay)
     # % endif
     # % if fused_adam
     optimizer = backend.apex.optimizers.FusedAdam(
@@ -339,7 +350,8 @@ def wrap_model(
     return nn.DataParallel(model), optimizer
     # % else
     if args.compile or args.cuda_graphs:
-        model.compile(mode="reduce-overhead" if args.cuda_graphs else None)
+        mode = "reduce-overhead" if args.cuda_graphs else None
+        model.compile(mode=mode, dynamic=False if args.static_shapes else None)
     if dist.get_world_size() > 1:
         # % if ddp == "apex"
         model = apex.parallel.DistributedDataParallel(

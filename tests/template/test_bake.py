@@ -48,6 +48,16 @@ FILES += [
 ]
 WITH_FLAGS = ("main.py", "task.py", "engine/cli.py")
 JOBS = {"slurm": {"launch/slurm.sbatch"}, "kubernetes": {"launch/trainjob.yaml"}, "none": set()}
+RECIPES = {
+    f"recipes/{name}.json"
+    for name in (
+        "fashion_mnist_resnet18",
+        "fashion_mnist_wrn",
+        "finetune",
+        "imagenet_resnet50_90",
+        "imagenet_resnet50_modern",
+    )
+}
 # "{{" is left out for Python, where f-strings hold it.
 LEFTOVER = re.compile(r"# %|[«»]|cookiecutter|\{%|(?<!\$)\{#")
 
@@ -133,6 +143,7 @@ def test_every_combination(template, bake, tmp_path, level, every):
         project = bake(into=tmp_path / str(number), **answers)
         expected = set(FILES) - ({"LICENSE"} if answers["license"] == "none" else set())
         expected |= JOBS[answers["cluster"]]
+        expected |= RECIPES if answers["task"] == "classification" else set()
         assert file_names(project) == expected, answers
         for name in expected - {"data/digits.npz", "data/example.png"}:
             text = (project / name).read_text(encoding="utf-8")
@@ -157,9 +168,7 @@ def test_every_combination(template, bake, tmp_path, level, every):
     assert len([name for name, _ in seen if name == "task.py"]) == 3
     if every > 1:
         return
-    # Classification and, with FusedAdam, segmentation have the same main.py.
-    different = 2 * scripts + scripts // 2
-    assert len([name for name, _ in seen if name == "main.py"]) == different
+    assert len([name for name, _ in seen if name == "main.py"]) == 3 * scripts
 
 
 @pytest.mark.parametrize(
@@ -238,7 +247,7 @@ def project(bake):
 
 def test_files_keep_their_modes(template, project):
     source = template / "{{cookiecutter.project_slug}}"
-    for name in file_names(project) - {"LICENSE", "data/example.png"}:
+    for name in file_names(project) - {"LICENSE", "data/example.png"} - RECIPES:
         assert (project / name).stat().st_mode == (source / name).stat().st_mode, name
     assert (project / "run.sh").stat().st_mode & 0o111
 

@@ -26,7 +26,15 @@ from engine.monitoring.trackers import TENSORBOARD
 
 Value = TypeVar("Value", int, float)
 # They differ at each start, or follow from other flags.
-NOT_SETTINGS = ("config", "print_config", "check", "json", "local_rank", "model_options")
+NOT_SETTINGS = (
+    "config",
+    "print_config",
+    "check",
+    "json",
+    "local_rank",
+    "model_options",
+    "static_shapes",
+)
 MAX_WORKERS = 256  # of a process: a mistyped number would exhaust the machine
 MAX_WIDTH = 100  # columns of the help text
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
@@ -299,6 +307,8 @@ def add_optimization_arguments(parser: ArgumentParser, warmup_epochs: float = 1.
     add("--steps", type=positive_int, help="stop after this many steps in total")
     add("--decay-weights-only", action="store_true", help="no weight decay for norms and biases")
     add("--scale-lr", type=positive_int, metavar="IMAGES", help="global batch that --lr is for")
+    help = "factor of the learning rate from each layer to the one before it, such as 0.75"
+    add("--layer-decay", type=fraction, metavar="FACTOR", help=help)
     schedules = ("cosine", "step", "none")
     add("--schedule", choices=schedules, default="cosine", help="step: ÷ 10 at 1/3 and 2/3")
     add("--warmup-epochs", type=non_negative_float, default=warmup_epochs, help="linear warm-up")
@@ -362,6 +372,7 @@ def complete_arguments(
         output: default of --output; --eval-only writes to the folder of its checkpoint instead.
     """
     args.model_options = {}  # which the task may set
+    args.static_shapes = False  # likewise: compile for each input shape on its own
     if args.keep_batchnorm_fp32 is not None and args.opt_level in ("O1", "O4"):
         parser.error(f"--keep-batchnorm-fp32 is for cast weights; {args.opt_level} casts none")
     if ddp == "dataparallel" and args.opt_level == "O4":
