@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader
 import task
 from engine import cli, distributed, optim
 from engine.backend import Backend, load_backend, unwrap
+from engine.blocks import checkpoint_activations
 from engine.checkpoint import CheckpointManager, Progress, TrainingState
 from engine.checkpoint.pretrained import load_pretrained
 from engine.data import (
@@ -65,6 +66,9 @@ def parse_args() -> argparse.Namespace:
     cli.add_model_arguments(parser)
     # % if ddp != "dataparallel"
     cli.add_compile_arguments(parser)
+    # % endif
+    # % if ddp == "fsdp"
+    cli.add_sharding_arguments(parser)
     # % endif
     # % if sync_bn
     parser.group("model").add_argument(
@@ -178,7 +182,11 @@ def init_distributed(args: argparse.Namespace) -> tuple[torch.device, Backend]:
     # Also compares versions and flags of all processes, which env:// would not.
     store = distributed.rendezvous(device, cli.settings(args), backend.name, timeout)
     dist.init_process_group(
+        # % if ddp == "fsdp"
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",  # gloo for --cpu-offload
+        # % else
         "nccl" if device.type == "cuda" else "gloo",
+        # % endif
         store=store,
         rank=rank,
         world_size=world_size,
@@ -252,9 +260,18 @@ def build_model(
     logger: Logger,
 ) -> tuple[nn.Module, optim.Ema | None]:
     """Build the model and its moving average, with initial weights and SyncBN, on the device."""
+    # % if ddp == "fsdp"
+    from engine.distributed.sharding import Sharding, deferred_weights
+
+    # % endif
 
     def build(num_classes: int) -> nn.Module:
+        # % if ddp == "fsdp"
+        with deferred_weights():  # on rank 0 only, in the CPU's memory
+            return task.build_model(args.arch, num_classes, **args.model_options)
+        # % else
         return task.build_model(args.arch, num_classes, **args.model_options)
+        # % endif
 
     model = build(len(data.classes))
     if not args.eval_only:  # an error message now, instead of an exception at the first step
@@ -270,11 +287,28 @@ def build_model(
     if dist.get_world_size() > 1:
         model = backend.convert_syncbn_model(model, group)
     # % endif
+    # % if ddp != "fsdp"
     model = model.to(device).to(memory_format=memory_format)
     if ema:
         ema.module.to(device).to(memory_format=memory_format)
+    # % endif
     if args.freeze:
         logger.info(optim.freeze(model, args.freeze))
+    if args.checkpoint_activations:
+        logger.info(checkpoint_activations(model, task.BLOCKS))
+    # % if ddp == "fsdp"
+    # Before the optimizer, which takes the sharded parameters; it also moves them to the device.
+    sharding = Sharding(
+        device,
+        args.opt_level,
+        reshard_after_forward=args.reshard_after_forward,
+        cpu_offload=args.cpu_offload,
+        compress_gradients=args.compress_gradients,
+    )
+    logger.info(sharding.apply(model, task.BLOCKS))
+    if ema:
+        sharding.apply(ema.module, task.BLOCKS)
+    # % endif
     return model, ema
 
 
@@ -321,22 +355,34 @@ def wrap_model(
         [model.image_encoder, model.text_encoder],  # cast in place
         optimizer,
         opt_level=args.opt_level,
+        # % if ddp == "fsdp"
+        cast_model_type=False,  # FSDP casts the weights that it gathers
+        # % else
         keep_batchnorm_fp32=args.keep_batchnorm_fp32,
         loss_scale=args.loss_scale,
+        # % endif
     )
     # % else
     model, optimizer = apex.amp.initialize(
         model,
         optimizer,
         opt_level=args.opt_level,
+        # % if ddp == "fsdp"
+        cast_model_type=False,  # FSDP casts the weights that it gathers
+        # % else
         keep_batchnorm_fp32=args.keep_batchnorm_fp32,
         loss_scale=args.loss_scale,
+        # % endif
     )
     # % endif
     # % if ddp == "dataparallel"
     # For comparison only: every step copies the model to all GPUs, gathers the outputs on the
     # first, and runs one Python thread at a time.
     return nn.DataParallel(model), optimizer
+    # % elif ddp == "fsdp"
+    if args.compile:
+        model.compile()
+    return model, optimizer  # whose gradients FSDP averages
     # % else
     if args.compile or args.cuda_graphs:
         model.compile(mode="reduce-overhead" if args.cuda_graphs else None)
@@ -370,6 +416,8 @@ def build(args: argparse.Namespace) -> Run:
     logger.info(f"{processes}, {args.opt_level}, {backend.reason}")
     # % if ddp == "apex"
     memory_format = backend.memory_format(args.channels_last, logger.info)
+    # % elif ddp == "fsdp"
+    memory_format = torch.contiguous_format  # of all that FSDP shards
     # % else
     is_nchw = args.channels_last is False
     memory_format = torch.contiguous_format if is_nchw else torch.channels_last
@@ -498,6 +546,15 @@ def train_one_epoch(run: Run) -> dict[str, Any]:
     return row
 
 
+# % if ddp == "fsdp"
+def join_forward(run: Run) -> None:
+    """Run the models on a sample: ranks with more validation batches need this rank's weights."""
+    inputs, _ = task.prepare(to_device(run.data.val_sample, run.device, run.memory_format))
+    for model in run.eval_models.values():
+        model(inputs)
+
+
+# % endif
 @torch.no_grad()
 def evaluate(run: Run, batches: Sequence | DataLoader) -> dict[str, float]:
     """Return the task's metrics, each sample counted once, with --ema of the average too.
@@ -510,10 +567,15 @@ def evaluate(run: Run, batches: Sequence | DataLoader) -> dict[str, float]:
         run.metrics[suffix].reset()
     nans = {suffix: NanCounter(run.device) for suffix in run.eval_models}
     loaded = run.watchdog.watch(batches, "validating")
-    bar = run.logger.progress_bar(loaded, "validating", len(batches))
+    loaded = run.logger.progress_bar(loaded, "validating", len(batches))
+    # % if ddp == "fsdp"
+    loaded = run.checkpoints.until_stopped(loaded, partial(join_forward, run))
+    # % else
+    loaded = run.checkpoints.until_stopped(loaded)
+    # % endif
     results: dict[str, float] = {}
     with optim.eval_mode(nn.ModuleList(run.eval_models.values())):
-        for batch in run.checkpoints.until_stopped(bar):
+        for batch in loaded:
             inputs, targets = task.prepare(to_device(batch, run.device, run.memory_format))
             for suffix, model in run.eval_models.items():
                 outputs = model(inputs)
@@ -542,8 +604,16 @@ def show_samples(run: Run, results: dict[str, float], epoch: int | None = None) 
     suffix = run.logger.monitored.best(results).name.removeprefix(task.METRIC)
     model, metrics = run.eval_models[suffix], run.metrics[suffix]
     val_set = run.data.data_sets["val"]
+    # % if ddp == "fsdp"
+    with distributed.folder_of_rank(run.args.output) as output:  # all ranks run the model
+        show = partial(task.show, model, val_set, metrics, output, epoch)
+        if dist.get_rank() != 0:
+            show()
+        run.logger.log_image(run.progress.step, show)
+    # % else
     show = partial(task.show, model, val_set, metrics, run.args.output, epoch)
     run.logger.log_image(run.progress.step, show)
+    # % endif
 
 
 def is_finished(run: Run) -> bool:

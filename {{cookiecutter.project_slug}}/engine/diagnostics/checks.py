@@ -134,7 +134,7 @@ def check_output(settings: Settings) -> Results:
     text = f"{output} can be written, {free / GIB:.1f} GiB free"
     if free < GIB:
         yield ERROR, f"{text}, too little for checkpoints: free space, or choose another --output"
-    elif settings.resume is None and any(output.glob("*.pt")):
+    elif settings.resume is None and any(output.glob("step-*")):
         yield WARNING, f"{text}, but holds a run: add --resume auto, or choose another --output"
     elif free < 10 * GIB:
         yield WARNING, f"{text}, little for checkpoints of a large model"
