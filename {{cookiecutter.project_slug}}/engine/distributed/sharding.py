@@ -17,6 +17,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from apex_native.amp.casting import half_type
 from engine import UserError
 from engine.blocks import batch_norms, find_blocks
 
@@ -43,8 +44,9 @@ class Sharding:
 
     Args:
         device: that computes.
-        opt_level: O0 computes in fp32; O4 and O5 gather and compute in bfloat16. The sharded
-            parameters and their gradients are fp32 at each level.
+        opt_level: O0 computes in fp32; O4 and O5 gather weights and compute in bfloat16, or in
+            fp32 on a CPU without instructions for it, as amp does. The sharded parameters and
+            their gradients are fp32 at each level.
         reshard_after_forward: free the gathered weights of a block after its forward pass, and
             gather them again for its backward pass.
         cpu_offload: keep the shards of weights, gradients and optimizer in the CPU's memory.
@@ -102,10 +104,10 @@ class Sharding:
             keep = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
             for norm in batch_norms(model):  # torch's take no bfloat16 weights on all devices
                 fully_shard(norm, mp_policy=keep, **options)
-            policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype)
-            outermost = MixedPrecisionPolicy(
-                torch.bfloat16, reduce_dtype, torch.float32 if self.opt_level == "O5" else None
-            )
+            half = half_type(torch.bfloat16, self.device)
+            output_dtype = torch.float32 if self.opt_level == "O5" else None
+            policy = MixedPrecisionPolicy(half, reduce_dtype)
+            outermost = MixedPrecisionPolicy(half, reduce_dtype, output_dtype)
         options["reshard_after_forward"] = self.reshard_after_forward
         for block in blocks:
             fully_shard(block, mp_policy=policy, **options)
