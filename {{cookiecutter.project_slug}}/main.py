@@ -47,6 +47,7 @@ from engine.data.loading import TrainLoader, build_loader
 from engine.data.skipping import only_readable, skip_broken
 from engine.diagnostics.checks import Settings, check_settings
 from engine.diagnostics.first_step import FirstStepAudit, check_finite, check_trainable
+from engine.diagnostics.memory import MemoryPlan, check_memory
 from engine.distributed.consistency import require_same_data
 from engine.distributed.watchdog import StopSignals, Watchdog, time_limit
 from engine.monitoring.image_grid import sample_evenly
@@ -66,9 +67,7 @@ def parse_args() -> argparse.Namespace:
     cli.add_model_arguments(parser)
     # % if ddp != "dataparallel"
     cli.add_compile_arguments(parser)
-    # % endif
-    # % if ddp == "fsdp"
-    cli.add_sharding_arguments(parser)
+    cli.add_sharding_arguments(parser, DDP)
     # % endif
     # % if sync_bn
     parser.group("model").add_argument(
@@ -182,11 +181,7 @@ def init_distributed(args: argparse.Namespace) -> tuple[torch.device, Backend]:
     # Also compares versions and flags of all processes, which env:// would not.
     store = distributed.rendezvous(device, cli.settings(args), backend.name, timeout)
     dist.init_process_group(
-        # % if ddp == "fsdp"
-        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",  # gloo for --cpu-offload
-        # % else
-        "nccl" if device.type == "cuda" else "gloo",
-        # % endif
+        distributed.collectives(device, on_cpu_too=DDP == "fsdp"),
         store=store,
         rank=rank,
         world_size=world_size,
@@ -260,18 +255,11 @@ def build_model(
     logger: Logger,
 ) -> tuple[nn.Module, optim.Ema | None]:
     """Build the model and its moving average, with initial weights and SyncBN, on the device."""
-    # % if ddp == "fsdp"
-    from engine.distributed.sharding import Sharding, deferred_weights
-
-    # % endif
 
     def build(num_classes: int) -> nn.Module:
-        # % if ddp == "fsdp"
-        with deferred_weights():  # on rank 0 only, in the CPU's memory
+        # FSDP sends the weights of rank 0 to the others.
+        with torch.device("meta" if DDP == "fsdp" and dist.get_rank() else "cpu"):
             return task.build_model(args.arch, num_classes, **args.model_options)
-        # % else
-        return task.build_model(args.arch, num_classes, **args.model_options)
-        # % endif
 
     model = build(len(data.classes))
     if not args.eval_only:  # an error message now, instead of an exception at the first step
@@ -287,16 +275,13 @@ def build_model(
     if dist.get_world_size() > 1:
         model = backend.convert_syncbn_model(model, group)
     # % endif
-    # % if ddp != "fsdp"
-    model = model.to(device).to(memory_format=memory_format)
-    if ema:
-        ema.module.to(device).to(memory_format=memory_format)
-    # % endif
     if args.freeze:
         logger.info(optim.freeze(model, args.freeze))
     if args.checkpoint_activations:
         logger.info(checkpoint_activations(model, task.BLOCKS))
     # % if ddp == "fsdp"
+    from engine.distributed.sharding import Sharding
+
     # Before the optimizer, which takes the sharded parameters; it also moves them to the device.
     sharding = Sharding(
         device,
@@ -308,6 +293,10 @@ def build_model(
     logger.info(sharding.apply(model, task.BLOCKS))
     if ema:
         sharding.apply(ema.module, task.BLOCKS)
+    # % else
+    model = model.to(device).to(memory_format=memory_format)
+    if ema:
+        ema.module.to(device).to(memory_format=memory_format)
     # % endif
     return model, ema
 
@@ -355,24 +344,18 @@ def wrap_model(
         [model.image_encoder, model.text_encoder],  # cast in place
         optimizer,
         opt_level=args.opt_level,
-        # % if ddp == "fsdp"
-        cast_model_type=False,  # FSDP casts the weights that it gathers
-        # % else
+        cast_model_type=False if DDP == "fsdp" else None,  # FSDP casts the weights that it gathers
         keep_batchnorm_fp32=args.keep_batchnorm_fp32,
         loss_scale=args.loss_scale,
-        # % endif
     )
     # % else
     model, optimizer = apex.amp.initialize(
         model,
         optimizer,
         opt_level=args.opt_level,
-        # % if ddp == "fsdp"
-        cast_model_type=False,  # FSDP casts the weights that it gathers
-        # % else
+        cast_model_type=False if DDP == "fsdp" else None,  # FSDP casts the weights that it gathers
         keep_batchnorm_fp32=args.keep_batchnorm_fp32,
         loss_scale=args.loss_scale,
-        # % endif
     )
     # % endif
     # % if ddp == "dataparallel"
@@ -667,10 +650,25 @@ def train(run: Run, resumed: Path | None) -> None:
     logger.close(progress.best)
 
 
+def memory_plan(args: argparse.Namespace) -> MemoryPlan:
+    """Return what the estimate of the memory depends on."""
+    return MemoryPlan(
+        DDP,
+        args.opt_level,
+        moments=1 if hasattr(args, "momentum") else 2,  # of SGD, of Adam
+        has_ema=bool(args.ema),
+        cpu_offload=getattr(args, "cpu_offload", False),
+        blocks=task.BLOCKS,
+    )
+
+
 def main() -> None:
     """Train, or only validate or check, as the flags say."""
     args = parse_args()
     if args.check:
+        build_untrained = partial(
+            task.build_model, args.arch, task.DUMMY_CLASSES, **args.model_options
+        )
         check_settings(
             Settings(
                 batch_size=args.batch_size,
@@ -685,6 +683,7 @@ def main() -> None:
                 needs=cli.backend_needs(args, DDP),
             ),
             partial(task.build_datasets, args),
+            partial(check_memory, memory_plan(args), build_untrained),
         )
         return
     run = build(args)

@@ -40,7 +40,7 @@ def build(level: str = "O0", sharded: bool = True, **options: object):
     from apex_native import amp
     from apex_native.optimizers import FusedAdam
     from engine.blocks import checkpoint_activations
-    from engine.distributed.sharding import Sharding, deferred_weights
+    from engine.distributed.sharding import Sharding
 
     torch.manual_seed(0)
     recompute = options.pop("recompute", False)
@@ -52,7 +52,7 @@ def build(level: str = "O0", sharded: bool = True, **options: object):
         if dist.get_world_size() > 1:
             model = nn.parallel.DistributedDataParallel(model)
         return model, optimizer
-    with deferred_weights():
+    with torch.device("meta" if dist.get_rank() else "cpu"):
         model = Classifier(norm)
     if recompute:
         checkpoint_activations(model)

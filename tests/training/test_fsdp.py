@@ -59,7 +59,8 @@ def plain(bake, tmp_path_factory):
 
 
 def train(project, output, *flags, nproc=2, **variables):
-    done = run(project, *SHORT, "--output", output, *flags, nproc=nproc, **{"CUDA_VISIBLE_DEVICES": ""} | variables)
+    variables = {"CUDA_VISIBLE_DEVICES": ""} | variables
+    done = run(project, *SHORT, "--output", output, *flags, nproc=nproc, **variables)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 
@@ -223,9 +224,7 @@ def test_damaged_checkpoint_is_an_error_and_auto_falls_back(sharded, trained, tm
     output = copy_run(trained, tmp_path)
     harm(output / "step-6")
     flags = ("--output", output, "--batch-size", 16, "--steps", 6, "--ema", 0.9)
-    done = run_script(
-        sharded, "main.py", *flags, "--resume", output / "step-6", variables=SCREENED
-    )
+    done = run_script(sharded, "main.py", *flags, "--resume", output / "step-6", variables=SCREENED)
     assert done.returncode == 2
     assert re.search(message, done.stderr) and "Traceback" not in done.stderr
     done = run_script(

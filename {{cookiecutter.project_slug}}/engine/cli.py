@@ -295,8 +295,10 @@ def add_compile_arguments(parser: ArgumentParser) -> None:
     add("--compress-gradients", action="store_true", help="average gradients in bfloat16")
 
 
-def add_sharding_arguments(parser: ArgumentParser) -> None:
-    """Add --reshard-after-forward and --cpu-offload, of FSDP."""
+def add_sharding_arguments(parser: ArgumentParser, ddp: str) -> None:
+    """Add --reshard-after-forward and --cpu-offload, if `ddp` is "fsdp"."""
+    if ddp != "fsdp":
+        return
     add = parser.group("distributed").add_argument
     add(
         "--reshard-after-forward",

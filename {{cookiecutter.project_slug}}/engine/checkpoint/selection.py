@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from engine import UserError
 from engine.checkpoint import format
-from engine.checkpoint.format import BEST, LAST
+from engine.checkpoint.format import BEST, LAST, validate
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ def newest(
         problem = ""
         if rank == source.rank:
             try:
-                format.validate(source.path)
+                validate(source.path)
             except UserError as error:
                 problem = str(error)
         problem = all_gather(problem, group)[source.rank]

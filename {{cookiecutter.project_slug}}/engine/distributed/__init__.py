@@ -182,6 +182,17 @@ def _connect_store(timeout: timedelta) -> dist.Store:
     return dist.PrefixStore(f"job {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
 
 
+def collectives(device: torch.device, on_cpu_too: bool) -> str:
+    """Return the backends for `init_process_group`.
+
+    Args:
+        on_cpu_too: whether tensors in the CPU's memory are communicated as well.
+    """
+    if device.type != "cuda":
+        return "gloo"
+    return "cpu:gloo,cuda:nccl" if on_cpu_too else "nccl"
+
+
 def describe(world_size: int, device: torch.device) -> str:
     """Return a summary for the log: number of processes, device, communication backend."""
     processes = f"{world_size} process{'es' * (world_size != 1)}"

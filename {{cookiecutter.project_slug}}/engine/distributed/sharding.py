@@ -1,7 +1,6 @@
 """Fully sharded data parallelism (torch's FSDP2): a model of which each process holds a shard."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,20 +21,6 @@ from engine import UserError
 from engine.blocks import batch_norms, find_blocks
 
 HALF_LEVELS = ("O4", "O5")  # which compute in bfloat16
-
-
-@contextmanager
-def deferred_weights() -> Iterator[None]:
-    """Build modules on the meta device, without memory, except on rank 0.
-
-    Rank 0 builds them in the CPU's memory, so that their initial weights are those of a model that
-    is not sharded, and `Sharding.apply` sends each process its shards.
-    """
-    if dist.get_rank() == 0:
-        yield
-        return
-    with torch.device("meta"):
-        yield
 
 
 @dataclass(frozen=True)
@@ -67,7 +52,7 @@ class Sharding:
         model is never on a device: one parameter at a time is.
 
         Args:
-            model: built under `deferred_weights`.
+            model: on the CPU of rank 0; on the meta device, without memory, of the others.
             class_names: of its blocks; see `find_blocks`.
 
         Raises UserError if modules share a parameter, which the meta device would separate.
