@@ -262,7 +262,8 @@ def build_model(
             return task.build_model(args.arch, num_classes, **args.model_options)
 
     model = build(len(data.classes))
-    if not args.eval_only:  # an error message now, instead of an exception at the first step
+    # An error message now, instead of an exception at the first step. FSDP's ranks have no weights.
+    if not args.eval_only and DDP != "fsdp":
         check_trainable(model, task.criterion, task.prepare, data.sample)
     if args.weights:
         logger.info(load_pretrained(model, args.weights, args.arch, data.classes, build))

@@ -46,11 +46,7 @@ def check_trainable(
     Args:
         prepare: returns the inputs and the targets of `batch`.
         batch: tensors on the model's device.
-
-    A model on the meta device is not checked: rank 0 has the same with weights.
     """
-    if next(model.parameters()).is_meta:
-        return
     inputs, targets = prepare(batch)
     try:
         loss = criterion(copy.deepcopy(model).train()(inputs), targets)
