@@ -80,6 +80,8 @@ def combinations(template, **fixed):
             answers["sync_bn"] or backend == "apex" or level == "O4"
         ):
             continue
+        if answers["ddp"] == "fsdp" and (level in ("O1", "O2", "O3") or backend == "apex"):
+            continue
         alone = answers["ddp"] == "dataparallel"
         cluster = "none" if alone else next(clusters)
         yield answers | {"license": next(licenses), "cluster": cluster}
@@ -162,8 +164,9 @@ def test_every_combination(template, bake, tmp_path, level, every):
         assert settings["project"].get("license", "none") == answers["license"]
     lint(*code)
     check_complexity(*code)
-    # fused_adam, sync_bn, ddp and backend, and DataParallel with auto or native.
+    # fused_adam, sync_bn, ddp and backend; FSDP and DataParallel with auto or native.
     scripts = 2 * 2 * 2 * (2 if level in ("O4", "O5") else 3) + 2 * 2 * (level != "O4")
+    scripts += 2 * 2 * 2 * (level in ("O0", "O4", "O5"))
     assert number + 1 == 3 * scripts
     assert len([name for name, _ in seen if name == "task.py"]) == 3
     if every > 1:
@@ -209,6 +212,12 @@ def test_code_is_formatted_for_slugs_of_any_length(bake, tmp_path, slug, backend
             ["nn.DataParallel("],
             ["DistributedDataParallel", "delay_allreduce", "compile"],
             id="dataparallel",
+        ),
+        pytest.param(
+            {"ddp": "fsdp", "opt_level": "O4"},
+            ["sharding.apply(model, task.BLOCKS)", "join_forward"],
+            ["DistributedDataParallel", "delay_allreduce"],
+            id="fsdp",
         ),
         pytest.param(
             {"task": "segmentation"},

@@ -176,10 +176,15 @@ class Ema:
         # Tied weights have several names, and are averaged once.
         pairs = list({id(mean): (mean, state_dict[name]) for name, mean in own.items()}.values())
         averaged = [pair for pair in pairs if pair[0].is_floating_point()]
-        means = [mean for mean, _ in averaged]
-        values = [value for _, value in averaged]
+        means = [_local(mean) for mean, _ in averaged]
+        values = [_local(value) for _, value in averaged]
         decay = min(self.decay, (1 + step) / (10 + step))
         get_ema_multi_avg_fn(decay)(means, values, None)
         for count, value in pairs:
             if not count.is_floating_point():
                 count.copy_(value)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return this process's shard of a tensor that FSDP shards, or else `tensor` itself."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
