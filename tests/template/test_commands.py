@@ -34,7 +34,15 @@ def commands(page):
 
 
 ALL = {command: page for page in PAGES for command in commands(page)}
-ELSEWHERE = ("NNODES=", "--tracker tensorboard mlflow")  # listed, with their tests
+ELSEWHERE = (  # listed, with their tests
+    "NNODES=",
+    "--tracker tensorboard mlflow",
+    "--config recipes/",
+    "--layer-decay",
+    "--image-size",
+    "--flip-tta",
+    "engine.checkpoint.consolidate",
+)
 TRAINED = [
     line for line in ALL if IN_PROJECT.match(line) and not any(part in line for part in ELSEWHERE)
 ]
