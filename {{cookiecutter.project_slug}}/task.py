@@ -46,6 +46,7 @@ METRIC = "val_accuracy"  # best.pt has the best value
 METRIC_MODE = "max"  # or "min"
 LAYOUT = "train/CLASS/IMAGE and val/CLASS/IMAGE"
 BATCH_SIZE = 32
+WARMUP_EPOCHS = 1.0
 BLOCKS: tuple[str, ...] = ()  # classes that FSDP shards one by one; (): repeated blocks
 DUMMY_CLASSES = 1000
 FLIP_TTA_HELP = "average the predictions for an image and its mirror image"

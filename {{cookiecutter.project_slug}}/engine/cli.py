@@ -295,10 +295,8 @@ def add_model_arguments(parser: ArgumentParser) -> None:
     add("--checkpoint-activations", action="store_true", help=help)
 
 
-def add_compile_arguments(parser: ArgumentParser, ddp: str) -> None:
-    """Add --compile, --cuda-graphs and --compress-gradients, unless `ddp` is "dataparallel"."""
-    if ddp == "dataparallel":
-        return
+def add_compile_arguments(parser: ArgumentParser) -> None:
+    """Add --compile, --cuda-graphs and --compress-gradients."""
     add = parser.group("model").add_argument
     add("--compile", action="store_true", help="torch.compile: slower start, faster steps")
     add("--cuda-graphs", action="store_true", help="compile into CUDA graphs, for small batches")
@@ -306,10 +304,9 @@ def add_compile_arguments(parser: ArgumentParser, ddp: str) -> None:
     add("--compress-gradients", action="store_true", help="average gradients in bfloat16")
 
 
-def add_sharding_arguments(parser: ArgumentParser, ddp: str) -> None:
-    """Add --reshard-after-forward and --cpu-offload, if `ddp` is "fsdp"."""
-    if ddp != "fsdp":
-        return
+def add_sharding_arguments(parser: ArgumentParser) -> None:
+    """Add the flags of `add_compile_arguments`, --reshard-after-forward and --cpu-offload."""
+    add_compile_arguments(parser)
     add = parser.group("distributed").add_argument
     add(
         "--reshard-after-forward",
@@ -320,8 +317,12 @@ def add_sharding_arguments(parser: ArgumentParser, ddp: str) -> None:
     add("--cpu-offload", action="store_true", help="keep weights and optimizer in the CPU's memory")
 
 
-def add_optimization_arguments(parser: ArgumentParser, warmup_epochs: float = 1.0) -> None:
-    """Add the flags of the schedule, the loss and the gradients."""
+def add_optimization_arguments(parser: ArgumentParser, warmup_epochs: float) -> None:
+    """Add the flags of the schedule, the loss and the gradients.
+
+    Args:
+        warmup_epochs: default of --warmup-epochs.
+    """
     add = parser.group("optimization").add_argument
     add("--steps", type=positive_int, help="stop after this many steps in total")
     add("--decay-weights-only", action="store_true", help="no weight decay for norms and biases")
