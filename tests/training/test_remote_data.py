@@ -23,7 +23,7 @@ def packed(image_folder, tmp_path):
     out = tmp_path / "served" / "packed"
     out.parent.mkdir()
     command = [sys.executable, "-m", "engine.data.pack", image_folder, out]
-    command += ["--shard-size=10KB", "--shuffle", "--workers=1"]
+    command += ["--shard-size=40KB", "--shuffle", "--workers=1"]
     subprocess.run(command, check=True, cwd=TEMPLATE, capture_output=True)
     return out
 
@@ -71,7 +71,8 @@ def test_predict_takes_no_url(bake):
 def test_two_processes_share_a_cache_and_the_check_counts_samples(bake, server, tmp_path):
     project = bake()
     data = ("--data", f"{server.url}/packed", "--cache-dir", tmp_path / "cache")
-    done = run_two(project, *SMALL, *data, "--steps", 2, "--output", tmp_path / "run")
+    flags = ("--epochs", 2, "--workers", 1)
+    done = run_two(project, *SMALL, *data, *flags, "--output", tmp_path / "run")
     assert done.returncode == 0, done.stderr
     assert list((tmp_path / "cache").glob("*/train/shard-*.tar"))
     done = run(project, *SMALL, *data, "--check", nproc=1)
