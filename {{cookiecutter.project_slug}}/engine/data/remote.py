@@ -246,7 +246,10 @@ def _locked(cache_dir: Path) -> Iterator[None]:
     cache_dir.mkdir(parents=True, exist_ok=True)
     with (cache_dir / "lock").open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        try:
+            yield
+        finally:  # a process that was forked meanwhile would keep it
+            fcntl.flock(file, fcntl.LOCK_UN)
 
 
 @contextmanager
