@@ -4,6 +4,7 @@ import errno
 import fcntl
 import json
 import os
+import threading
 import time
 from argparse import Namespace
 from pathlib import Path
@@ -66,12 +67,6 @@ def cached(cache: Path) -> list[Path]:
 def mirror_of(dataset: task.Images) -> Mirror:
     """Return what reads its shards in this process."""
     return remote.open_mirror(str(dataset.samples.pack.folder), os.getpid())
-
-
-def wait_for_downloads(mirror: Mirror) -> None:
-    assert mirror.thread is not None
-    mirror.thread.join(60)
-    assert not mirror.thread.is_alive()
 
 
 @needs_nginx
@@ -169,12 +164,9 @@ def test_cache_is_bounded_and_the_oldest_shards_make_room(server, packed, tmp_pa
     train_set, val_set = datasets(RemoteFolder(f"{server.url}/packed", cache, limit))
     for _ in range(2):
         for dataset in (train_set, val_set):
-            mirror = mirror_of(dataset)
             for index in range(len(dataset)):
                 for _ in range(remote.MISSES):
                     dataset[index]
-                if mirror.thread:
-                    wait_for_downloads(mirror)
                 files = cache.glob("*/*/shard-*")
                 assert sum(path.stat().st_size for path in files) <= limit
     assert sum(sizes) * 2 > limit
@@ -201,12 +193,17 @@ def test_failing_requests_are_repeated(server, packed, tmp_path, monkeypatch):
 
 
 @needs_nginx
-def test_server_that_stays_away_is_an_error_after_a_limited_number_of_attempts(server, tmp_path):
+def test_server_that_stays_away_is_an_error_after_a_limited_number_of_attempts(
+    server, tmp_path, capsys
+):
     proxy = FaultyProxy(server.port, ["error"] * 100)
     data = RemoteFolder(f"{proxy.url}/packed", tmp_path / "cache", MANY)
     with pytest.raises(UserError, match=r"pack.json can't be read \(503 Busy; 7 attempts\)"):
         datasets(data)
     assert len(proxy.faults) == 100 - store.ATTEMPTS
+    log = capsys.readouterr().err
+    assert log.count("pack.json: attempt ") == store.ATTEMPTS - 1
+    assert "pack.json: attempt 1 of 7 failed (503 Busy)" in log
     proxy.close()
     with pytest.raises(UserError, match=r"127.0.0.1.* 7 attempts\)"):
         datasets(RemoteFolder(f"{proxy.url}/packed", tmp_path / "cache", MANY))
@@ -254,8 +251,6 @@ def test_damaged_shard_is_an_error(server, packed, tmp_path, damage):
     with pytest.raises(UserError, match=rf"shard-00000.tar.*({expected})"):
         for _ in range(20):
             train_set[last]
-            if mirror_of(train_set).thread:
-                wait_for_downloads(mirror_of(train_set))
     assert not cached(tmp_path / "cache")
 
 
@@ -270,8 +265,6 @@ def test_full_disk_is_an_error(server, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="--cache-dir .*No space left on device.*--cache-size"):
         for _ in range(20):
             train_set[0]
-            if mirror_of(train_set).thread:
-                wait_for_downloads(mirror_of(train_set))
     assert not list(cache.glob("*/*/shard-*"))
 
 
@@ -284,7 +277,6 @@ def test_interrupted_download_starts_again_and_a_running_one_is_kept(server, pac
     mirror = Mirror(folder)
     for _ in range(remote.MISSES):
         mirror.read("shard-00000.tar", 0, 512)
-    wait_for_downloads(mirror)
     expected = (packed / "train" / "shard-00000.tar").read_bytes()
     assert (folder / "shard-00000.tar").read_bytes() == expected and not part.exists()
 
@@ -293,8 +285,27 @@ def test_interrupted_download_starts_again_and_a_running_one_is_kept(server, pac
         fcntl.flock(file, fcntl.LOCK_EX)
         for _ in range(remote.MISSES):
             mirror.read("shard-00001.tar", 0, 512)
-        wait_for_downloads(mirror)
         assert other.exists() and not (folder / "shard-00001.tar").exists()
+
+
+@needs_nginx
+def test_training_process_starts_no_thread_before_it_forks_workers(server, tmp_path):
+    before = set(threading.enumerate())
+    train_set, _ = datasets(RemoteFolder(f"{server.url}/packed", tmp_path / "cache", MANY))
+    for _ in range(remote.MISSES):
+        train_set[0]
+    assert cached(tmp_path / "cache")
+    assert set(threading.enumerate()) == before
+
+
+@needs_nginx
+def test_answer_that_takes_too_long_is_an_error(server, tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "ATTEMPT_S", 0.2)
+    monkeypatch.setattr(store, "ATTEMPTS", 2)
+    proxy = FaultyProxy(server.port, ["stall"] * 4)
+    with pytest.raises(UserError, match=r"pack.json can't be read \(TimeoutError; 2 attempts\)"):
+        datasets(RemoteFolder(f"{proxy.url}/packed", tmp_path / "cache", MANY))
+    proxy.close()
 
 
 @needs_nginx
@@ -379,7 +390,7 @@ def test_s3_goes_through_fsspec(packed, tmp_path, monkeypatch):
     import fsspec
 
     class Files:
-        def cat_file(self, path: str, start: int | None, end: int | None) -> bytes:
+        async def _cat_file(self, path: str, start: int | None, end: int | None) -> bytes:
             name = packed.parent / path.removeprefix("s3://bucket/")
             return fsspec.filesystem("file").cat_file(str(name), start=start, end=end)
 

@@ -3,7 +3,8 @@
 A mirror is a local folder with all files of a pack but its shards, so that the rest of engine.data
 reads it as it reads a local pack. A sample whose shard is not in the mirror is read by a range
 request. A shard that is used repeatedly is downloaded in the background, and used after its
-checksum is compared; the oldest shards of all mirrors make room for it.
+checksum is compared; the oldest shards of all mirrors make room for it. Only workers of loaders
+have a thread for it: the training process, which forks them, waits for its own downloads.
 """
 
 import fcntl
@@ -16,6 +17,8 @@ from contextlib import contextmanager, suppress
 from functools import cached_property, lru_cache
 from hashlib import sha256
 from pathlib import Path
+
+from torch.utils.data import get_worker_info
 
 from engine import SUFFIX, UserError, distributed, replacing
 from engine.data import shards
@@ -163,6 +166,9 @@ class Mirror:
         if self.misses[name] % MISSES or self.thread and self.thread.is_alive():
             return
         shard = self.shards[name]
+        if get_worker_info() is None:  # a thread's locks would be held for ever in a forked worker
+            self._download(shard)
+            return
         self.thread = threading.Thread(target=self._download, args=(shard,), daemon=True)
         self.thread.start()
 
@@ -175,7 +181,9 @@ class Mirror:
                 open(os.open(part, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0) as file,
             ):
                 if self._reserve(file.fileno(), shard, path, part):
-                    self.store.download(shard.name, file.fileno(), shard.bytes, shard.sha256)
+                    # A store is read by one thread.
+                    store = Store(self.store.url)
+                    store.download(shard.name, file.fileno(), shard.bytes, shard.sha256)
                     os.fsync(file.fileno())
                     part.replace(path)
         except UserError as error:

@@ -1,9 +1,14 @@
 """Files at a URL, read in parts through fsspec, with repeated attempts."""
 
+import asyncio
 import errno
 import os
 import random
+import sys
 import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from hashlib import sha256
 from http import HTTPStatus
@@ -15,13 +20,32 @@ from engine.text import printable
 PIECE = 8 * 2**20  # bytes of a range request for a part of a shard
 ATTEMPTS = 7  # of a request, in 12 seconds if each fails at once
 FIRST_DELAY_S = 0.2  # before the second attempt; doubled before each further one
-CONNECT_S, READ_S = 10, 30  # limits of the time in which a server sends nothing
+CONNECT_S, READ_S = 10, 10  # limits of the time in which a server sends nothing
+ATTEMPT_S = 60  # limit of an attempt, of at most PIECE bytes or a manifest
 TEMPORARY = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS)  # others below 500 are not
 UPLOAD = "upload the pack again"
 
 
+class CallingThread(ThreadPoolExecutor):
+    """Executor without threads, for the calls that aiohttp would leave to one, as of names."""
+
+    def submit(self, fn: Callable, /, *args: Any, **kwargs: Any) -> Future:
+        """Return the finished call of `fn`."""
+        future: Future = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:  # raised where the result is awaited
+            future.set_exception(error)
+        return future
+
+
 class Store:
-    """Files below a URL, read through fsspec."""
+    """Files below a URL, read through fsspec by one thread of one process.
+
+    Its event loop runs in the calling thread, and only while it reads. fsspec's own loop has a
+    thread for the whole process: a loader's worker that is forked meanwhile may wait for ever for
+    a lock that the thread held.
+    """
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
@@ -31,6 +55,9 @@ class Store:
         except ImportError:
             package = "s3fs" if protocol == "s3" else "aiohttp"
             raise UserError(f"--data {url}: pip install fsspec {package}") from None
+        self.loop = asyncio.new_event_loop()
+        self.loop.set_default_executor(CallingThread())
+        weakref.finalize(self, _close, self.loop, self.files, os.getpid())
 
     def read(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
         """Return the bytes of a file from `start` to before `end`, or to its end if it is shorter.
@@ -44,7 +71,7 @@ class Store:
         delay = FIRST_DELAY_S
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                data = self.files.cat_file(path, start=start, end=end)
+                data = self._request(path, start, end)
                 break
             except FileNotFoundError:
                 raise
@@ -56,11 +83,21 @@ class Store:
                         f"{path} can't be read ({_reason(error)}; {attempt} attempts); check the "
                         "server and the credentials, and continue with --resume auto"
                     ) from None
+                print(
+                    f"warning: {path}: attempt {attempt} of {ATTEMPTS} failed ({_reason(error)})",
+                    file=sys.stderr,
+                    flush=True,
+                )
             time.sleep(delay * random.Random().uniform(0.5, 1.0))  # not all processes at once
             delay *= 2
         if start is not None and end is not None and len(data) > end - start:
             raise UserError(f"{self.url}: the server ignores range requests; use another one")
         return data
+
+    def _request(self, path: str, start: int | None, end: int | None) -> bytes:
+        # fsspec documents the underscore as the prefix of its coroutines, not of private methods.
+        request = self.files._cat_file(path, start=start, end=end)
+        return self.loop.run_until_complete(asyncio.wait_for(request, ATTEMPT_S))
 
     def read_part(self, name: str, start: int, length: int) -> bytes:
         """Return a part of a file that must be there. Raises UserError if it is not."""
@@ -102,16 +139,36 @@ class Store:
 
 
 def _open_files(protocol: str) -> Any:
-    """Return fsspec's file system. Raises ImportError if a package is missing."""
+    """Return a file system of fsspec, with coroutines. Raises ImportError if a package is missing.
+
+    It is not shared: its connections belong to one event loop.
+    """
     import fsspec
 
+    options = {"asynchronous": True, "skip_instance_cache": True}
     if protocol == "s3":
-        return fsspec.filesystem("s3")  # its own limits of time are 60 seconds
+        return fsspec.filesystem("s3", **options)
     import aiohttp
 
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=READ_S)
     client = {"timeout": timeout, "trust_env": True}  # proxies and ~/.netrc
-    return fsspec.filesystem(protocol, client_kwargs=client)
+    return fsspec.filesystem(protocol, client_kwargs=client, **options)
+
+
+def _close(loop: asyncio.AbstractEventLoop, files: Any, process: int) -> None:
+    """Close the connections of a Store, in the process that opened them."""
+
+    async def close() -> None:
+        session = await files.set_session()
+        await session.close()
+
+    if os.getpid() == process and not loop.is_running():  # a daemon thread's may run at exit
+        request = close()
+        try:
+            loop.run_until_complete(request)
+        except Exception:  # collected as garbage while another store reads; nothing depends on it
+            request.close()
+        loop.close()
 
 
 def _is_behind_end(error: Exception) -> bool:
@@ -128,4 +185,5 @@ def _is_refusal(error: Exception) -> bool:
 
 def _reason(error: Exception) -> str:
     status = getattr(error, "status", "")
-    return printable(f"{status} {getattr(error, 'message', error) or type(error).__name__}".strip())
+    message = getattr(error, "message", "") or str(error) or type(error).__name__
+    return printable(f"{status} {message}".strip())
