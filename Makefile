@@ -9,12 +9,14 @@ TORCH ?=
 export VENV TASK TORCH
 
 RUN = "$(PYTHON)" .ci/in_venv.py
+# The documentation needs no torch, and has a small environment of its own.
+RUN_DOCS = NO_MKDOCS_2_WARNING=1 VENV= TORCH= REQUIREMENTS=requirements-docs.txt $(RUN)
 
 # What depends on the version of torch: the launch, checkpoints, apex_native and short runs of all tasks.
 TESTS_OF_TORCH = tests/apex_native tests/package tests/engine tests/clusters/test_run_sh.py \
 	tests/training/test_checkpoints_0_9.py tests/training/test_faults.py tests/training/test_short_run.py
 
-.PHONY: help demo test test-torch slow lint format setup clean distclean
+.PHONY: help demo test test-torch slow results lint docs format setup clean distclean
 
 help: ## list the commands
 	@awk -F ' *## *' '/^[a-z-]+:.*## / { sub(/:.*/, "", $$1); printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -42,6 +44,10 @@ test-torch: ## run the tests that depend on torch, with the version that TORCH n
 slow: ## run the slow tests, one after the other
 	@$(RUN) python -m pytest -m slow -rs $(ARGS)
 
+# Fashion-MNIST is in Debian's package dataset-fashion-mnist; ARGS="--data DIR" names another folder.
+results: ## train the recipes for Fashion-MNIST on a GPU, five seeds each, and print the table
+	@$(RUN) python benchmarks/fashion_mnist.py $(ARGS)
+
 # Without a cache, which ruff would put into the template.
 lint: ## check style, types and shell scripts, change nothing
 	@$(RUN) ruff check --no-cache .
@@ -49,6 +55,9 @@ lint: ## check style, types and shell scripts, change nothing
 	@$(RUN) python .ci/check_types.py
 	@$(RUN) shellcheck .ci/run '{{cookiecutter.project_slug}}/run.sh' \
 		'{{cookiecutter.project_slug}}/launch'/*slurm.sbatch*
+
+docs: ## build the documentation into build/site; a warning is an error
+	@$(RUN_DOCS) mkdocs build --strict --quiet
 
 format: ## put the Python files in order
 	@$(RUN) ruff check --no-cache --fix .
@@ -62,5 +71,6 @@ clean: ## remove what the commands above leave in this folder
 	find . -name .git -prune -o -type d \( -name __pycache__ -o -name .pytest_cache \
 		-o -name .ruff_cache \) -prune -exec rm -rf {} +
 
-distclean: clean ## the same, and remove the environment
+distclean: clean ## the same, and remove the environments
 	@$(RUN) --remove
+	@$(RUN_DOCS) --remove

@@ -5,10 +5,11 @@
     python3 .ci/in_venv.py --remove         removes it
 
 The environment is the folder that VENV names, or else one under the user's cache folder whose name
-holds a hash of requirements-dev.txt, the Python version and TORCH, a version of torch such as 2.6
-(default: the newest): every clone with the same requirements shares it, and a change makes a new
-one. A stamp is written into it last, so it is complete or made anew; a lock lets only one process
-make it. This needs nothing but Python's standard library.
+holds a hash of the requirements (requirements-dev.txt, or the file that REQUIREMENTS names), the
+Python version and TORCH, a version of torch such as 2.6 (default: the newest): every clone with the
+same requirements shares it, and a change makes a new one. A stamp is written into it last, so it is
+complete or made anew; a lock lets only one process make it. This needs nothing but Python's
+standard library.
 """
 
 import contextlib
@@ -22,7 +23,8 @@ import sysconfig
 from pathlib import Path
 
 NAME = "ddp-apex-template"
-REQUIREMENTS = Path(__file__).resolve().parent.parent / "requirements-dev.txt"
+ROOT = Path(__file__).resolve().parent.parent
+REQUIREMENTS = ROOT / (os.environ.get("REQUIREMENTS") or "requirements-dev.txt")
 VERSION = "{}.{}".format(*sys.version_info)
 TORCH = os.environ.get("TORCH", "")
 STAMP = f".{NAME}"  # empty while the environment is being made, then its key
@@ -77,7 +79,7 @@ def make(folder, lock):
         package = f"python{VERSION}-venv"
         sys.exit(f"This Python can't make environments: on Debian and Ubuntu, install {package}.")
     remove(folder)
-    print(f"Installing what the tests need into {folder} (once, some minutes)", file=sys.stderr)
+    print(f"Installing {REQUIREMENTS.name} into {folder} (once)", file=sys.stderr)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / STAMP).touch()
     venv.create(folder, symlinks=True, with_pip=True)

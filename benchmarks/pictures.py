@@ -21,38 +21,38 @@ HERE = Path(__file__).resolve().parent
 BATCH = 256  # of loader.csv
 
 STEP = (
-    ("step.csv", "apex_snippet", "Apex, the snippet"),
-    ("step.csv", "apex_channels_last-O1", "Apex by hand"),
+    ("step.csv", "apex_snippet", "usual Apex script"),
+    ("step.csv", "apex_channels_last-O1", "Apex without its DDP"),
     ("step_compiled.csv", "accelerate", "Accelerate"),
     ("step_compiled.csv", "fabric", "Fabric"),
-    ("step_compiled.csv", "torch-fp16", "torch by hand"),
+    ("step_compiled.csv", "torch-fp16", "PyTorch"),
     ("step_compiled.csv", "project-O1", "main.py"),
-    ("step_compiled.csv", "torch-compile-fp16", "torch, compiled"),
+    ("step_compiled.csv", "torch-compile-fp16", "PyTorch, compiled"),
     ("step_compiled.csv", "project-compile-O1", "main.py --compile"),
 )
 SMALL_STEP = (
-    ("step_small.csv", "torch-fp16", "torch by hand"),
+    ("step_small.csv", "torch-fp16", "PyTorch"),
     ("step_small.csv", "project-compile-O1", "main.py --compile"),
-    ("step_small.csv", "torch-graphs-fp16", "torch, CUDA graphs"),
+    ("step_small.csv", "torch-graphs-fp16", "PyTorch, CUDA graphs"),
     ("step_small.csv", "project-graphs-O1", "main.py --cuda-graphs"),
 )
 SYNCED = (
-    ("syncbn_slow.csv", "torch", "torch's, slow CPU"),
-    ("syncbn_slow.csv", "native", "apex_native's, slow CPU"),
-    ("syncbn_slow.csv", "none", "none, slow CPU"),
-    ("syncbn.csv", "torch", "torch's"),
-    ("syncbn.csv", "native", "apex_native's"),
-    ("syncbn.csv", "none", "none"),
-    ("syncbn.csv", "compiled-native", "apex_native's, compiled"),
-    ("syncbn.csv", "compiled-none", "none, compiled"),
-    ("syncbn_graphs.csv", "graphs-native", "apex_native's, graphs, 3rd host"),
-    ("syncbn_graphs.csv", "graphs-none", "none, graphs, 3rd host"),
+    ("syncbn_slow.csv", "torch", "PyTorch, slower CPU"),
+    ("syncbn_slow.csv", "native", "apex_native, slower CPU"),
+    ("syncbn_slow.csv", "none", "no SyncBN, slower CPU"),
+    ("syncbn.csv", "torch", "PyTorch"),
+    ("syncbn.csv", "native", "apex_native"),
+    ("syncbn.csv", "none", "no SyncBN"),
+    ("syncbn.csv", "compiled-native", "apex_native, compiled"),
+    ("syncbn.csv", "compiled-none", "no SyncBN, compiled"),
+    ("syncbn_graphs.csv", "graphs-native", "apex_native, CUDA graphs, 3rd host"),
+    ("syncbn_graphs.csv", "graphs-none", "no SyncBN, CUDA graphs, 3rd host"),
 )
 LOADERS = (
     ("loader.csv", "usual (PIL)", "PIL"),
     ("loader.csv", "--decode cpu", "--decode cpu"),
     ("loader.csv", "--decode gpu", "--decode gpu"),
-    ("loader.csv", "synthetic", "no files"),
+    ("loader.csv", "synthetic", "no files (synthetic)"),
 )
 
 
@@ -69,7 +69,7 @@ def turns(file: str, name: str, **others: object) -> list[float]:
 
 
 def bars(axes: Axes, entries: Sequence[tuple[str, str, str]], images: int = 0) -> None:
-    """Of milliseconds, or of images/s in steps of so many."""
+    """Draw bars of milliseconds, or of images/s with so many images per step."""
     for place, (file, name, label) in enumerate(reversed(entries)):
         values = [images / ms * 1e3 if images else ms for ms in turns(file, name)]
         middle = median(values)
@@ -86,13 +86,13 @@ def bars(axes: Axes, entries: Sequence[tuple[str, str, str]], images: int = 0) -
         )
     axes.set_yticks(range(len(entries)), [label for *_, label in reversed(entries)])
     axes.margins(x=0.18)
-    axes.set_xlabel("images/s" if images else "ms a step")
+    axes.set_xlabel("images/s" if images else "ms per step")
 
 
 def draw_gpus(axes: Axes) -> None:
     runs = (
         ("scaling.csv", "project-O1", (1, 2, 4), "batch 256"),
-        ("scaling_8.csv", "project-O1", (1, 2, 4, 8), "the same, waiting at logs"),
+        ("scaling_8.csv", "project-O1", (1, 2, 4, 8), "batch 256, older version"),
         ("scaling_small.csv", "project-graphs-O1", (1, 2), "batch 32, --cuda-graphs"),
     )
     for (file, name, counts, label), (colour, mark) in zip(runs, LOOKS, strict=False):
@@ -119,8 +119,8 @@ def draw_growth(axes: Axes) -> None:
         ]
         axes.plot(pixels, times, color=colour, marker=mark, markersize=4, label=label)
     axes.set_ylim(0)
-    axes.set_xlabel("10⁶ pixels a step")
-    axes.set_ylabel("ms a step")
+    axes.set_xlabel("10⁶ pixels per step")
+    axes.set_ylabel("ms per step")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
 
@@ -136,19 +136,21 @@ def main() -> None:
         (STEP, SMALL_STEP, SYNCED, LOADERS),
         (0, 0, 0, BATCH),
         (
-            "ResNet-50, O1 or fp16, batch 256, two runs",
-            "batch 32, one H200",
-            "SyncBN, batch 256, two H200s, three hosts",
-            "from JPEG files, eight cores, one H200",
+            "Step time, batch 256 (two runs)",
+            "Step time, batch 32",
+            "Step time with SyncBN, batch 256, two GPUs",
+            "Training from JPEG files, 8 cores",
         ),
         strict=False,
     ):
         bars(axes, entries, images)
         axes.set_title(title, fontsize=10)
     draw_gpus(panels[2, 0])
-    panels[2, 0].set_title("main.py on GPUs of one host", fontsize=10)
+    panels[2, 0].set_title("Efficiency on the GPUs of one host", fontsize=10)
     draw_growth(panels[2, 1])
-    panels[2, 1].set_title("main.py, eager, one H200, two runs", fontsize=10)
+    panels[2, 1].set_title("Step time by pixels (two runs)", fontsize=10)
+    title = "ResNet-50, O1 or fp16, NVIDIA H200; blue: this project"
+    figure.suptitle(title, fontsize=12)
     figure.savefig(args.output, dpi=90)
 
 

@@ -1,11 +1,11 @@
 """How fast a training step is on more GPUs than were at hand: a model, fitted to 1, 2 and 4 H200s.
 
-    python benchmarks/scaling_model.py                  # the tables of docs/scaling.md
-    python benchmarks/scaling_model.py --write          # puts them there and draws its pictures
+    python benchmarks/scaling_model.py                  # its tables
+    python benchmarks/scaling_model.py --write          # writes them into the pages
     python benchmarks/scaling_model.py --step-ms 180 --parameters 300e6 --nics 1 --gbits 100
 
-The last form is for a job of your own: --step-ms is its step on one GPU. docs/scaling.md says what
-the model is made of, where each number is from, and what it leaves out.
+The last form is for a job of your own: --step-ms is its step on one GPU. scaling_model.md states
+what the model is made of, where each number is from, and what it leaves out.
 """
 
 import argparse
@@ -20,11 +20,12 @@ from typing import NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+BENCHMARKS = Path(__file__).resolve().parent
+DOCS = BENCHMARKS.parent / "docs"
 COUNTS = (8, 16, 64, 256, 1024, 4096)
 GB, MS, US = 1e9, 1e-3, 1e-6
 
-# From documents; docs/scaling.md names them.
+# From documents; scaling_model.md names them.
 NVLINK = 370 * GB  # bus bandwidth of a ring on Hopper
 NIC_SHARE = 0.94  # of a network card's line rate that NCCL reaches
 BASE = {"ring": 8.4 * US, "tree": 14.0 * US}  # NCCL's for its protocols Simple and LL128
@@ -679,7 +680,11 @@ def parse_args() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--write", action="store_true", help="into docs/scaling.md, with its pictures")
+    add(
+        "--write",
+        action="store_true",
+        help="into docs/scaling.md and scaling_model.md, with pictures",
+    )
     add("--step-ms", type=positive, help="of your job on one GPU")
     add("--loader-ms", type=positive, help="of its next batch on its share of the cores")
     add("--parameters", type=positive, default=RESNET50, help="that are trained")
@@ -705,8 +710,8 @@ def main() -> int:
         work = Work(args.step_ms * MS, loader=loader, gradients=gradients)
         print(own_table(work, Cluster(args.nics, args.gbits, args.gpus_per_host)))
     elif args.write:
-        page = DOCS / "scaling.md"
-        page.write_text(fill(page.read_text(encoding="utf-8")), encoding="utf-8")
+        for page in (DOCS / "scaling.md", BENCHMARKS / "scaling_model.md"):
+            page.write_text(fill(page.read_text(encoding="utf-8")), encoding="utf-8")
         for name, draw in PICTURES.items():
             figure = Figure(figsize=(9, 3.6), layout="constrained")
             draw(figure)

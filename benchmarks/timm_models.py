@@ -44,7 +44,7 @@ def build(name: str, image_size: int | None = None) -> nn.Module:
     """Return a model as main.py makes it of --arch timm:NAME, without the log."""
     arch = f"timm:{name}"
     with contextlib.redirect_stderr(io.StringIO()):
-        options = model_options(arch, image_size)
+        options = model_options(arch, {"size": image_size} if image_size else None)
         return task.build_model(arch, CLASSES, **options)
 
 

@@ -1,56 +1,111 @@
-"""Makes the pictures in docs/ of a run: run.svg, curves.png and tensorboard.png.
+"""Pictures in docs/ of a run: run.svg, curves.png and tensorboard.png.
 
-pip install pyte && python docs/pictures.py GENERATED_PROJECT
+pip install pyte && python docs/pictures.py GENERATED_PROJECT [--terminal]
 
-It trains the project, whose terminal run.svg shows in the seventh epoch. TensorBoard is looked at
-with Chromium, which must be installed.
+Trains the project and records its terminal, which run.svg replays. Chromium, which must be
+installed, takes the picture of TensorBoard; --terminal leaves out both other pictures.
 """
 
 import contextlib
-import io
 import os
 import pty
-import re
+import select
 import shutil
 import subprocess
 import sys
 import termios
 import time
+from itertools import pairwise
 from pathlib import Path
 from urllib.error import URLError
 from urllib.request import urlopen
+from xml.sax.saxutils import escape
 
 import pyte
-from rich.console import Console
-from rich.terminal_theme import NIGHT_OWLISH
-from rich.text import Text
 
-WIDTH, HEIGHT = 104, 24
-SHOWN = re.compile(r"epoch 7/\d+: +[4-9]\d%.*images/s")
+WIDTH, HEIGHT = 80, 24
+PROMPT = "$ ./run.sh"
+INTERVAL_S = 1.0  # between two frames of the recording
+REPLAY_S, PAUSE_S = 15.0, 5.0  # duration of the replay, and of its last frame
+CHARACTER, LINE, MARGIN, BAR = 8.4, 19, 14, 34  # pixels
 DOCS = Path(__file__).parent
 PORT = 6106
 PAGE = f"http://localhost:{PORT}/#scalars&_smoothingWeight=0&tagFilter=loss$|accuracy|lr"
 
+Frame = tuple[str, ...]  # the lines of a screen
 
-def screen_of(project: Path) -> list[str]:
-    """The lines on the screen of ``./run.sh`` when the seventh epoch is half done."""
-    screen = pyte.Screen(WIDTH, HEIGHT)
+
+def record(project: Path) -> list[Frame]:
+    """Return the screens of ``./run.sh``, one for each interval in which something changed."""
+    screen = pyte.Screen(WIDTH, HEIGHT - 1)
     stream = pyte.ByteStream(screen)
-    shown: list[str] = []
+    frames: list[Frame] = [(PROMPT,)]
     ours, theirs = pty.openpty()
-    termios.tcsetwinsize(theirs, (HEIGHT, WIDTH))
+    termios.tcsetwinsize(theirs, (HEIGHT - 1, WIDTH))
     with subprocess.Popen(["./run.sh"], cwd=project, stdout=theirs, stderr=theirs):
         os.close(theirs)
+        due = time.monotonic()
         with contextlib.suppress(OSError):  # the run is over
-            while said := os.read(ours, 4096):
-                stream.feed(said)
-                if not shown and any(SHOWN.search(line) for line in screen.display):
-                    shown = [line.rstrip() for line in screen.display if line.strip()]
-    return shown
+            while True:
+                if select.select([ours], [], [], INTERVAL_S)[0]:
+                    stream.feed(os.read(ours, 4096))
+                if time.monotonic() >= due:
+                    due = time.monotonic() + INTERVAL_S
+                    _append(frames, screen)
+    _append(frames, screen)
+    return frames
+
+
+def _append(frames: list[Frame], screen: pyte.Screen) -> None:
+    frame = (PROMPT, *(line.rstrip() for line in screen.display))
+    if frame != frames[-1]:
+        frames.append(frame)
+
+
+def animate(frames: list[Frame], title: str) -> str:
+    """Return an SVG that replays the frames; without animation, it shows the last one."""
+    rows = max(number for frame in frames for number, line in enumerate(frame, 1) if line)
+    width, height = WIDTH * CHARACTER + 2 * MARGIN, rows * LINE + BAR + MARGIN
+    texts = []
+    for row in range(rows):
+        lines = [frame[row] if row < len(frame) else "" for frame in frames]
+        changes = [0, *(n for n in range(1, len(lines)) if lines[n] != lines[n - 1]), len(lines)]
+        for first, end in pairwise(changes):
+            if lines[first]:
+                texts.append(_text(lines[first], row, first, end, len(frames)))
+    lights = "".join(
+        f'<circle cx="{MARGIN + 6 + 18 * n}" cy="17" r="5.5" fill="{colour}"/>'
+        for n, colour in enumerate(("#ff5f57", "#febc2e", "#28c840"))
+    )
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height}" '
+        f'font-family="ui-monospace,Menlo,Consolas,DejaVu Sans Mono,monospace" font-size="14">\n'
+        f"<title>{escape(title)}</title>\n"
+        f'<rect width="{width:.0f}" height="{height}" rx="8" fill="#1b2330"/>{lights}\n'
+        '<g fill="#e3e8ef">\n' + "\n".join(texts) + "\n</g>\n</svg>\n"
+    )
+
+
+def _text(line: str, row: int, first: int, end: int, count: int) -> str:
+    """Return a line that is visible from frame `first` to before frame `end` of `count`."""
+    total = REPLAY_S + PAUSE_S
+    y, length = BAR + LINE * (row + 0.8), len(line) * CHARACTER
+    position = f'x="{MARGIN}" y="{y:.0f}" textLength="{length:.1f}"'
+    start, stop = (REPLAY_S * number / count / total for number in (first, end))
+    is_last = end == count
+    values, times = ("0;1", f"0;{start:.4f}") if is_last else ("0;1;0", f"0;{start:.4f};{stop:.4f}")
+    motion = (
+        f'<animate attributeName="opacity" values="{values}" keyTimes="{times}" '
+        f'calcMode="discrete" dur="{total:.0f}s" repeatCount="indefinite"/>'
+    )
+    if is_last and first == 0:
+        motion = ""
+    text = escape(line).replace(" ", "\N{NO-BREAK SPACE}")  # browsers join plain ones
+    return f'<text {position} opacity="{int(is_last)}">{text}{motion}</text>'
 
 
 def photograph(project: Path, path: Path) -> None:
-    """TensorBoard with the project's runs, as a browser shows it."""
+    """Save a picture of TensorBoard with the project's runs, taken in a browser."""
     command = [sys.executable, "-m", "tensorboard.main", "--logdir", "runs", "--port", str(PORT)]
     with subprocess.Popen(command, cwd=project, stderr=subprocess.DEVNULL) as server:
         for _ in range(60):
@@ -66,11 +121,11 @@ def photograph(project: Path, path: Path) -> None:
 
 def main() -> None:
     project = Path(sys.argv[1])
-    console = Console(width=WIDTH, record=True, file=io.StringIO())
-    console.print(Text("$ ./run.sh", style="bold"))
-    for line in screen_of(project):
-        console.print(Text(line))
-    console.save_svg(str(DOCS / "run.svg"), title=project.name, theme=NIGHT_OWLISH)
+    frames = record(project)
+    title = f"The terminal of a run of {project.name}"
+    (DOCS / "run.svg").write_text(animate(frames, title), encoding="utf-8")
+    if "--terminal" in sys.argv:
+        return
     (curves,) = project.glob("runs/*/curves.png")
     shutil.copyfile(curves, DOCS / "curves.png")
     photograph(project, DOCS / "tensorboard.png")

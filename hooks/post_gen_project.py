@@ -105,8 +105,9 @@ for path in map(Path, MARKED):
 
 Path("run.sh").chmod(Path("run.sh").stat().st_mode | 0o111)  # a template in a zip file has lost it
 
-with contextlib.suppress(OSError):  # it has a job for the cluster, or a file of the user's
-    Path("launch").rmdir()
+for folder in ("launch", "recipes"):
+    with contextlib.suppress(OSError):  # it has a file for these answers, or one of the user's
+        Path(folder).rmdir()
 
 # `cruft update` generates in a temporary folder, and, unlike cookiecutter, states no output folder.
 is_update = "_output_dir" not in ANSWERS and Path(gettempdir()).resolve() in Path.cwd().parents

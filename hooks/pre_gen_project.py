@@ -19,7 +19,7 @@ ANSWERS = json.loads(
 CHOICES = {
     "task": ("classification", "segmentation", "contrastive"),
     "opt_level": ("O1", "O0", "O2", "O3", "O4", "O5"),
-    "ddp": ("apex", "torch", "dataparallel"),
+    "ddp": ("apex", "torch", "fsdp", "dataparallel"),
     "backend": ("auto", "apex", "native"),
     "cluster": ("none", "slurm", "kubernetes"),
     "license": ("MIT", "BSD-3-Clause", "Apache-2.0", "none"),
@@ -64,6 +64,18 @@ def refusals():
             f"opt_level {ANSWERS['opt_level']} does not exist in NVIDIA's Apex: set backend to auto"
             " or native, or opt_level to O0, O1, O2 or O3."
         )
+    if ANSWERS["ddp"] == "fsdp":
+        if ANSWERS["opt_level"] not in ("O0", "O4", "O5"):
+            yield (
+                f"opt_level {ANSWERS['opt_level']} cannot go with ddp fsdp, whose sharded gradients"
+                " have no loss scale, which fp16 needs: set opt_level to O4 or O5, which compute in"
+                " bf16, or to O0, or ddp to apex or torch."
+            )
+        if ANSWERS["backend"] == "apex":
+            yield (
+                "backend apex cannot go with ddp fsdp, whose sharded parameters Apex's kernels do"
+                " not take: set backend to auto or native, or ddp to apex or torch."
+            )
     if ANSWERS["ddp"] == "dataparallel":
         if str(ANSWERS["sync_bn"]).lower() not in NO:
             yield (

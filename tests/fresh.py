@@ -11,6 +11,8 @@ UNCHANGED = {
     "cutmix": 0.0,
     "random_erasing": 0.0,
     "auto_augment": None,
+    "image_size": None,
+    "hflip": 0.5,
     "model_options": {},
 }  # the flags of training samples of the task classification, by default
 LEFTOVERS = ("__pycache__", ".*_cache", "*.egg-info", "runs")

@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader
 import task
 from engine import cli, distributed, optim
 from engine.backend import Backend, load_backend, unwrap
+from engine.blocks import checkpoint_activations
 from engine.checkpoint import CheckpointManager, Progress, TrainingState
 from engine.checkpoint.pretrained import load_pretrained
 from engine.data import (
@@ -46,6 +47,7 @@ from engine.data.loading import TrainLoader, build_loader
 from engine.data.skipping import only_readable, skip_broken
 from engine.diagnostics.checks import Settings, check_settings
 from engine.diagnostics.first_step import FirstStepAudit, check_finite, check_trainable
+from engine.diagnostics.memory import check_memory
 from engine.distributed.consistency import require_same_data
 from engine.distributed.watchdog import StopSignals, Watchdog, time_limit
 from engine.monitoring.image_grid import sample_evenly
@@ -63,9 +65,8 @@ def parse_args() -> argparse.Namespace:
     parser = cli.ConfigurableParser("./run.sh", "Train, and validate after each epoch.")
     cli.add_data_arguments(parser, task.LAYOUT)
     cli.add_model_arguments(parser)
-    # % if ddp != "dataparallel"
-    cli.add_compile_arguments(parser)
-    # % endif
+    cli.add_compile_arguments(parser, DDP)
+    cli.add_sharding_arguments(parser, DDP)
     # % if sync_bn
     parser.group("model").add_argument(
         "--sync-bn-group",
@@ -146,6 +147,12 @@ class Run:
         self.eval_models = {"": unwrap(self.model)}
         if self.ema:
             self.eval_models[AVERAGE] = self.ema.module
+        # % if task == "classification"
+        if self.args.flip_tta:
+            self.eval_models = {
+                suffix: optim.FlipAverage(model) for suffix, model in self.eval_models.items()
+            }
+        # % endif
         build_metrics = partial(task.Metrics, len(self.data.classes), self.device, self.args)
         self.metrics = {suffix: build_metrics() for suffix in self.eval_models}
 
@@ -178,7 +185,11 @@ def init_distributed(args: argparse.Namespace) -> tuple[torch.device, Backend]:
     # Also compares versions and flags of all processes, which env:// would not.
     store = distributed.rendezvous(device, cli.settings(args), backend.name, timeout)
     dist.init_process_group(
+        # % if ddp == "fsdp"
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",  # checkpoints use both
+        # % else
         "nccl" if device.type == "cuda" else "gloo",
+        # % endif
         store=store,
         rank=rank,
         world_size=world_size,
@@ -254,11 +265,18 @@ def build_model(
     """Build the model and its moving average, with initial weights and SyncBN, on the device."""
 
     def build(num_classes: int) -> nn.Module:
+        # % if ddp == "fsdp"
+        with torch.device("meta" if dist.get_rank() else "cpu"):  # FSDP sends rank 0's weights
+            return task.build_model(args.arch, num_classes, **args.model_options)
+        # % else
         return task.build_model(args.arch, num_classes, **args.model_options)
+        # % endif
 
     model = build(len(data.classes))
+    # % if ddp != "fsdp"
     if not args.eval_only:  # an error message now, instead of an exception at the first step
         check_trainable(model, task.criterion, task.prepare, data.sample)
+    # % endif
     if args.weights:
         logger.info(load_pretrained(model, args.weights, args.arch, data.classes, build))
     ema = None
@@ -270,11 +288,29 @@ def build_model(
     if dist.get_world_size() > 1:
         model = backend.convert_syncbn_model(model, group)
     # % endif
+    if args.freeze:
+        logger.info(optim.freeze(model, args.freeze))
+    if args.checkpoint_activations:
+        logger.info(checkpoint_activations(model, task.BLOCKS))
+    # % if ddp == "fsdp"
+    from engine.distributed.sharding import Sharding
+
+    # Before the optimizer, which takes the sharded parameters; it also moves them to the device.
+    sharding = Sharding(
+        device,
+        args.opt_level,
+        reshard_after_forward=args.reshard_after_forward,
+        cpu_offload=args.cpu_offload,
+        compress_gradients=args.compress_gradients,
+    )
+    logger.info(sharding.apply(model, task.BLOCKS))
+    if ema:
+        sharding.apply(ema.module, task.BLOCKS)
+    # % else
     model = model.to(device).to(memory_format=memory_format)
     if ema:
         ema.module.to(device).to(memory_format=memory_format)
-    if args.freeze:
-        logger.info(optim.freeze(model, args.freeze))
+    # % endif
     return model, ema
 
 
@@ -284,13 +320,18 @@ def build_optimizer(
     """Build the optimizer of the parameters that are not frozen."""
     # % if task == "contrastive"
     groups = [
-        *optim.param_groups(model.get_submodule("image_encoder"), args.lr, args.decay_weights_only),
         *optim.param_groups(
-            model.get_submodule("text_encoder"), args.text_lr, args.decay_weights_only
+            model.get_submodule("image_encoder"), args.lr, args.decay_weights_only, args.layer_decay
+        ),
+        *optim.param_groups(
+            model.get_submodule("text_encoder"),
+            args.text_lr,
+            args.decay_weights_only,
+            args.layer_decay,
         ),
     ]
     # % else
-    groups = optim.param_groups(model, args.lr, args.decay_weights_only)
+    groups = optim.param_groups(model, args.lr, args.decay_weights_only, args.layer_decay)
     # % endif
     # % if fused_adam
     optimizer = backend.apex.optimizers.FusedAdam(
@@ -337,9 +378,14 @@ def wrap_model(
     # For comparison only: every step copies the model to all GPUs, gathers the outputs on the
     # first, and runs one Python thread at a time.
     return nn.DataParallel(model), optimizer
+    # % elif ddp == "fsdp"
+    if args.compile:
+        model.compile()
+    return model, optimizer  # whose gradients FSDP averages
     # % else
     if args.compile or args.cuda_graphs:
-        model.compile(mode="reduce-overhead" if args.cuda_graphs else None)
+        mode = "reduce-overhead" if args.cuda_graphs else None
+        model.compile(mode=mode, dynamic=False if args.static_shapes else None)
     if dist.get_world_size() > 1:
         # % if ddp == "apex"
         model = apex.parallel.DistributedDataParallel(
@@ -498,6 +544,15 @@ def train_one_epoch(run: Run) -> dict[str, Any]:
     return row
 
 
+# % if ddp == "fsdp"
+def join_forward(run: Run) -> None:
+    """Run the models on a sample: ranks with more validation batches need this rank's weights."""
+    inputs, _ = task.prepare(to_device(run.data.val_sample, run.device, run.memory_format))
+    for model in run.eval_models.values():
+        model(inputs)
+
+
+# % endif
 @torch.no_grad()
 def evaluate(run: Run, batches: Sequence | DataLoader) -> dict[str, float]:
     """Return the task's metrics, each sample counted once, with --ema of the average too.
@@ -510,10 +565,15 @@ def evaluate(run: Run, batches: Sequence | DataLoader) -> dict[str, float]:
         run.metrics[suffix].reset()
     nans = {suffix: NanCounter(run.device) for suffix in run.eval_models}
     loaded = run.watchdog.watch(batches, "validating")
-    bar = run.logger.progress_bar(loaded, "validating", len(batches))
+    loaded = run.logger.progress_bar(loaded, "validating", len(batches))
+    # % if ddp == "fsdp"
+    loaded = run.checkpoints.until_stopped(loaded, partial(join_forward, run))
+    # % else
+    loaded = run.checkpoints.until_stopped(loaded)
+    # % endif
     results: dict[str, float] = {}
     with optim.eval_mode(nn.ModuleList(run.eval_models.values())):
-        for batch in run.checkpoints.until_stopped(bar):
+        for batch in loaded:
             inputs, targets = task.prepare(to_device(batch, run.device, run.memory_format))
             for suffix, model in run.eval_models.items():
                 outputs = model(inputs)
@@ -542,8 +602,16 @@ def show_samples(run: Run, results: dict[str, float], epoch: int | None = None) 
     suffix = run.logger.monitored.best(results).name.removeprefix(task.METRIC)
     model, metrics = run.eval_models[suffix], run.metrics[suffix]
     val_set = run.data.data_sets["val"]
+    # % if ddp == "fsdp"
+    with distributed.folder_of_rank(run.args.output) as output:  # all ranks run the model
+        show = partial(task.show, model, val_set, metrics, output, epoch)
+        if dist.get_rank() != 0:
+            show()
+        run.logger.log_image(run.progress.step, show)
+    # % else
     show = partial(task.show, model, val_set, metrics, run.args.output, epoch)
     run.logger.log_image(run.progress.step, show)
+    # % endif
 
 
 def is_finished(run: Run) -> bool:
@@ -601,6 +669,9 @@ def main() -> None:
     """Train, or only validate or check, as the flags say."""
     args = parse_args()
     if args.check:
+        build_untrained = partial(
+            task.build_model, args.arch, task.DUMMY_CLASSES, **args.model_options
+        )
         check_settings(
             Settings(
                 batch_size=args.batch_size,
@@ -615,6 +686,7 @@ def main() -> None:
                 needs=cli.backend_needs(args, DDP),
             ),
             partial(task.build_datasets, args),
+            partial(check_memory, cli.memory_plan(args, DDP, task.BLOCKS), build_untrained),
         )
         return
     run = build(args)

@@ -21,11 +21,12 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 from torchvision.transforms import v2
 
-from engine import UserError, cli, models
-from engine.data import SizedDataset, augmentation, images
+from engine import UserError, cli, distributed, models
+from engine.data import SizedDataset, augmentation, idx, images
 from engine.data.class_weights import WeightedDataset, balanced_weights
 from engine.data.folders import list_classes, relabel
 from engine.data.gpu_decoding import choose_decoder
+from engine.data.image_size import ProgressiveDataset, SizeSchedule, parse_size
 from engine.data.images import (
     MEAN,
     STD,
@@ -38,13 +39,16 @@ from engine.data.images import (
 )
 from engine.monitoring import image_grid
 from engine.monitoring.class_report import ClassReport
-from engine.optim import eval_mode
+from engine.optim import FlipAverage, eval_mode
+from engine.small_models import EXAMPLES, build_small_model
 
 METRIC = "val_accuracy"  # best.pt has the best value
 METRIC_MODE = "max"  # or "min"
 LAYOUT = "train/CLASS/IMAGE and val/CLASS/IMAGE"
 BATCH_SIZE = 32
+BLOCKS: tuple[str, ...] = ()  # classes that FSDP shards one by one; (): repeated blocks
 DUMMY_CLASSES = 1000
+FLIP_TTA_HELP = "average the predictions for an image and its mirror image"
 
 IMAGES = ImageSpec(size=224)
 RANDOM_CROP = v2.RandomResizedCrop(IMAGES.size)  # used for its random parameters only
@@ -53,7 +57,8 @@ RANDOM_CROP = v2.RandomResizedCrop(IMAGES.size)  # used for its random parameter
 def add_arguments(parser: cli.ArgumentParser) -> None:
     """Add the flags of this task."""
     add = parser.group("model").add_argument
-    add("--arch", default="resnet18", help="a torchvision model, such as resnet50, or timm:NAME")
+    help = f"a torchvision model, such as resnet50, timm:NAME, {' or '.join(EXAMPLES)}"
+    add("--arch", default="resnet18", help=help)
     models.add_timm_arguments(parser)
     parser.group("data").add_argument(
         "--decode",
@@ -69,17 +74,18 @@ def add_arguments(parser: cli.ArgumentParser) -> None:
     add("--mixup", **alpha, help="blend images, such as 0.2 (default: 0, not at all)")
     add("--cutmix", **alpha, help="paste parts of images, such as 1.0 (default: 0, not at all)")
     add("--random-erasing", type=cli.fraction, default=0.0, metavar="P", help="probability")
+    add("--hflip", type=cli.fraction, default=0.5, metavar="P", help="of --data: flip probability")
     add("--auto-augment", choices=augmentation.POLICIES, help="torchvision's; for --data")
     parser.group("run").add_argument(
         "--report", action="store_true", help="write figures of each class and a confusion matrix"
     )
+    parser.group("run").add_argument("--flip-tta", action="store_true", help=FLIP_TTA_HELP)
 
 
 def check_arguments(parser: cli.ArgumentParser, args: argparse.Namespace) -> None:
     """Stop with an error message if flags contradict each other; set the model's options."""
-    uses_digits = args.data is None and not args.dummy
-    models.set_model_options(parser, args, Digits.SIZE if uses_digits else None)
-    if args.decode == "gpu" and (args.dummy or args.data is None):
+    models.set_model_options(parser, args, default_image(args))
+    if args.decode == "gpu" and (args.dummy or args.data is None or idx.is_idx(args.data)):
         parser.error("--decode gpu is for the JPEG files of --data")
     if args.class_weights and args.dummy:
         parser.error("--class-weights is for the classes of training data, not for --dummy")
@@ -87,19 +93,38 @@ def check_arguments(parser: cli.ArgumentParser, args: argparse.Namespace) -> Non
         parser.error("--mixup, --cutmix and --random-erasing are for data, not for --dummy")
     if args.auto_augment and (args.data is None or args.decode == "gpu"):
         parser.error("--auto-augment is for --data, and images that are decoded on the CPU")
+    if idx.is_idx(args.data) and (args.static_shapes or args.interpolation == "bicubic"):
+        parser.error(
+            "an --image-size that grows, and --interpolation bicubic, are not for IDX files"
+        )
     if args.report and args.dummy:
         parser.error("--report is about validation data, which --dummy has none of")
+
+
+def default_image(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the fields of the ImageSpec that the data determines."""
+    if idx.is_idx(args.data):
+        return {
+            "size": idx.image_size(args.data),
+            "crop_fraction": 1.0,
+            "interpolation": "bilinear",
+        }
+    if args.data is None and not args.dummy and args.arch.startswith(models.PREFIX):
+        return {"size": Digits.SIZE}
+    return {}
 
 
 def build_model(arch: str, num_classes: int, **options: Any) -> nn.Module:
     """Return an untrained classification model: (N, 3, H, W) -> (N, num_classes).
 
     Args:
-        arch: a torchvision model, or timm:NAME.
+        arch: a torchvision model, timm:NAME, or one of engine/small_models.py.
         options: of a timm model; see `models.build_timm_model`.
     """
     if arch.startswith(models.PREFIX):
         return models.build_timm_model(arch, num_classes, **options)
+    if model := build_small_model(arch, num_classes):
+        return model
     names = torchvision.models.list_models(module=torchvision.models)
     if arch not in names:
         nearest = get_close_matches(arch, names, n=3, cutoff=0.0)
@@ -117,6 +142,11 @@ def build_datasets(args: argparse.Namespace) -> tuple[SizedDataset, SizedDataset
     """
     train_set: Any
     train_set, val_set = read_datasets(args)
+    if args.image_size:
+        schedule = SizeSchedule(*parse_size(args.image_size), args.epochs)
+        if not schedule.is_constant:
+            distributed.print_on_rank_zero(f"--image-size {args.image_size}: {schedule.describe()}")
+            train_set = ProgressiveDataset(train_set, schedule)
     if args.auto_augment:
         train_set = augmentation.AutoAugmentedDataset(train_set, args.auto_augment)
     if args.class_weights:
@@ -128,13 +158,13 @@ def build_datasets(args: argparse.Namespace) -> tuple[SizedDataset, SizedDataset
     return train_set, val_set
 
 
-def read_datasets(args: argparse.Namespace) -> tuple[Digits, Digits] | tuple[Images, Images]:
+def read_datasets(args: argparse.Namespace) -> tuple[SizedDataset, SizedDataset]:
     """Return the training and the validation set of (image, label).
 
-    --data is a folder ``train/CLASS/IMAGE`` and ``val/CLASS/IMAGE``; the default is the digits
-    that come with the project. Images are float (3, H, W), or encoded files, which the data
-    loader decodes (engine/data/images.py). --eval-only needs no training set: without ``train``,
-    the validation set takes its place.
+    --data is a folder ``train/CLASS/IMAGE`` and ``val/CLASS/IMAGE``, or one of IDX files, such as
+    Fashion-MNIST's; the default is the digits that come with the project. Images are (3, H, W),
+    float or uint8, or encoded files, which the data loader decodes (engine/data/images.py).
+    --eval-only needs no training set: without ``train``, the validation set takes its place.
 
     Raises:
         UserError: if the folder has another structure.
@@ -143,17 +173,24 @@ def read_datasets(args: argparse.Namespace) -> tuple[Digits, Digits] | tuple[Ima
     if args.data is None:
         size = spec.size if args.model_options else Digits.SIZE
         return Digits(train=True, size=size), Digits(train=False, size=size)
+    if idx.is_idx(args.data):
+        test_set = idx.IdxImages(args.data, train=False, size=spec.for_eval().size)
+        if args.eval_only:
+            return test_set, test_set
+        return idx.IdxImages(args.data, True, spec.size, args.hflip), test_set
     required = ("val",) if args.eval_only else ("train", "val")
     for folder in (args.data, *(args.data / split for split in required)):
         if not folder.is_dir():
             raise UserError(f"--data {args.data}: there is no folder {folder}; it takes {LAYOUT}")
     on_cpu = args.auto_augment or spec.interpolation != "bilinear"  # the GPU's is bilinear
     decode = choose_decoder("cpu" if on_cpu else args.decode)
-    to_center = partial(center_crop, spec=spec)
+    to_center = partial(center_crop, spec=spec.for_eval())
     if not (args.data / "train").is_dir():
         val_set = Images(args.data / "val", to_center, decode=decode)
         return val_set, val_set
-    train_set = Images(args.data / "train", partial(random_crop, spec=spec), decode=decode)
+    train_set = Images(
+        args.data / "train", partial(random_crop, spec=spec, hflip=args.hflip), decode=decode
+    )
     val_set = Images(args.data / "val", to_center, decode=decode, classes=train_set.classes)
     return train_set, val_set
 
@@ -217,12 +254,12 @@ class Metrics:
         return results | self.report.compute() if self.report else results
 
 
-def random_crop(height: int, width: int, spec: ImageSpec = IMAGES) -> Crop:
+def random_crop(height: int, width: int, spec: ImageSpec = IMAGES, hflip: float = 0.5) -> Crop:
     """Return a random part of an image, possibly mirrored, resized to 224 x 224 pixels."""
     box = RANDOM_CROP.make_params([torch.empty(1, height, width, device="meta")])
     rows = Span(start=box["top"], length=box["height"], resized=spec.size)
     columns = Span(start=box["left"], length=box["width"], resized=spec.size)
-    flip = torch.rand(1).item() < 0.5
+    flip = torch.rand(1).item() < hflip
     return Crop(rows, columns, spec.size, flip, spec.interpolation)
 
 
@@ -283,6 +320,7 @@ def add_predict_arguments(parser: cli.ArgumentParser) -> None:
     parser.add_argument(
         "--top", type=cli.positive_int, default=5, metavar="N", help="number of classes to print"
     )
+    parser.add_argument("--flip-tta", action="store_true", help=FLIP_TTA_HELP)
 
 
 class Predictor:
@@ -295,7 +333,7 @@ class Predictor:
     """
 
     def __init__(self, model: nn.Module, metadata: dict, args: argparse.Namespace) -> None:
-        self.model = model
+        self.model = FlipAverage(model) if args.flip_tta else model
         self.classes = metadata["classes"]
         self.top = args.top
         self.device = next(model.parameters()).device
@@ -303,7 +341,7 @@ class Predictor:
         if not metadata["data"] and self.classes == [*Digits.classes]:
             self.read = partial(Digits.read, size=image.get("size", Digits.SIZE))
         else:
-            self.read = partial(read_center_crop, spec=IMAGES._replace(**image))
+            self.read = partial(read_center_crop, spec=IMAGES._replace(**image).for_eval())
 
     def __call__(self, path: Path) -> list[tuple[str, float]]:
         """Return the classes of the image at `path`, most likely first."""

@@ -31,6 +31,7 @@ METRIC = "val_recall_at_1"  # best.pt has the best value
 METRIC_MODE = "max"  # or "min"
 LAYOUT = "train/ and val/ with images and a captions.tsv (FILE, tab, TEXT) in each"
 BATCH_SIZE = 32
+BLOCKS: tuple[str, ...] = ()  # classes that FSDP shards one by one; (): repeated blocks
 DUMMY_CLASSES = 0  # captions are not classes
 
 EMBEDDING = 256  # dimensions of an embedding

@@ -41,6 +41,7 @@ METRIC = "val_miou"  # best.pt has the best value
 METRIC_MODE = "max"  # or "min"
 LAYOUT = "images/ and annotations/ with training/ and validation/ in each, and classes.txt"
 BATCH_SIZE = 16
+BLOCKS: tuple[str, ...] = ()  # classes that FSDP shards one by one; (): repeated blocks
 DUMMY_CLASSES = 150
 
 SPLITS = ("training", "validation")

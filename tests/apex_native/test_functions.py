@@ -12,6 +12,12 @@ from torch.utils.data import DataLoader
 HALF = torch.bfloat16  # the type of O4, on any device
 
 
+@pytest.fixture(autouse=True)
+def cpu_with_bfloat16(monkeypatch):
+    """Let any CPU compute in bfloat16, which one without the instructions for it emulates."""
+    monkeypatch.setattr("apex_native.amp.frontend.half_type", lambda dtype, device: HALF)
+
+
 def seen(*tensors):
     """Return the types of the arguments."""
     return [tensor.dtype for tensor in tensors if isinstance(tensor, torch.Tensor)]

@@ -676,7 +676,7 @@ def resumed_bias(folders: list[Path], choice: Path) -> tuple[str, float, int, li
     """Return the path, the bias and the step resumed, the messages, and the reads of this rank."""
     rank = dist.get_rank()
     manager = manager_of(folders[rank])
-    with mock.patch.object(selection, "load", wraps=checkpoint.load) as load:
+    with mock.patch.object(selection, "validate", wraps=checkpoint.validate) as load:
         path = on_two_hosts(manager.resume, choice, 10)
     progress, bias = manager.state.progress, manager.state.model.bias[0].item()
     return str(path), bias, progress.step, list(manager.logger), load.call_count

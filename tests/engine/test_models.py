@@ -31,24 +31,27 @@ def test_model_options_are_those_of_the_pretrained_weights(capsys: pytest.Captur
         "crop_fraction": 0.9,
         "mean": HALF,
         "std": HALF,
+        "eval_size": None,
     }
     assert options["drop_path"] == 0.1 and "drop_rate" not in options
     assert "224 × 224 pixels, bicubic, crop 0.9, mean 0.5, 0.5, 0.5" in capsys.readouterr().err
-    options = models.model_options("timm:vit_tiny_patch16_224", 96, "bilinear")
+    options = models.model_options(
+        "timm:vit_tiny_patch16_224", {"size": 96, "interpolation": "bilinear"}
+    )
     assert options["image"]["size"] == 96 and options["image"]["interpolation"] == "bilinear"
     assert models.model_options("resnet18") == {}
-    assert models.model_options("resnet18", 96)["image"]["size"] == 96
+    assert models.model_options("resnet18", {"size": 96})["image"]["size"] == 96
 
 
 @pytest.mark.parametrize("arch", ["vit_tiny_patch16_224", "swin_tiny_patch4_window7_224"])
 def test_model_with_a_fixed_size_is_built_for_another(arch: str) -> None:
-    model = built(f"timm:{arch}", image_size=96).eval()
+    model = built(f"timm:{arch}", image={"size": 96}).eval()
     assert model(torch.randn(1, 3, 96, 96)).shape == (1, 4)
 
 
 def test_images_are_normalized_as_the_model_expects() -> None:
     """The weights' names are timm's, a copy converts too, and gradients flow."""
-    model = built("timm:vit_tiny_patch16_224", image_size=32).eval()
+    model = built("timm:vit_tiny_patch16_224", image={"size": 32}).eval()
     torch.manual_seed(0)
     plain = timm.create_model("vit_tiny_patch16_224", num_classes=4, img_size=32).eval()
     plain.load_state_dict(model.state_dict())
@@ -99,7 +102,7 @@ def test_rates_of_other_models_are_refused() -> None:
 
 
 def test_no_weight_decay_of_the_parameters_that_the_model_names() -> None:
-    model = built("timm:vit_tiny_patch16_224", image_size=32)
+    model = built("timm:vit_tiny_patch16_224", image={"size": 32})
     weights, others = optim.param_groups(model, 0.1, decay_weights_only=True)
     others = {id(tensor) for tensor in others["params"]}
     assert model.pos_embed.dim() > 1 and id(model.pos_embed) in others

@@ -458,7 +458,8 @@ def test_shard_that_is_truncated_during_training_is_named(out):
 
 
 @pytest.mark.parametrize("context", ["fork", "spawn"])
-def test_workers_read_shards(out, context):
+def test_workers_read_shards(out, context, monkeypatch):
+    monkeypatch.setitem(sys.modules, "task", task)  # other tests load a project's
     dataset = SeededDataset(datasets(out)[1], 0)
 
     def load(workers: int, **options: object) -> tuple[torch.Tensor, ...]:

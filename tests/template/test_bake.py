@@ -48,6 +48,16 @@ FILES += [
 ]
 WITH_FLAGS = ("main.py", "task.py", "engine/cli.py")
 JOBS = {"slurm": {"launch/slurm.sbatch"}, "kubernetes": {"launch/trainjob.yaml"}, "none": set()}
+RECIPES = {
+    f"recipes/{name}.json"
+    for name in (
+        "fashion_mnist_resnet18",
+        "fashion_mnist_wrn",
+        "finetune",
+        "imagenet_resnet50_90",
+        "imagenet_resnet50_modern",
+    )
+}
 # "{{" is left out for Python, where f-strings hold it.
 LEFTOVER = re.compile(r"# %|[«»]|cookiecutter|\{%|(?<!\$)\{#")
 
@@ -69,6 +79,8 @@ def combinations(template, **fixed):
         if answers["ddp"] == "dataparallel" and (
             answers["sync_bn"] or backend == "apex" or level == "O4"
         ):
+            continue
+        if answers["ddp"] == "fsdp" and (level in ("O1", "O2", "O3") or backend == "apex"):
             continue
         alone = answers["ddp"] == "dataparallel"
         cluster = "none" if alone else next(clusters)
@@ -133,6 +145,7 @@ def test_every_combination(template, bake, tmp_path, level, every):
         project = bake(into=tmp_path / str(number), **answers)
         expected = set(FILES) - ({"LICENSE"} if answers["license"] == "none" else set())
         expected |= JOBS[answers["cluster"]]
+        expected |= RECIPES if answers["task"] == "classification" else set()
         assert file_names(project) == expected, answers
         for name in expected - {"data/digits.npz", "data/example.png"}:
             text = (project / name).read_text(encoding="utf-8")
@@ -151,15 +164,14 @@ def test_every_combination(template, bake, tmp_path, level, every):
         assert settings["project"].get("license", "none") == answers["license"]
     lint(*code)
     check_complexity(*code)
-    # fused_adam, sync_bn, ddp and backend, and DataParallel with auto or native.
+    # fused_adam, sync_bn, ddp and backend; FSDP and DataParallel with auto or native.
     scripts = 2 * 2 * 2 * (2 if level in ("O4", "O5") else 3) + 2 * 2 * (level != "O4")
+    scripts += 2 * 2 * 2 * (level in ("O0", "O4", "O5"))
     assert number + 1 == 3 * scripts
     assert len([name for name, _ in seen if name == "task.py"]) == 3
     if every > 1:
         return
-    # Classification and, with FusedAdam, segmentation have the same main.py.
-    different = 2 * scripts + scripts // 2
-    assert len([name for name, _ in seen if name == "main.py"]) == different
+    assert len([name for name, _ in seen if name == "main.py"]) == 3 * scripts
 
 
 @pytest.mark.parametrize(
@@ -202,6 +214,12 @@ def test_code_is_formatted_for_slugs_of_any_length(bake, tmp_path, slug, backend
             id="dataparallel",
         ),
         pytest.param(
+            {"ddp": "fsdp", "opt_level": "O4"},
+            ["sharding.apply(model, task.BLOCKS)", "join_forward"],
+            ["DistributedDataParallel", "delay_allreduce"],
+            id="fsdp",
+        ),
+        pytest.param(
             {"task": "segmentation"},
             ["--ignore-index"],
             ["text_encoder", "resnet18"],
@@ -238,7 +256,7 @@ def project(bake):
 
 def test_files_keep_their_modes(template, project):
     source = template / "{{cookiecutter.project_slug}}"
-    for name in file_names(project) - {"LICENSE", "data/example.png"}:
+    for name in file_names(project) - {"LICENSE", "data/example.png"} - RECIPES:
         assert (project / name).stat().st_mode == (source / name).stat().st_mode, name
     assert (project / "run.sh").stat().st_mode & 0o111
 

@@ -1,7 +1,9 @@
-"""Consistency of README.md and docs/ with the tests, the design decisions and the flags."""
+"""Consistency of README.md and docs/ with the tests, the decisions and the flags; their limits."""
 
 import ast
+import json
 import re
+import subprocess
 import sys
 from difflib import get_close_matches
 
@@ -103,22 +105,106 @@ def test_tests_of_documented_behaviours_exist(tested, test_functions):
 
 
 def test_docs_do_not_name_tests():
-    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
         cited = re.findall(r"test_\w+\.py\b|\btest_\w+", page.read_text(encoding="utf-8"))
         assert not cited, f"{page.name}: {cited}; list tests in {BEHAVIOURS.relative_to(ROOT)}"
 
 
-def test_each_difference_has_its_reason_in_design_decisions():
-    paragraphs = re.sub(r"\s+", " ", read("design_decisions.md"))
+DECISIONS = sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md"))
+TITLES = {
+    path.name: path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+    for path in DECISIONS
+}
+
+
+def test_each_difference_has_its_reason_in_a_decision():
+    known = {title.partition(": ")[2] for title in TITLES.values()}
     for behaviour, here in ROWS:
         titles = re.findall("“(.+?)”", here)
         assert bool(titles) == here.startswith("different"), behaviour
-        for title in titles:
-            assert f"**{title}" in paragraphs, title
+        assert set(titles) <= known, behaviour
+
+
+def test_decisions_are_listed_and_have_their_parts():
+    listed = dict(re.findall(r"^- \[(.+)\]\((.+)\)$", read("decisions/index.md"), re.MULTILINE))
+    assert listed == {title: name for name, title in TITLES.items()}
+    for path in DECISIONS:
+        text = path.read_text(encoding="utf-8")
+        assert text.startswith(f"# {path.name[:4]}: ")
+        parts = re.findall(r"^\*\*(\w+)\.\*\* ", text, re.MULTILINE)
+        assert parts == ["Context", "Decision", "Consequence"], path.name
+
+
+def count_words(text):
+    """Return the number of words; the lines of tables and other signs are none."""
+    return sum(any(map(str.isalnum, word)) for word in text.split())
+
+
+LIMITS = {"README.md": 700, "benchmarks/RESULTS.md": 2000, "docs/scaling.md": 1200}
+LIMITS |= {f"docs/decisions/{path.name}": 150 for path in DECISIONS}
+
+
+def test_documents_are_within_their_limits():
+    words = {name: count_words((ROOT / name).read_text(encoding="utf-8")) for name in LIMITS}
+    assert not {name: count for name, count in words.items() if count > LIMITS[name]}
+    table = rows((ROOT / "README.md").read_text(encoding="utf-8"))
+    assert 0 < len(table) <= 8
+
+
+@pytest.mark.parametrize("task", ["classification", "segmentation", "contrastive"])
+@pytest.mark.parametrize(
+    "answers",
+    [{"cluster": "none"}, {"cluster": "slurm", "backend": "apex"}, {"cluster": "kubernetes"}],
+    ids=lambda answers: answers["cluster"],
+)
+def test_generated_readme_is_within_its_limit(bake, task, answers):
+    readme = (bake(task=task, **answers) / "README.md").read_text(encoding="utf-8")
+    assert count_words(readme) <= 900
+    assert "{%" not in readme and "{{" not in readme and "\n\n\n" not in readme
+
+
+def test_page_of_flags_is_that_of_the_parser():
+    """`python tools/flags.py --write` updates it."""
+    command = [sys.executable, ROOT / "tools" / "flags.py"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    assert done.stdout == read("reference/flags.md")
+
+
+def test_environment_variables_are_documented():
+    """Each variable that run.sh reads with a default of its own."""
+    script = (ROOT / PROJECT / "run.sh").read_text(encoding="utf-8")
+    variables = set(re.findall(r"\$\{([A-Z_]+):-", script)) - {"TORCH_CPP_LOG_LEVEL"}
+    assert len(variables) > 8
+    page = read("reference/environment.md")
+    assert {name for name in variables if f"`{name}`" not in page} == set()
+
+
+def test_questions_are_documented():
+    questions = json.loads((ROOT / "cookiecutter.json").read_text(encoding="utf-8"))
+    table = {
+        name: row for row in rows(read("reference/questions.md")) for name in row[0].split(", ")
+    }
+    for name, default in questions.items():
+        if not name.startswith("_"):
+            choices = table[f"`{name}`"][1]
+            assert not isinstance(default, list) or choices == ", ".join(default)
+    assert len(table) == 12
+
+
+def test_entries_of_checkpoints_are_documented():
+    from engine.checkpoint.format import KEYS, Progress
+
+    page = {
+        name for row in rows(read("reference/checkpoint_format.md")) for name in row[0].split(", ")
+    }
+    entries = {*KEYS, *vars(Progress()), "ema", "history", "metadata", "results", "run_id"}
+    assert {f"`{name}`" for name in entries | {"format_version", "scale_is_dynamic"}} == page
 
 
 def test_links_lead_to_files():
-    pages = [ROOT / "README.md", ROOT / "CHANGELOG.md"]
+    pages = [
+        ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
+    ]
     pages += [*(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")]
     for page in pages:
         for link in re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8")):
@@ -133,16 +219,22 @@ def defined_flags():
     return set(re.findall(r'"(--[\w-]+)"', source))
 
 
-@pytest.mark.parametrize("page", ["../README.md", "faq.md"])
+GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
+PAGES_OF_FLAGS = ["../README.md", "faq.md", *(f"guides/{path.name}" for path in GUIDES)]
+OTHERS = {"--ipc", "--build-arg", "--gpus-per-node", "--no-NAME"}  # Docker's and SLURM's
+
+
+@pytest.mark.parametrize("page", PAGES_OF_FLAGS)
 def test_advised_flags_exist(page):
     commands = re.findall(r"`((?:\./run\.sh|--)[^`]*)`", read(page))
     advised = {flag for command in commands for flag in re.findall(r"--[\w-]+", command)}
     assert advised
-    assert advised <= defined_flags() | {"--ipc"}  # Docker's
+    flags = defined_flags()
+    assert {flag for flag in advised if flag not in flags | OTHERS} == set()
 
 
 def test_comparison_cites_a_source_for_each_column():
-    section = re.search(r"## Compared with others\n(.*?)\n## ", read("../README.md"), re.DOTALL)[1]
+    section = read("comparison.md").split("\n## this template\n")[0]
     head, cells = re.search(r"^\|(.*)\|$", section, re.MULTILINE)[1], rows(section)
     columns = [name.strip() for name in head.split("|")]
     assert all(len(row) == len(columns) and all(row) for row in cells)

@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -84,10 +83,10 @@ def test_answers_in_a_file(run, template, bake):
     (run.work / "answers.yaml").write_text(text)
     run("cookiecutter", "--no-input", "--config-file", "answers.yaml", template, "ddp=apex")
     assert read(run.work / "ddp_training") == read(bake(task="segmentation", fused_adam=False))
-    # And that of the README.
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    text = re.search(r"answers\.yaml.*\n\n((?:    .*\n)+)", readme)[1]
-    (run.work / "answers.yaml").write_text(textwrap.dedent(text))
+    # And that of the documentation.
+    page = (ROOT / "docs" / "get_started.md").read_text(encoding="utf-8")
+    text = re.search(r"```yaml\n(.*?)```", page, re.DOTALL)[1]
+    (run.work / "answers.yaml").write_text(text)
     run("cookiecutter", "--no-input", "--config-file", "answers.yaml", template)
     named = {"project_name": "Leaves", "author_name": "The Leaves authors"}
     expected = bake(task="segmentation", project_slug="leaves", **named)

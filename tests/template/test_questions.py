@@ -262,6 +262,16 @@ def test_unsupported_answers_with_dataparallel_are_refused(refusal, name, answer
     assert f"set {name} to " in sentence and sentence.endswith("or ddp to apex or torch.\n")
 
 
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [("opt_level", "O1"), ("opt_level", "O2"), ("opt_level", "O3"), ("backend", "apex")],
+)
+def test_unsupported_answers_with_fsdp_are_refused(refusal, name, answer):
+    sentence = refusal(**{"ddp": "fsdp", "opt_level": "O0", name: answer})
+    assert re.match(rf"{name} (\w+ )?cannot go with ddp fsdp, ", sentence)
+    assert f"set {name} to " in sentence and sentence.endswith("or ddp to apex or torch.\n")
+
+
 @pytest.mark.parametrize("name", ["project_name", "description", "author_name"])
 @pytest.mark.parametrize("half", ["\ud800", "\udcff"])
 def test_lone_surrogate_is_refused(refusal, name, half):

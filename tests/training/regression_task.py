@@ -21,6 +21,7 @@ METRIC = "val_mae"
 METRIC_MODE = "min"
 LAYOUT = "not used"
 BATCH_SIZE = 16
+BLOCKS: tuple[str, ...] = ()
 DUMMY_CLASSES = 0
 
 

@@ -1,4 +1,4 @@
-"""The README's instructions for data of one's own, followed to the letter."""
+"""Instructions for owners' data and changes of task.py, followed to the letter."""
 
 import ast
 import re
@@ -6,6 +6,7 @@ import shlex
 
 import numpy as np
 import pytest
+from fresh import ROOT
 from PIL import Image
 from running import metrics, run
 
@@ -23,6 +24,15 @@ def project(request, bake):
     project = bake(task=request.param)
     readme = (project / "README.md").read_text(encoding="utf-8")
     return request.param, project, re.search("## Your own data.*?(?=\n## )", readme, re.DOTALL)[0]
+
+
+@pytest.fixture
+def source(project):
+    """The path of the project's task.py, which is unchanged after the test."""
+    path = project[1] / "task.py"
+    text = path.read_text(encoding="utf-8")
+    yield path
+    path.write_text(text, encoding="utf-8")
 
 
 def trains(task, project, text, folder, output, *others, command=0):
@@ -63,14 +73,15 @@ def test_readme_folder_layout_trains(project, tmp_path):
         trains(task, project, text, folder, tmp_path / "timm", command=1)
 
 
-def test_readme_example_of_array_data_trains(project, tmp_path):
+def test_example_of_array_data_trains(project, source, tmp_path):
     task, project, text = project
-    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    path = project / "task.py"
-    source = path.read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "tutorials" / "own_data.md").read_text(encoding="utf-8")
+    section = page.split(f"### {task.capitalize()}\n")[1]
+    code = re.search(r"```python\n(.*?)```", section, re.DOTALL)[1]
+    original = source.read_text(encoding="utf-8")
     name = ast.parse(code).body[0].name
-    (old,) = [node for node in ast.parse(source).body if getattr(node, "name", "") == name]
-    lines = source.splitlines(keepends=True)
+    (old,) = [node for node in ast.parse(original).body if getattr(node, "name", "") == name]
+    lines = original.splitlines(keepends=True)
     replaced = "".join([*lines[: old.lineno - 1], code, *lines[old.end_lineno :]])
     (kind,) = re.findall(r"np\.savez\(path, images=images, (\w+)=", code)
     others = {
@@ -81,9 +92,35 @@ def test_readme_example_of_array_data_trains(project, tmp_path):
     images = np.random.default_rng(0).integers(0, 256, (4, 64, 64, 3), dtype=np.uint8)
     for split in ("train", "val"):
         np.savez(tmp_path / f"{split}.npz", images=images, **{kind: others[kind]})
-    path.write_text(replaced, encoding="utf-8")
-    try:
-        flags = ("--class-weights",) if task == "classification" else ()
-        trains(task, project, text, tmp_path, tmp_path / "run", *flags)
-    finally:
-        path.write_text(source, encoding="utf-8")
+    source.write_text(replaced, encoding="utf-8")
+    flags = ("--class-weights",) if task == "classification" else ()
+    trains(task, project, text, tmp_path, tmp_path / "run", *flags)
+
+
+def apply_diffs(text, source):
+    """Apply the blocks of diffs in a text to a source; return it and the number of blocks."""
+    blocks = re.findall(r"```diff\n(.*?)```", text, re.DOTALL)
+    for block in blocks:
+        lines = block.splitlines()
+        removed = "\n".join(line[1:] for line in lines if not line.startswith("+"))
+        added = "\n".join(line[1:] for line in lines if not line.startswith("-"))
+        assert source.count(removed) == 1, removed
+        source = source.replace(removed, added)
+    return source, len(blocks)
+
+
+def test_diffs_of_the_readme_train(project, source, tmp_path):
+    """With another model, loss and metric, a project trains; the new metric is recorded."""
+    task, project, _ = project
+    text = (project / "README.md").read_text(encoding="utf-8")
+    if task == "classification":  # the tutorial shows the same changes
+        page = (ROOT / "docs" / "tutorials" / "own_task.md").read_text(encoding="utf-8")
+        original = source.read_text(encoding="utf-8")
+        assert apply_diffs(page, original) == apply_diffs(text, original)
+    changed, count = apply_diffs(text, source.read_text(encoding="utf-8"))
+    assert count == 3
+    source.write_text(changed, encoding="utf-8")
+    done = run(project, "--epochs", 1, "--steps", 2, "--output", tmp_path / "run", nproc=0)
+    assert done.returncode == 0, done.stderr
+    new = {"classification": "error", "segmentation": "pixel_accuracy", "contrastive": "chance"}
+    assert 0 <= metrics(tmp_path / "run")[-1][f"val_{new[task]}"] <= 1

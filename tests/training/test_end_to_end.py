@@ -13,6 +13,7 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 import torch
+from fresh import ROOT
 from PIL import Image
 from running import (
     SCREENED,
@@ -66,6 +67,7 @@ def test_training_reaches_the_accuracy(project, tmp_path, flags, goal):
 WRITE_CANVASES = """
 import sys, task
 from pathlib import Path
+from fresh import ROOT
 from PIL import Image
 for kind in ("images", "masks"):
     Path(sys.argv[1], kind).mkdir(parents=True)
@@ -416,12 +418,15 @@ def test_missing_state_of_another_script_is_logged(epochs, tmp_path):
 
 
 @pytest.mark.parametrize("task", ["classification", "segmentation", "contrastive"])
-def test_readme_documents_the_task_contract(bake, task):
+def test_task_contract_is_documented(bake, task):
     project = bake(task=task)
     scripts = "".join((project / name).read_text() for name in ("main.py", "predict.py"))
     asked = set(re.findall(r"\btask\.(?!py\b)(\w+)", scripts))
-    readme = (project / "README.md").read_text()
-    block = readme.split("```python")[-1].split("```")[0]
+    page = (ROOT / "docs" / "reference" / "task.md").read_text(encoding="utf-8")
+    block = page.split("```python")[-1].split("```")[0]
+    (other,) = re.findall(r"In contrastive projects, it is `(build_model\(.*\))`", page)
+    if task == "contrastive":
+        block = re.sub(r"build_model\(.*?\)", other, block)
     assert set(re.findall(r"^(?:def |class )?(\w+)", block, re.MULTILINE)) == asked
     described, there = signatures(block), signatures((project / "task.py").read_text())
     assert {"criterion", "show", "Metrics.__init__", "Predictor.__call__"} <= described.keys()

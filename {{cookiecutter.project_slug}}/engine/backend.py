@@ -93,7 +93,9 @@ class Backend:
         They must still be scaled then: use ``amp.scale_loss(..., delay_unscale=True)`` until then.
         """
         with ExitStack() as stack:
-            if not enabled and dist.get_world_size() > 1:
+            if is_sharded(model):  # its gradients accumulate unsharded
+                model.set_requires_gradient_sync(enabled)
+            elif not enabled and dist.get_world_size() > 1:
                 if hasattr(model, "no_sync"):  # of torch and of apex_native
                     stack.enter_context(model.no_sync())
                 else:  # of Apex
@@ -209,6 +211,11 @@ class ApexBackend(Backend):
         return state
 
 
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether FSDP shards `model`, by its public method: to import its class takes long."""
+    return hasattr(model, "set_requires_gradient_sync")
+
+
 def unwrap(model: nn.Module) -> nn.Module:
     """Return the module inside a DistributedDataParallel or DataParallel, or else `model` itself.
 
@@ -249,7 +256,12 @@ class Problem(NamedTuple):
 
 
 def problem_with_apex(
-    opt_level: str, *, compiled: bool = False, replicated: bool = False, compressed: bool = False
+    opt_level: str,
+    *,
+    compiled: bool = False,
+    replicated: bool = False,
+    compressed: bool = False,
+    sharded: bool = False,
 ) -> Problem | None:
     """Return why real Apex cannot be used here, or None if it can.
 
@@ -258,11 +270,13 @@ def problem_with_apex(
         compiled: whether the model is compiled.
         replicated: whether DataParallel copies the model.
         compressed: whether DDP compresses gradients, for which Apex's has no hook.
+        sharded: whether FSDP shards the parameters.
     """
     reasons = (
         (compiled, "torch.compile can't follow Apex's replacements of torch's functions"),
         (replicated, "DataParallel's copies would call the forward that Apex ties to one GPU"),
         (compressed, "real Apex's DDP can't compress gradients"),
+        (sharded, "Apex's kernels don't take FSDP's sharded parameters"),
         (not torch.cuda.is_available(), "Apex needs a GPU"),
         (opt_level not in ("O0", "O1", "O2", "O3"), f"NVIDIA's Apex has no {opt_level}"),
     )

@@ -11,7 +11,7 @@ import shutil
 import sys
 from argparse import BooleanOptionalAction
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from functools import partial
@@ -21,13 +21,22 @@ from typing import IO, Any, NoReturn, TypeVar
 
 from engine import distributed
 from engine.data.remote import RemoteFolder
+from engine.diagnostics.memory import MemoryPlan
 from engine.monitoring.curves import METRIC, METRIC_MODE
 from engine.monitoring.trackers import NAMES as TRACKERS
 from engine.monitoring.trackers import TENSORBOARD
 
 Value = TypeVar("Value", int, float)
 # They differ at each start, or follow from other flags.
-NOT_SETTINGS = ("config", "print_config", "check", "json", "local_rank", "model_options")
+NOT_SETTINGS = (
+    "config",
+    "print_config",
+    "check",
+    "json",
+    "local_rank",
+    "model_options",
+    "static_shapes",
+)
 MAX_WORKERS = 256  # of a process: a mistyped number would exhaust the machine
 MAX_WIDTH = 100  # columns of the help text
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -317,15 +326,33 @@ def add_model_arguments(parser: ArgumentParser) -> None:
     add("--freeze", nargs="+", metavar="MODULE", help="submodules not to train, such as layer1")
     yes_or_no = BooleanOptionalAction
     add("--channels-last", action=yes_or_no, help="NHWC, fast for convolutions (default: yes)")
+    help = "recompute each block's activations in the backward pass: less memory, slower"
+    add("--checkpoint-activations", action="store_true", help=help)
 
 
-def add_compile_arguments(parser: ArgumentParser) -> None:
-    """Add --compile, --cuda-graphs and --compress-gradients."""
+def add_compile_arguments(parser: ArgumentParser, ddp: str) -> None:
+    """Add --compile, --cuda-graphs and --compress-gradients, unless `ddp` is "dataparallel"."""
+    if ddp == "dataparallel":
+        return
     add = parser.group("model").add_argument
     add("--compile", action="store_true", help="torch.compile: slower start, faster steps")
     add("--cuda-graphs", action="store_true", help="compile into CUDA graphs, for small batches")
     add = parser.group("distributed").add_argument
     add("--compress-gradients", action="store_true", help="average gradients in bfloat16")
+
+
+def add_sharding_arguments(parser: ArgumentParser, ddp: str) -> None:
+    """Add --reshard-after-forward and --cpu-offload, if `ddp` is "fsdp"."""
+    if ddp != "fsdp":
+        return
+    add = parser.group("distributed").add_argument
+    add(
+        "--reshard-after-forward",
+        action=BooleanOptionalAction,
+        default=True,
+        help="free a block's gathered weights between its forward and backward pass",
+    )
+    add("--cpu-offload", action="store_true", help="keep weights and optimizer in the CPU's memory")
 
 
 def add_optimization_arguments(parser: ArgumentParser, warmup_epochs: float = 1.0) -> None:
@@ -334,6 +361,8 @@ def add_optimization_arguments(parser: ArgumentParser, warmup_epochs: float = 1.
     add("--steps", type=positive_int, help="stop after this many steps in total")
     add("--decay-weights-only", action="store_true", help="no weight decay for norms and biases")
     add("--scale-lr", type=positive_int, metavar="IMAGES", help="global batch that --lr is for")
+    help = "factor of the learning rate from each layer to the one before it, such as 0.75"
+    add("--layer-decay", type=fraction, metavar="FACTOR", help=help)
     schedules = ("cosine", "step", "none")
     add("--schedule", choices=schedules, default="cosine", help="step: ÷ 10 at 1/3 and 2/3")
     add("--warmup-epochs", type=non_negative_float, default=warmup_epochs, help="linear warm-up")
@@ -393,12 +422,15 @@ def complete_arguments(
     """Reject flags that contradict each other; set defaults that depend on others.
 
     Args:
-        ddp: "apex", "torch" or "dataparallel", the wrapper that the project uses.
+        ddp: "apex", "torch", "fsdp" or "dataparallel", the wrapper that the project uses.
         output: default of --output; --eval-only writes to the folder of its checkpoint instead.
     """
     args.model_options = {}  # which the task may set
     if isinstance(args.data, str):
         args.data = RemoteFolder(args.data, args.cache_dir.expanduser(), args.cache_size)
+    args.static_shapes = False  # likewise: compile for each input shape on its own
+    if ddp == "fsdp":
+        _check_sharding_arguments(parser, args)
     if args.keep_batchnorm_fp32 is not None and args.opt_level in ("O1", "O4"):
         parser.error(f"--keep-batchnorm-fp32 is for cast weights; {args.opt_level} casts none")
     if ddp == "dataparallel" and args.opt_level == "O4":
@@ -416,11 +448,46 @@ def complete_arguments(
         args.workers = min(distributed.cpu_cores(), 8) if args.data else 0
 
 
+def _check_sharding_arguments(parser: ArgumentParser, args: argparse.Namespace) -> None:
+    """Reject flags that cannot go with FSDP."""
+    if args.opt_level in ("O1", "O2", "O3"):
+        parser.error(
+            f"--opt-level {args.opt_level}: the loss scale of fp16 does not go with FSDP; use O4 "
+            "or O5, which compute in bfloat16, or O0"
+        )
+    if args.loss_scale is not None or args.keep_batchnorm_fp32 is not None:
+        parser.error(
+            "--loss-scale and --keep-batchnorm-fp32 are not for FSDP: bfloat16 needs no loss "
+            "scale, and batch norms compute in fp32"
+        )
+    if args.cuda_graphs:
+        parser.error("--cuda-graphs: FSDP gathers weights to new addresses; use --compile")
+    if args.channels_last:
+        parser.error("--channels-last: FSDP shards contiguous weights only; leave it out")
+    args.channels_last = False
+    if args.cpu_offload and args.opt_level == "O4":
+        parser.error("--cpu-offload: O4's casts are those of the weights' device; use O5 for bf16")
+
+
 def backend_needs(args: argparse.Namespace, ddp: str) -> dict[str, bool]:
     """Return what the flags need of the implementation of Apex's calls, for `load_backend`."""
     if ddp == "dataparallel":
         return {"replicated": True}
     needs = {"compiled": args.compile or args.cuda_graphs}
+    if ddp == "fsdp":
+        needs["sharded"] = True
     if ddp == "apex":
         needs["compressed"] = args.compress_gradients
     return needs
+
+
+def memory_plan(args: argparse.Namespace, ddp: str, blocks: Sequence[str]) -> MemoryPlan:
+    """Return what the estimate of the memory depends on; `blocks` are those of task.py."""
+    return MemoryPlan(
+        ddp,
+        args.opt_level,
+        moments=1 if hasattr(args, "momentum") else 2,  # of SGD, of Adam
+        has_ema=bool(args.ema),
+        cpu_offload=getattr(args, "cpu_offload", False),
+        blocks=blocks,
+    )

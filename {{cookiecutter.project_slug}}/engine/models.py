@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from engine import UserError, cli, distributed
+from engine.data.image_size import parse_size, size_range
 from engine.data.images import MEAN, STD, ImageSpec
 
 PREFIX = "timm:"  # of --arch
@@ -25,9 +26,13 @@ def add_timm_arguments(parser: cli.ArgumentParser) -> None:
     add = parser.group("data").add_argument
     add(
         "--image-size",
-        type=cli.positive_int,
-        help="height and width (default: 32 for the digits, that of a timm model, or 224)",
+        type=size_range,
+        metavar="N|N:N",
+        help="height and width, or their growth during training, such as 128:224 (default: 32 for "
+        "the digits, that of IDX files or of a timm model, or 224)",
     )
+    help = "that of validation and inference (default: --image-size)"
+    add("--eval-size", type=cli.positive_int, help=help)
     add(
         "--interpolation",
         choices=("bilinear", "bicubic"),
@@ -36,22 +41,23 @@ def add_timm_arguments(parser: cli.ArgumentParser) -> None:
 
 
 def set_model_options(
-    parser: cli.ArgumentParser, args: argparse.Namespace, default_size: int | None
+    parser: cli.ArgumentParser, args: argparse.Namespace, default_image: dict[str, Any]
 ) -> None:
     """Set ``args.model_options`` from the flags; reject those that contradict each other.
 
     Args:
-        default_size: of the images, if the data has one.
+        default_image: fields of the ImageSpec that follow from the data.
     """
     if args.interpolation and args.data is None:
         parser.error("--interpolation is for the files of --data")
-    is_timm = args.arch.startswith(PREFIX)
+    first_size, size = parse_size(args.image_size) if args.image_size else (None, None)
+    if args.data is None and (args.eval_size or first_size != size):
+        parser.error("--eval-size, and an --image-size that grows, are for --data")
+    args.static_shapes = first_size != size
+    given = {"size": size, "interpolation": args.interpolation, "eval_size": args.eval_size}
+    image = default_image | {name: value for name, value in given.items() if value is not None}
     args.model_options = model_options(
-        args.arch,
-        args.image_size or (default_size if is_timm else None),
-        args.interpolation,
-        drop_rate=args.drop_rate,
-        drop_path=args.drop_path,
+        args.arch, image, drop_rate=args.drop_rate, drop_path=args.drop_path
     )
     interpolation = args.model_options.get("image", {}).get("interpolation", "bilinear")
     if args.decode == "gpu" and interpolation != "bilinear":
@@ -63,22 +69,20 @@ def set_model_options(
 
 def model_options(
     arch: str,
-    image_size: int | None = None,
-    interpolation: str | None = None,
+    image: dict[str, Any] | None = None,
     *,
     drop_rate: float = 0.0,
     drop_path: float = 0.0,
 ) -> dict[str, Any]:
     """Return the arguments of `build_model` beyond `arch`: the images as a dict, and rates.
 
-    A timm model's images are those of its pretrained weights, with the given size and
-    interpolation. The result, of plain types, is stored in checkpoints; it is empty for a
+    A timm model's images are those of its pretrained weights, with the given fields of `image`
+    replaced. The result, of plain types, is stored in checkpoints; it is empty for a
     torchvision model with its defaults.
 
     Raises UserError if timm is missing or has no such model, and for rates of another model.
     """
-    given = {"size": image_size, "interpolation": interpolation}
-    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    changes = image or {}
     rates = {"drop_rate": drop_rate, "drop_path": drop_path}
     if arch.startswith(PREFIX):
         spec = _spec_of(arch)._replace(**changes)

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from engine import UserError
+from engine.layers import layer_numbers
 
 T = TypeVar("T")
 
@@ -31,23 +32,36 @@ def smallest_replica_batch(batch_size: int) -> int:
     return batch_size % per_gpu or per_gpu
 
 
-def param_groups(model: nn.Module, lr: float, decay_weights_only: bool) -> list[dict[str, Any]]:
+def param_groups(
+    model: nn.Module, lr: float, decay_weights_only: bool, layer_decay: float | None = None
+) -> list[dict[str, Any]]:
     """Return the trained parameters of `model` as an optimizer's parameter groups.
 
     With `decay_weights_only`, norms and biases, which are the parameters with one dimension, have
     no weight decay, nor have those that ``model.no_weight_decay()`` names, which timm's models
     have. Source: He et al., "Bag of Tricks for Image Classification with Convolutional Neural
     Networks", CVPR 2019.
+
+    With `layer_decay`, the last layer has the learning rate `lr`, and each layer before it that of
+    its successor times this factor. Source: Bao et al., "BEiT: BERT Pre-Training of Image
+    Transformers", ICLR 2022.
     """
-    trained = {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
-    if not decay_weights_only:
-        return [{"params": [*trained.values()], "lr": lr}]
+    factor = 1.0 if layer_decay is None else layer_decay
     excluded: set[str] = getattr(model, "no_weight_decay", set)()
-    others = [tensor for name, tensor in trained.items() if tensor.dim() <= 1 or name in excluded]
-    weights = [
-        tensor for name, tensor in trained.items() if tensor.dim() > 1 and name not in excluded
-    ]
-    return [{"params": weights, "lr": lr}, {"params": others, "lr": lr, "weight_decay": 0.0}]
+    parameters = dict(model.named_parameters())
+    numbers = layer_numbers(model) if layer_decay is not None else dict.fromkeys(parameters, 0)
+    groups: dict[tuple[int, bool], list[Tensor]] = {}
+    for name, tensor in parameters.items():
+        has_decay = not decay_weights_only or (tensor.dim() > 1 and name not in excluded)
+        if tensor.requires_grad:
+            groups.setdefault((numbers[name], has_decay), []).append(tensor)
+    result: list[dict[str, Any]] = []
+    for number, has_decay in sorted(groups, reverse=True):  # the first one's rate is logged
+        rate = lr * factor ** (max(numbers.values()) - number)
+        result.append({"params": groups[number, has_decay], "lr": rate})
+        if not has_decay:
+            result[-1]["weight_decay"] = 0.0
+    return result
 
 
 def scale_lr(optimizer: Optimizer, factor: float) -> str:
@@ -122,6 +136,21 @@ def without_compilation() -> Iterator[None]:
         yield
 
 
+class FlipAverage(nn.Module):
+    """Classifier whose probabilities are the means of those of an image and of its mirror image.
+
+    It returns their logarithms, (N, num_classes), which serve as logits.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor) -> Tensor:
+        both = torch.stack([self.model(images), self.model(images.flip(3))])
+        return both.float().log_softmax(dim=2).logsumexp(dim=0) - math.log(2)
+
+
 class Ema:
     """Exponential moving average of a model's weights and statistics, in fp32.
 
@@ -147,10 +176,15 @@ class Ema:
         # Tied weights have several names, and are averaged once.
         pairs = list({id(mean): (mean, state_dict[name]) for name, mean in own.items()}.values())
         averaged = [pair for pair in pairs if pair[0].is_floating_point()]
-        means = [mean for mean, _ in averaged]
-        values = [value for _, value in averaged]
+        means = [_local(mean) for mean, _ in averaged]
+        values = [_local(value) for _, value in averaged]
         decay = min(self.decay, (1 + step) / (10 + step))
         get_ema_multi_avg_fn(decay)(means, values, None)
         for count, value in pairs:
             if not count.is_floating_point():
                 count.copy_(value)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return this process's shard of a tensor that FSDP shards, or else `tensor` itself."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -10,7 +10,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from .casting import cast_model, cast_output, check_models, half_type, set_function_casts
+from .casting import (
+    cast_model,
+    cast_output,
+    check_models,
+    half_type,
+    is_sharded,
+    set_function_casts,
+)
 from .handle import check_optimizers, prepare_optimizer
 from .state import LossScaler, _amp_state, log_if_verbose
 
@@ -105,6 +112,8 @@ def initialize(  # noqa: PLR0913, Apex's signature
     tensors = (tensor for model in model_list for tensor in model.parameters())
     device = next(tensors, torch.empty(0)).device
     if cast_model_type is None:
+        if any(is_sharded(model) for model in model_list):
+            properties = replace(properties, cast_model_type=None)  # FSDP casts what it gathers
         properties = _for_device(properties, device)
 
     if properties.cast_model_type is not None:

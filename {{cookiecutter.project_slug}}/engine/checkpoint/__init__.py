@@ -7,7 +7,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import islice
@@ -18,8 +18,9 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from engine import SUFFIX, UserError, distributed, link
-from engine.checkpoint import format
+from engine import SUFFIX, UserError, distributed
+from engine.backend import is_sharded
+from engine.checkpoint import format, sharded
 from engine.checkpoint.archive import security_warning
 from engine.checkpoint.compatibility import (
     DataSets,
@@ -50,7 +51,8 @@ class CheckpointManager:
     """Manager of a run's checkpoints. All ranks create one and call its methods together.
 
     A checkpoint is copied to the memory of rank 0, and a thread writes it to ``step-<step>.pt``
-    while the training continues. ``last.pt`` and ``best.pt`` are links to such files.
+    while the training continues. ``last.pt`` and ``best.pt`` are links to such files. If the model
+    is sharded, each rank does that with its shards, in a folder ``step-<step>``.
     """
 
     folder: Path  # of the checkpoints; rank 0 writes to it
@@ -73,6 +75,12 @@ class CheckpointManager:
         assert isinstance(group, dist.ProcessGroup)  # every rank is in it
         self._group = group
         self._agreement = distributed.AsyncMax(group, 2)
+        self._writers: dist.ProcessGroup | None = None  # of the ranks' threads that write shards
+        self._written_step = -1  # of the last folder that was written, or resumed from
+        if is_sharded(self.state.model):
+            writers = dist.new_group(backend="gloo", timeout=timeout)
+            assert isinstance(writers, dist.ProcessGroup)
+            self._writers = writers
         self._interval_steps = 0
         self._interval_s = math.inf
         if self.save_every and self.save_every.endswith("m"):
@@ -116,7 +124,7 @@ class CheckpointManager:
             setattr(progress, name, entries.get(name, value))
         self.logger.rows = entries["history"]
         self.logger.run_id = entries.get("run_id", "")
-        if not (self.folder / BEST).exists():  # another folder's best is not this one's
+        if not format.has_best(self.folder):  # another folder's best is not this one's
             progress.best = -math.inf
         train_set = self.data_sets.get("train")
         if train_set is not None and progress.samples > len(train_set):
@@ -167,10 +175,13 @@ class CheckpointManager:
         self._agreement.submit(self.stop_signals.requested, is_due)
         return 0
 
-    def until_stopped(self, batches: Iterable[T]) -> Iterator[T]:
+    def until_stopped(
+        self, batches: Iterable[T], idle: Callable[[], object] | None = None
+    ) -> Iterator[T]:
         """Yield the batches of a validation; save and exit once the job is asked to stop.
 
-        The ranks agree after each batch. Some may have fewer batches: they wait for the others.
+        The ranks agree after each batch. Some may have fewer batches: they wait for the others, or
+        call `idle` at each batch of theirs, to take part in the communication of a forward pass.
         """
         self._exit_if(self._agreement.result()[0])  # of the last step
         remaining = iter(batches)
@@ -180,6 +191,8 @@ class CheckpointManager:
             self._agreement.submit(self.stop_signals.requested, len(batch))
             yield from batch
             signal_number, is_left = self._agreement.result()
+            if idle and is_left and not batch:
+                idle()
             self._exit_if(signal_number)
 
     def save(self, results: dict[str, float] | None = None) -> None:
@@ -196,7 +209,7 @@ class CheckpointManager:
         dist.gather_object(own, ranks if dist.get_rank() == 0 else None, group=self._group)
         self.saved_at = time.monotonic()
         self._saved_step = self.state.progress.step
-        if dist.get_rank() != 0:
+        if dist.get_rank() != 0 and not self._writers:
             return
         self.wait()
         progress = self.state.progress
@@ -264,7 +277,9 @@ class CheckpointManager:
                 self.logger.info(f"{self.folder} has no checkpoint: the run starts over")
         if choice is None or choice == AUTO:
             return None
-        has_file = all_gather(choice.is_file(), self._group)
+        has_file = all_gather(choice.is_file() or choice.is_dir(), self._group)
+        if choice.is_dir() and not all(has_file):
+            raise UserError(f"--resume {choice}: it must be on a disk that all hosts share")
         rank = has_file.index(True) if any(has_file) else 0
         return Source(choice, rank)
 
@@ -295,11 +310,37 @@ class CheckpointManager:
         is_own = source.path.parent.resolve() == self.folder.resolve()
         if not is_own and security_warning():
             self.logger.warning(f"--resume {source.path}: {security_warning()}")
-        content = format.broadcast_file(source.path, source.rank, self._group)
         try:
+            if self._writers:
+                return self._load_shards(source)
+            if source.path.is_dir():
+                return format.load(source.path)
+            content = format.broadcast_file(source.path, source.rank, self._group)
             return format.load(source.path, content)
         except UserError as error:
             raise UserError(f"--resume {error}") from None
+
+    def _load_shards(self, source: Source) -> dict[str, Any]:
+        """Return the entries of a checkpoint of either kind with this rank's shards of tensors."""
+        from engine.distributed.sharding import distribute_entries
+
+        own = sharded.templates(format.collect(self.state), self.state.optimizer)
+        if source.path.is_dir():
+            entries = format.check(source.path, sharded.read_state(source.path))
+            sharded.read_shards(source.path, entries, own)
+            if source.path.resolve().parent == self.folder.resolve():
+                self._written_step = entries["step"]
+            return entries
+        content = format.broadcast_file(source.path, source.rank, self._group)
+        entries = format.load(source.path, content)
+        try:
+            distribute_entries(entries, own)
+        except ValueError as error:
+            raise UserError(
+                f"{source.path}: it does not fit this model ({error}); resume with the --arch and "
+                "the classes that it was made with"
+            ) from None
+        return entries
 
     def _compare_metadata(self, path: Path, saved: dict[str, Any], is_evaluation: bool) -> str:
         """Compare classes, samples and opt_level with a checkpoint's; return notes for the log.
@@ -356,24 +397,28 @@ class CheckpointManager:
         if self._has_pinned_memory or not self.state.optimizer.state:
             return
         self._has_pinned_memory = True
-        if dist.get_rank() == 0 and torch.cuda.is_initialized():
+        if (self._writers or dist.get_rank() == 0) and torch.cuda.is_initialized():
             format.to_cpu(format.collect(self.state))
 
     def _write(self, entries: dict[str, Any], copied: torch.cuda.Event | None) -> None:
         """Write `entries`; `copied` is recorded after their copies from the GPU."""
-        path = self.folder / f"step-{entries['step']}.pt"
+        path = self.folder / f"step-{entries['step']}{'' if self._writers else '.pt'}"
         try:
-            for incomplete in self.folder.glob("*.pt" + SUFFIX):  # of a process that was killed
-                incomplete.unlink(missing_ok=True)
             if copied:
                 copied.synchronize()
-            format.remove_later(self.folder, entries["step"])
-            format.write_or_make_room(path, entries, self.logger.warning)
-            link(path, self.folder / LAST)
+            if self._writers:
+                self._write_shards(path, entries, self._writers)
+            else:
+                self._prepare(entries["step"])
+                format.write_or_make_room(path, entries, self.logger.warning)
+            if dist.get_rank() == 0:
+                format.alias(path, LAST)
             if entries["best"] > self.state.progress.best:
-                link(path, self.folder / BEST)
+                if dist.get_rank() == 0:
+                    format.alias(path, BEST)
                 self.state.progress.best = entries["best"]
-            format.prune(self.folder, self.keep)
+            if dist.get_rank() == 0:
+                format.prune(self.folder, self.keep)
             self.problem = ""
         except (OSError, RuntimeError, ValueError) as error:
             reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
@@ -381,6 +426,25 @@ class CheckpointManager:
             self.logger.warning(
                 f"{self.problem}; the run goes on, the checkpoints before it are kept"
             )
+
+    def _prepare(self, step: int) -> None:
+        """Remove what a killed process left incomplete, and checkpoints of steps after `step`."""
+        for incomplete in self.folder.glob("*.pt" + SUFFIX):
+            incomplete.unlink(missing_ok=True)
+        format.remove_later(self.folder, step)
+
+    def _write_shards(
+        self, path: Path, entries: dict[str, Any], writers: dist.ProcessGroup
+    ) -> None:
+        """Write a folder; all ranks call it. Its tensors are not written again at the same step."""
+        is_written = self._written_step == entries["step"]
+        if dist.get_rank() == 0:
+            self._prepare(entries["step"])
+        if not is_written:
+            sharded.write(path, entries, writers)
+            self._written_step = entries["step"]
+        elif dist.get_rank() == 0:
+            sharded.update(path, entries)
 
     def _requeue(self) -> None:
         """Ask SLURM, if it started this job, to start it again."""

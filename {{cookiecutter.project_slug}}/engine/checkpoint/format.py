@@ -3,6 +3,7 @@
 import errno
 import io
 import math
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -14,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from engine import UserError, distributed, replacing
+from engine import SUFFIX, UserError, distributed, link, replacing
 from engine.backend import Backend
+from engine.checkpoint import sharded
 from engine.checkpoint.archive import read
 from engine.checkpoint.validation import check_sizes, check_values, first_nan
 from engine.optim import Ema
@@ -107,7 +109,8 @@ def write_or_make_room(path: Path, entries: dict[str, Any], warn: Callable[[str]
         try:
             write(path, entries)
         except OSError as error:
-            older = [one for one in numbered(path.parent)[1:] if one.stat().st_nlink == 1]
+            older = [one for one in numbered(path.parent)[1:] if _is_file(one)]
+            older = [one for one in older if one.stat().st_nlink == 1]
             if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not older:
                 raise
             older[-1].unlink()
@@ -125,13 +128,28 @@ def load(path: Path, content: io.BytesIO | None = None) -> dict[str, Any]:
     returned as ``metadata``, which is empty if there is none, as is ``history``.
 
     Args:
-        path: of the file.
+        path: of the file, or the folder of a sharded checkpoint, whose tensors are put together.
         content: of the file, if it was read before.
 
     Raises UserError if the file is missing, truncated or altered, too large when unpacked, not a
     checkpoint, or holds nan.
     """
-    entries = read(path, content)
+    return check(path, sharded.read(path) if path.is_dir() else read(path, content))
+
+
+def validate(path: Path) -> None:
+    """Raise UserError for a checkpoint that `load` would not return.
+
+    Of a sharded one, the files' checksums are compared, and the tensors are not loaded.
+    """
+    if path.is_dir():
+        check(path, sharded.read_state(path))
+    else:
+        load(path)
+
+
+def check(path: Path, entries: Any) -> dict[str, Any]:
+    """Return the content of the checkpoint `path`, checked and completed as for `load`."""
     parts = entries if isinstance(entries, dict) else {}
     if "model" not in parts and "state_dict" in parts:  # as Apex's ImageNet example saves it
         parts["model"] = parts.pop("state_dict")
@@ -160,6 +178,12 @@ def load(path: Path, content: io.BytesIO | None = None) -> dict[str, Any]:
     return entries
 
 
+def has_best(folder: Path) -> bool:
+    """Return whether there is a checkpoint of the best metric, of either kind."""
+    best = folder / BEST
+    return best.exists() or best.with_suffix("").exists()
+
+
 def read_step(path: Path) -> float:
     """Return the step of a checkpoint, -1 if there is none.
 
@@ -168,7 +192,7 @@ def read_step(path: Path) -> float:
     try:
         entries = read(path)
     except UserError:
-        return math.inf
+        return math.inf  # also for a damaged link to a sharded checkpoint
     step = entries.get("step") if isinstance(entries, dict) else None
     return step if isinstance(step, int) else -1
 
@@ -183,8 +207,35 @@ def best_weights(entries: dict[str, Any]) -> str:
 
 def prune(folder: Path, keep: int) -> None:
     """Remove the numbered checkpoints in `folder` except for the `keep` of the highest steps."""
+    best = (folder / BEST).with_suffix("")  # a file that is best.pt, too, keeps its content
     for path in numbered(folder)[keep:]:
+        if path.is_dir() and best.exists() and best.samefile(path):
+            continue
+        _remove(path)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        sharded.remove(path)
+    else:
         path.unlink(missing_ok=True)
+
+
+def alias(path: Path, name: str) -> None:
+    """Give a numbered checkpoint the name `name`, such as last.pt, too.
+
+    A folder gets a symbolic link without the suffix, such as last. The other kind is removed.
+    """
+    other = path.with_name(name)
+    if not path.is_dir():
+        link(path, other)
+        other.with_suffix("").unlink(missing_ok=True)
+        return
+    temporary = path.with_name(name + SUFFIX)
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(path.name, target_is_directory=True)
+    os.replace(temporary, other.with_suffix(""))
+    other.unlink(missing_ok=True)
 
 
 def remove_later(folder: Path, step: int) -> None:
@@ -193,18 +244,25 @@ def remove_later(folder: Path, step: int) -> None:
     A run that resumed from an earlier step, because the user chose it or later checkpoints are
     damaged, trains these steps again.
     """
-    last = folder / LAST
+    names = (folder / LAST, (folder / LAST).with_suffix(""))
     for path in numbered(folder):
-        if step_of(path) > step:
+        if step_of(path) <= step:
+            continue
+        for last in names:
             if last.exists() and last.samefile(path):
                 last.unlink()
-            path.unlink(missing_ok=True)
+        _remove(path)
 
 
 def numbered(folder: Path) -> list[Path]:
     """Return the checkpoints that have a step in their name, the highest step first."""
-    paths = (path for path in folder.glob("step-*.pt") if path.stem[5:].isdecimal())
-    return sorted(filter(Path.is_file, paths), key=step_of, reverse=True)
+    paths = (path for path in folder.glob("step-*") if path.stem[5:].isdecimal())
+    found = (one for one in paths if (one.is_dir() if one.suffix == "" else _is_file(one)))
+    return sorted(found, key=step_of, reverse=True)
+
+
+def _is_file(path: Path) -> bool:
+    return path.suffix == ".pt" and path.is_file()
 
 
 def step_of(path: Path) -> int:

@@ -44,6 +44,8 @@ def load_pretrained(
 
     Raises UserError if the weights cannot be read, or are those of another model.
     """
+    if next(model.parameters()).is_meta:  # rank 0 loads them for all
+        return ""
     state, kind, saved_classes = _read(source, arch)
     child = _matching_child(model, state)
     target = model.get_submodule(child)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from engine import UserError
 from engine.checkpoint import format
-from engine.checkpoint.format import BEST, LAST, load
+from engine.checkpoint.format import BEST, LAST, validate
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ def newest(
         problem = ""
         if rank == source.rank:
             try:
-                load(source.path)
+                validate(source.path)
             except UserError as error:
                 problem = str(error)
         problem = all_gather(problem, group)[source.rank]
@@ -74,7 +74,8 @@ def _list_checkpoints(folder: Path) -> list[tuple[float, File, Path]]:
         with suppress(FileNotFoundError):  # removed meanwhile
             steps[_identify(path)] = format.step_of(path)
     found = []
-    for path in (folder / LAST, *numbered, folder / BEST):
+    folders = [(folder / name).with_suffix("") for name in (LAST, BEST)]
+    for path in (folder / LAST, *numbered, folder / BEST, *folders):
         with suppress(OSError):  # there is none, or only a link to itself
             file = _identify(path)
             if file not in steps:  # last.pt and best.pt are mostly other names of numbered files

@@ -68,6 +68,8 @@ class SeededDataset(Dataset):
         """Return the samples of a batch; a DataLoader prefers this to single samples."""
         with nullcontext() if get_worker_info() else rng_preserved():
             seed_cpu(mix_seeds(self.seed, self.epoch, *indices[:1]))
+            if hasattr(self.dataset, "set_epoch"):
+                self.dataset.set_epoch(self.epoch)
             return self.read(indices)
 
     def read(self, indices: Sequence[int]) -> list:

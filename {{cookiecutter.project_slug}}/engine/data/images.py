@@ -47,7 +47,8 @@ MAX_SIDE = 4096  # of an image that the GPU decodes
 class ImageSpec(NamedTuple):
     """Images that a model is trained and validated with: squares of `size` pixels.
 
-    For validation, `crop_fraction` of the shorter side is cropped from the centre.
+    For validation, `crop_fraction` of the shorter side is cropped from the centre, and resized to
+    `eval_size` pixels if that is given.
     """
 
     size: int = 224
@@ -55,10 +56,17 @@ class ImageSpec(NamedTuple):
     crop_fraction: float = 0.875
     mean: tuple[float, ...] = MEAN
     std: tuple[float, ...] = STD
+    eval_size: int | None = None
+
+    def for_eval(self) -> "ImageSpec":
+        """Return the images of validation and inference."""
+        return self._replace(size=self.eval_size or self.size)
 
     def describe(self) -> str:
         """Return a text for the log."""
-        mean, std = (", ".join(f"{value:g}" for value in values) for values in self[3:])
+        mean, std = (
+            ", ".join(f"{value:g}" for value in values) for values in (self.mean, self.std)
+        )
         return (
             f"images of {self.size} × {self.size} pixels, {self.interpolation}, "
             f"crop {self.crop_fraction:g}, mean {mean}, standard deviation {std}"

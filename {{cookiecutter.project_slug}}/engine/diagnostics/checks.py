@@ -43,8 +43,14 @@ class Settings:
     needs: dict[str, bool]  # further arguments of backend.load_backend
 
 
-def check_settings(settings: Settings, build_datasets: Callable[[], tuple]) -> NoReturn:
-    """Check the settings of main.py and its training and validation set, and exit."""
+def check_settings(
+    settings: Settings, build_datasets: Callable[[], tuple], memory: Callable[[], Results]
+) -> NoReturn:
+    """Check the settings of main.py and its training and validation set, and exit.
+
+    Args:
+        memory: the check of the model's memory; see `engine.diagnostics.memory`.
+    """
     if preflight.RESULTS not in os.environ:
         _exec_preflight()
     datasets = cache(build_datasets)
@@ -54,8 +60,9 @@ def check_settings(settings: Settings, build_datasets: Callable[[], tuple]) -> N
     if preflight.run_checks({"data": partial(data_checks.check_data, settings, datasets)}):
         measured = cache(partial(data_checks.measure, settings, datasets))
         samples = partial(data_checks.check_samples, settings, measured)
-        memory = partial(data_checks.check_shared_memory, settings, measured)
-        preflight.run_checks({"samples": samples, "shared memory": memory})
+        shared_memory = partial(data_checks.check_shared_memory, settings, measured)
+        preflight.run_checks({"samples": samples, "shared memory": shared_memory})
+    preflight.run_checks({"memory": memory})
     sys.exit()
 
 
@@ -134,12 +141,16 @@ def check_output(settings: Settings) -> Results:
     text = f"{output} can be written, {free / GIB:.1f} GiB free"
     if free < GIB:
         yield ERROR, f"{text}, too little for checkpoints: free space, or choose another --output"
-    elif settings.resume is None and any(output.glob("*.pt")):
+    elif settings.resume is None and _holds_run(output):
         yield WARNING, f"{text}, but holds a run: add --resume auto, or choose another --output"
     elif free < 10 * GIB:
         yield WARNING, f"{text}, little for checkpoints of a large model"
     else:
         yield OK, text
+
+
+def _holds_run(output: Path) -> bool:
+    return any(output.glob("*.pt")) or any(output.glob("step-*"))
 
 
 def check_resume(settings: Settings) -> Results:

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
 from engine import UserError, summarize
-from engine.backend import unwrap
+from engine.backend import is_sharded, unwrap
 from engine.data.loading import TrainLoader
 from engine.optim import eval_mode
 
@@ -109,7 +109,10 @@ class FirstStepAudit:
         _require_all_trained(backend.trained_parameters(optimizer), self.module)
         _require_types(self.module, optimizer, backend)
         _require_own_device(device)
-        _require_equal_weights(self.module)
+        if is_sharded(self.module):
+            logger.info(_describe_shards(self.module, optimizer))
+        else:
+            _require_equal_weights(self.module)
         if isinstance(batches, DataLoader | TrainLoader):
             _require_fair_shards(batches, device)
 
@@ -130,6 +133,8 @@ class FirstStepAudit:
             return
         fix = "use them in the loss, set their requires_grad to False"
         problem = f"no gradient reaches {summarize(unused)}: {fix}"
+        if dist.get_world_size() > 1 and is_sharded(self.module):
+            raise UserError(problem)
         if dist.get_world_size() == 1:
             self.logger.warning(f"{problem}; with several processes this is an error")
             return
@@ -173,6 +178,24 @@ def _require_equal_weights(module: nn.Module) -> None:
         raise UserError(
             f"the processes start with different weights ({summarize(different)}): {fix}"
         )
+
+
+def _describe_shards(module: nn.Module, optimizer: Optimizer) -> str:
+    """Return a message about what this rank holds of a sharded model, with Adam's or SGD's state.
+
+    Raises UserError on a rank whose parameters are not sharded.
+    """
+    parameters: list[Any] = [*module.parameters()]
+    whole = [name for name, p in module.named_parameters() if not hasattr(p, "to_local")]
+    if whole:
+        raise UserError(f"{summarize(whole)} are not sharded: create them before fully_shard")
+    local = sum(parameter.to_local().numel() for parameter in parameters)
+    total = sum(parameter.numel() for parameter in parameters)
+    copies = 4 if "betas" in optimizer.param_groups[0] else 3  # weight, gradient, moments
+    return (
+        f"rank 0 holds {local:,} of {total:,} parameters: {4 * copies * local / 2**30:.2f} GiB "
+        "with gradients and optimizer"
+    )
 
 
 def _require_fair_shards(batches: DataLoader | TrainLoader, device: torch.device) -> None:
@@ -268,6 +291,8 @@ def check_finite(record: LogRecord | None, model: nn.Module, inputs: object) -> 
 @torch.no_grad()
 def first_nonfinite_layer(model: nn.Module, inputs: object) -> str:
     """Return a sentence about the first layer of a forward pass whose numbers are not finite."""
+    if is_sharded(model):  # not all ranks come here, and a forward pass needs them
+        return "The layers of a sharded model are not searched"
     if not _is_finite(inputs):
         return "What goes into the model is not finite"
     found: list[str] = []

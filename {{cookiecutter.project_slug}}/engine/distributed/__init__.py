@@ -5,9 +5,11 @@ import re
 import signal
 import socket
 import sys
+import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
@@ -186,6 +188,16 @@ def describe(world_size: int, device: torch.device) -> str:
     if device.type == "cuda":
         return f"{processes} on {torch.cuda.get_device_name(device)} (nccl)"
     return f"{processes} on the CPU (gloo)"
+
+
+@contextmanager
+def folder_of_rank(folder: Path) -> Iterator[Path]:
+    """Yield `folder` on rank 0, and a temporary folder, for files that nobody needs, on others."""
+    if is_rank_zero():
+        yield folder
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        yield Path(temporary)
 
 
 def cpu_cores() -> int:

@@ -1,4 +1,4 @@
-"""What a script does with amp, and whether all of it can be expressed in torch.
+"""Uses of amp in a script, and whether all of them can be expressed in torch.
 
 amp is rewritten as a whole or not at all: its calls depend on each other.
 """

@@ -1,0 +1,196 @@
+"""FSDP against DistributedDataParallel on the CPU: losses, gradients, averages, what is sharded."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from engine import UserError
+from engine.blocks import checkpoint_activations, find_blocks
+from sharding_helpers import Classifier, batches, build, losses, train
+from torch import nn
+
+TOLERANCE = {"O0": 1e-4, "O4": 0.03, "O5": 0.05}  # of losses from 1.6 down to 0.1
+
+
+@pytest.fixture(params=["two_processes", "four_processes"])
+def processes(request):
+    return request.getfixturevalue(request.param)
+
+
+@pytest.mark.parametrize("level", ["O0", "O4"])
+def test_losses_equal_those_of_ddp(processes, level):
+    expected = processes(losses, level, sharded=False)[0]
+    found = processes(losses, level, sharded=True)[0]
+    assert expected[-1] < 0.6 * expected[0]
+    assert found == pytest.approx(expected, abs=TOLERANCE[level])
+
+
+@pytest.mark.parametrize(
+    ("level", "options"),
+    [
+        pytest.param("O0", {"accumulate": 3}, id="accumulate"),
+        pytest.param("O4", {"accumulate": 3}, id="accumulate-O4"),
+        pytest.param("O0", {"reshard_after_forward": False}, id="keep-gathered"),
+        pytest.param("O0", {"recompute": True}, id="checkpoint-activations"),
+        pytest.param("O4", {"compress_gradients": True}, id="compress-gradients"),
+    ],
+)
+def test_losses_with_options_equal_those_of_ddp(two_processes, level, options):
+    accumulate = options.get("accumulate", 1)
+    expected = two_processes(losses, level, sharded=False, accumulate=accumulate)[0]
+    found = two_processes(losses, level, sharded=True, **options)[0]
+    # Gradients that are summed in bfloat16 are rounded more.
+    tolerance = TOLERANCE[level] * (2 if "compress_gradients" in options else 1)
+    assert found == pytest.approx(expected, abs=tolerance)
+
+
+def test_bfloat16_weights_train_as_at_o4(two_processes):
+    expected = two_processes(losses, "O4", sharded=False)[0]
+    assert two_processes(losses, "O5", sharded=True)[0] == pytest.approx(expected, abs=0.05)
+
+
+@pytest.mark.parametrize("level", ["O0", "O4", "O5"])
+def test_batch_norms_train_in_fp32(two_processes, level):
+    expected = two_processes(losses, "O0", sharded=False, norm=True)
+    found = two_processes(losses, level, sharded=True, norm=True)[0]
+    assert found[-1] < 0.6 * found[0]
+    assert found[:3] == pytest.approx(expected[0][:3], abs=0.05) or level != "O0"
+
+
+def describe(level):
+    """Return shapes and types of what a rank holds, before and after training."""
+    model, optimizer = build(level)
+    before = {name: tuple(p.to_local().shape) for name, p in model.named_parameters()}
+    scale = float(model.scale)
+    train(model, optimizer, steps=2)
+    parameters = dict(model.named_parameters())
+    types = {p.dtype for p in parameters.values()}
+    moments = {tuple(optimizer.state[p]["exp_avg"].to_local().shape) for p in parameters.values()}
+    device = {p.to_local().device.type for p in parameters.values()}
+    output = model(batches(1, 0)[0][0]).dtype
+    return before, types, moments, device, output, scale
+
+
+@pytest.mark.parametrize(("level", "output"), [("O0", torch.float32), ("O5", torch.float32)])
+def test_each_rank_holds_a_shard_of_weights_and_moments(two_processes, level, output):
+    whole = {name: tuple(p.shape) for name, p in Classifier().named_parameters()}
+    descriptions = two_processes(describe, level)
+    for shards, types, moments, device, found_output, scale in descriptions:
+        assert types == {torch.float32} and device == {"cpu"} and found_output == output
+        assert moments == set(shards.values())
+        assert scale == 2.0  # a buffer outside of the state dict
+    shards = [one[0] for one in descriptions]
+    for name, shape in whole.items():
+        assert sum(one[name][0] for one in shards) == shape[0]
+        assert {one[name][1:] for one in shards} == {shape[1:]}
+
+
+def initial_weights():
+    model, _ = build()
+    return {name: value.full_tensor() for name, value in model.state_dict().items()}
+
+
+def test_initial_weights_are_those_of_rank_0(four_processes):
+    torch.manual_seed(0)
+    expected = Classifier().state_dict()
+    for found in four_processes(initial_weights):
+        assert found.keys() == expected.keys()
+        assert all(found[name].equal(expected[name]) for name in expected)
+
+
+def average(sharded):
+    import apex_native
+    from engine.backend import Backend, unwrap
+    from engine.distributed.sharding import Sharding
+    from engine.optim import Ema
+
+    torch.manual_seed(0)
+    with torch.device("meta" if sharded and dist.get_rank() else "cpu"):
+        ema = Ema(Classifier(), 0.9)
+    if sharded:
+        Sharding(torch.device("cpu"), "O0").apply(ema.module)
+    model, optimizer = build(sharded=sharded)
+    backend = Backend(apex_native, "")
+    for step in range(5):
+        with torch.no_grad():
+            for parameter in unwrap(model).parameters():
+                parameter.mul_(1.1)
+        ema.update(backend.fp32_state_dict(model, optimizer), step)
+    state = ema.module.state_dict()
+    return {name: getattr(one, "full_tensor", lambda one=one: one)() for name, one in state.items()}
+
+
+def test_average_is_sharded_and_equals_that_of_ddp(two_processes):
+    expected, found = two_processes(average, False)[0], two_processes(average, True)[1]
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name])
+
+
+def share_a_parameter():
+    from engine.distributed.sharding import Sharding
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    with pytest.raises(UserError, match="share a parameter"):
+        Sharding(torch.device("cpu"), "O0").apply(model)
+    return dist.get_rank()
+
+
+def test_shared_parameters_are_refused(two_processes):
+    assert two_processes(share_a_parameter) == [0, 1]
+
+
+# Blocks
+
+
+def test_repeated_blocks_are_found():
+    model = Classifier()
+    assert find_blocks(model) == list(model.blocks)
+    assert find_blocks(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))) == []  # without submodules
+    nested = nn.Sequential(nn.Sequential(*model.blocks[:2]), nn.Sequential(*model.blocks[2:]))
+    assert find_blocks(nested) == list(model.blocks)
+
+
+def test_blocks_are_named_by_their_class():
+    model = Classifier()
+    assert find_blocks(model, ("Linear",))[0] is model.embed
+    with pytest.raises(UserError, match="has no EncoderBlock"):
+        find_blocks(model, ("EncoderBlock",))
+
+
+def test_activation_checkpointing_saves_memory_and_changes_nothing():
+    torch.manual_seed(0)
+    plain = Classifier()
+    checkpointed = Classifier()
+    checkpointed.load_state_dict(plain.state_dict())
+    assert "4 blocks" in checkpoint_activations(checkpointed)
+    assert checkpointed.state_dict().keys() == plain.state_dict().keys()
+    saved = {}
+    for model in (plain, checkpointed):
+        sizes: list[int] = []
+
+        def pack(tensor, sizes=sizes):
+            sizes.append(tensor.numel())
+            return tensor
+
+        tokens, labels = batches(1, 0)[0]
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = nn.functional.cross_entropy(model(tokens), labels)
+        saved[model] = sum(sizes)
+        loss.backward()
+    assert saved[checkpointed] < saved[plain] / 3
+    for one, other in zip(plain.parameters(), checkpointed.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
+def test_activation_checkpointing_refuses_batch_norms():
+    block = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = block
+
+    with pytest.raises(UserError, match="Block holds a batch norm"):
+        checkpoint_activations(nn.Sequential(Block(), Block()))
+    with pytest.raises(UserError, match="no repeated blocks"):
+        checkpoint_activations(nn.Linear(2, 2))

@@ -1,0 +1,113 @@
+"""Tables of all flags of main.py for docs/reference/flags.md, from the parser itself.
+
+python tools/flags.py            prints the page
+python tools/flags.py --write    writes it
+
+It generates a project for each task and runs its `parse_args` up to the point of parsing.
+"""
+
+import contextlib
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from cookiecutter.main import cookiecutter
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "reference" / "flags.md"
+TASKS = ("classification", "segmentation", "contrastive")
+INTRODUCTION = """# Flags
+
+`./run.sh [flags]` accepts these flags; `./run.sh --help` prints those of your project, whose
+answers decide some defaults and flags. The tables are those of a default project.
+`--config FILE.json` sets defaults, which the command line overrides. A flag without a value also
+has a form that begins with `--no-`.
+"""
+# Runs in a project: prints the flags of its parser as JSON, {group: [[names, default, help], …]}.
+READER = """
+import json
+import main
+from engine import cli
+
+def read(parser, *_):
+    help_of = parser._get_formatter()._expand_help
+    groups = {
+        group.title: [
+            [one.option_strings, one.metavar or "", list(one.choices or []), help_of(one)]
+            for one in group._group_actions
+        ]
+        for group in parser._action_groups
+    }
+    print(json.dumps(groups))
+    raise SystemExit
+
+cli.ConfigurableParser.parse_args = read
+main.parse_args()
+"""
+
+
+def read_flags(task: str) -> dict[str, list]:
+    """Return the flags of a project with this task and the defaults, by group."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    from fresh import copy_template
+
+    with tempfile.TemporaryDirectory() as folder:
+        template, output = Path(folder, "template"), Path(folder, "output")
+        template.mkdir()
+        with contextlib.redirect_stdout(sys.stderr):
+            project = cookiecutter(
+                str(copy_template(template)),
+                no_input=True,
+                default_config=True,
+                output_dir=str(output),
+                extra_context={"task": task},
+            )
+        command = [sys.executable, "-c", READER]
+        done = subprocess.run(command, cwd=project, stdout=subprocess.PIPE, text=True, check=True)
+    return {title: flags for title, flags in json.loads(done.stdout).items() if flags}
+
+
+def table(flags: list) -> str:
+    """Return the Markdown table of a group's flags."""
+    lines = ["| flag | meaning |", "|---|---|"]
+    for names, metavar, choices, help in flags:
+        name = next(name for name in names if name.startswith("--"))
+        value = f"{{{','.join(choices)}}}" if choices and not metavar else metavar
+        value, text = (" ".join(text.split()).replace("|", " or ") for text in (value, help))
+        if not name.startswith("--help"):
+            lines.append(f"| `{name}{f' {value}' if value else ''}` | {text} |")
+    return "\n".join(lines)
+
+
+def page() -> str:
+    """Return the page: the default project's groups, then what other tasks have in addition."""
+    first, *others = (read_flags(task) for task in TASKS)
+    parts = [INTRODUCTION]
+    parts += [
+        f"## {title[0].upper()}{title[1:]}\n\n{table(flags)}\n"
+        for title, flags in first.items()
+        if table(flags).count("\n") > 1
+    ]
+    known = [flag for flags in first.values() for flag in flags]
+    for task, groups in zip(TASKS[1:], others, strict=True):
+        own = [flag for flags in groups.values() for flag in flags if flag not in known]
+        parts.append(f"## Different with task={task}\n\n{table(own)}\n")
+    missing = {
+        name
+        for names, *_ in known
+        for name in names
+        for groups in others
+        if name not in {name for flags in groups.values() for names, *_ in flags for name in names}
+    }
+    names = ", ".join(f"`{name}`" for name in sorted(missing) if not name.startswith("--no-"))
+    parts.append(f"Only classification has {names}.\n")
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    if "--write" in sys.argv:
+        PAGE.write_text(page(), encoding="utf-8")
+    else:
+        print(page(), end="")

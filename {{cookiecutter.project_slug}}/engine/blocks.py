@@ -1,0 +1,91 @@
+"""Blocks of a model: its units of sharding and of activation checkpointing."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import cache, partial
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm  # no public class is a base of Apex's too
+from torch.utils.checkpoint import checkpoint
+
+from engine import UserError
+
+CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+def find_blocks(model: nn.Module, class_names: Sequence[str] = ()) -> list[nn.Module]:
+    """Return the outermost blocks of `model`, in the order of its submodules.
+
+    Args:
+        model: before it is sharded.
+        class_names: of the blocks, such as EncoderBlock. By default a block is a module with
+            submodules of which a Sequential, ModuleList or ModuleDict holds several of one class,
+            as transformer layers and the blocks of a ResNet are.
+
+    Raises UserError for a name in `class_names` that no submodule's class has.
+    """
+    found = list(_find(model, class_names))
+    missing = set(class_names).difference(type(block).__name__ for block in found)
+    if missing:
+        raise UserError(
+            f"BLOCKS in task.py: the model has no {min(missing)}, or only inside of another block; "
+            "name classes of its submodules, or leave BLOCKS empty"
+        )
+    return found
+
+
+def _find(module: nn.Module, class_names: Sequence[str]) -> Iterator[nn.Module]:
+    children = list(module.children())
+    counts = Counter(type(child) for child in children)
+    for child in children:
+        if class_names:
+            is_block = type(child).__name__ in class_names
+        else:
+            is_repeated = type(module) in CONTAINERS and counts[type(child)] > 1
+            is_composed = type(child) not in CONTAINERS and any(True for _ in child.children())
+            is_block = is_repeated and is_composed
+        if is_block:
+            yield child
+        else:
+            yield from _find(child, class_names)
+
+
+def batch_norms(module: nn.Module) -> list[nn.Module]:
+    """Return the batch norms in `module`, SyncBN included."""
+    return [part for part in module.modules() if isinstance(part, _BatchNorm)]
+
+
+def checkpoint_activations(model: nn.Module, class_names: Sequence[str] = ()) -> str:
+    """Recompute the activations inside of each block in the backward pass; return a message.
+
+    A block's class is replaced by a subclass of the same name, so that the names in the state dict
+    stay, and copies of the model, such as DataParallel's, recompute their own activations.
+
+    Raises UserError if the model has no blocks, or one holds a batch norm, whose running
+    statistics the second forward pass would update again.
+    """
+    blocks = find_blocks(model, class_names)
+    if not blocks:
+        raise UserError(
+            "--checkpoint-activations: the model has no repeated blocks; name the classes of its "
+            "blocks in BLOCKS in task.py, or leave the flag out"
+        )
+    for block in blocks:
+        if batch_norms(block):
+            raise UserError(
+                f"--checkpoint-activations: {type(block).__name__} holds a batch norm, which would "
+                "count each batch twice; choose an --arch without, such as vit_b_16"
+            )
+        block.__class__ = _checkpointed(type(block))  # type: ignore[arg-type]  # it is hashable
+    return f"the activations of {len(blocks)} blocks are recomputed in the backward pass"
+
+
+@cache
+def _checkpointed(cls: type[nn.Module]) -> type[nn.Module]:
+    """Return a subclass of `cls` whose forward pass stores its inputs alone."""
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(partial(cls.forward, self), *args, use_reentrant=False, **kwargs)
+
+    return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})

@@ -1,0 +1,40 @@
+"""Conversion of a sharded checkpoint into a single file.
+
+python -m engine.checkpoint.consolidate runs/NAME/best best.pt
+"""
+
+import argparse
+from pathlib import Path
+
+from engine import UserError, cli, distributed
+from engine.checkpoint import format
+
+
+def consolidate(folder: Path, path: Path) -> None:
+    """Write the sharded checkpoint in `folder` to the file `path`, as other runs save theirs.
+
+    Raises UserError if it is none, is damaged, or the file cannot be written.
+    """
+    if not folder.is_dir():
+        raise UserError(f"{folder}: it is no folder; name a sharded checkpoint, such as step-500")
+    entries = format.load(folder)
+    del entries["origin"]  # which describes other scripts' checkpoints
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        format.write(path, entries)
+    except OSError as error:
+        raise UserError(f"{path} can't be written ({error.strerror}); name another file") from None
+
+
+def main() -> None:
+    """Convert the checkpoint that the command line names."""
+    parser = cli.ArgumentParser(description="Convert a sharded checkpoint into a single file.")
+    parser.add_argument("folder", type=Path, help="such as runs/NAME/best or runs/NAME/step-500")
+    parser.add_argument("file", type=Path, help="to write, such as best.pt")
+    args: argparse.Namespace = parser.parse_args()
+    consolidate(args.folder, args.file)
+    print(f"wrote {args.file}")
+
+
+if __name__ == "__main__":
+    distributed.run(main)

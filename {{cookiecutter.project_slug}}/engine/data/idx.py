@@ -1,0 +1,114 @@
+"""Small grayscale images in IDX files, the format of MNIST, Fashion-MNIST and KMNIST.
+
+The whole set is held in memory, so that a sample takes microseconds. Debian and Ubuntu have
+Fashion-MNIST as the package dataset-fashion-mnist, in /usr/share/datasets/fashion-mnist.
+"""
+
+import gzip
+import math
+import random
+import zlib
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.data import Dataset
+
+from engine import UserError
+
+SPLITS = {True: "train", False: "t10k"}  # by whether it is for training
+IMAGES, LABELS = "images-idx3-ubyte", "labels-idx1-ubyte"
+UNSIGNED_BYTE = 8  # code of the values' type in the header
+MAX_SHIFT = 7  # divisor of the size: images of 28 pixels are shifted by up to 4
+
+
+def find_file(folder: Path, train: bool, kind: str) -> Path | None:
+    """Return the file of a split, compressed by gzip or not; None if there is none."""
+    names = (f"{SPLITS[train]}-{kind}{suffix}" for suffix in (".gz", ""))
+    return next((folder / name for name in names if (folder / name).is_file()), None)
+
+
+def is_idx(folder: Path | None) -> bool:
+    """Return whether `folder` holds the images of the validation split as an IDX file."""
+    return folder is not None and find_file(folder, False, IMAGES) is not None
+
+
+def read_file(folder: Path, train: bool, kind: str) -> np.ndarray:
+    """Return the values of a split's images, uint8 (N, H, W), or labels, uint8 (N,).
+
+    Raises:
+        UserError: if the file is missing or damaged.
+    """
+    path = find_file(folder, train, kind)
+    if path is None:
+        raise UserError(f"--data {folder}: there is no file {SPLITS[train]}-{kind}.gz")
+    try:
+        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(f"{path} can't be read ({error}); copy or download it again") from None
+    num_dims = int(kind[-7])
+    header, values = data[: 4 + 4 * num_dims], data[4 + 4 * num_dims :]
+    is_idx_header = header[:4] == bytes([0, 0, UNSIGNED_BYTE, num_dims])
+    shape = np.frombuffer(header[4:], ">u4").tolist() if is_idx_header else [-1]
+    if len(values) != math.prod(shape):
+        raise UserError(f"{path} is damaged or no IDX file of bytes; copy or download it again")
+    return np.frombuffer(values, np.uint8).reshape(shape)
+
+
+def image_size(folder: Path) -> int:
+    """Return the height and width of the images, which are squares."""
+    height, width = read_file(folder, False, IMAGES).shape[1:]
+    if height != width:
+        raise UserError(f"--data {folder}: its images have {height} × {width} pixels, no squares")
+    return height
+
+
+class IdxImages(Dataset):
+    """Images uint8 (3, size, size) with equal channels, and their labels.
+
+    Training images are shifted by up to a seventh, with black pixels from the border on, and
+    flipped horizontally.
+
+    Args:
+        folder: of the IDX files.
+        size: height and width to which the images are resized.
+        hflip: probability of a flip in training.
+    """
+
+    def __init__(self, folder: Path, train: bool, size: int, hflip: float = 0.0) -> None:
+        images = torch.tensor(read_file(folder, train, IMAGES))
+        labels = read_file(folder, train, LABELS)
+        if len(images) != len(labels):
+            raise UserError(f"--data {folder}: {len(images)} images, but {len(labels)} labels")
+        if images.shape[1] != size:
+            images = resize(images, size)
+        self.size = size
+        self.hflip = hflip if train else 0.0
+        self.margin = size // MAX_SHIFT if train else 0
+        self.images = F.pad(images, [self.margin] * 4).unsqueeze(1)
+        self.labels: list[int] = labels.tolist()
+        self.classes = [str(number) for number in range(max(self.labels) + 1)]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        top, left = self._offset(), self._offset()
+        image = self.images[index, :, top : top + self.size, left : left + self.size]
+        if random.random() < self.hflip:
+            image = image.flip(2)
+        return image.expand(3, -1, -1), self.labels[index]
+
+    def _offset(self) -> int:
+        return int(random.random() * (2 * self.margin + 1))
+
+
+def resize(images: Tensor, size: int) -> Tensor:
+    """Return images uint8 (N, H, W), resized bilinearly: uint8 (N, size, size)."""
+    resized = [
+        F.interpolate(part[:, None].float(), (size, size), mode="bilinear", antialias=True)
+        for part in images.split(1024)
+    ]
+    return torch.cat([part.round().to(torch.uint8) for part in resized]).squeeze(1)

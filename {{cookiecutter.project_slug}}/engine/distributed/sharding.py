@@ -1,0 +1,145 @@
+"""Fully sharded data parallelism (torch's FSDP2): a model of which each process holds a shard."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from apex_native.amp.casting import half_type
+from engine import UserError
+from engine.blocks import batch_norms, find_blocks
+
+HALF_LEVELS = ("O4", "O5")  # which compute in bfloat16
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Way in which a run shards its models.
+
+    Args:
+        device: that computes.
+        opt_level: O0 computes in fp32; O4 and O5 gather weights and compute in bfloat16, or in
+            fp32 on a CPU without instructions for it, as amp does. The sharded parameters and
+            their gradients are fp32 at each level.
+        reshard_after_forward: free the gathered weights of a block after its forward pass, and
+            gather them again for its backward pass.
+        cpu_offload: keep the shards of weights, gradients and optimizer in the CPU's memory.
+        compress_gradients: sum gradients in bfloat16.
+    """
+
+    device: torch.device
+    opt_level: str
+    reshard_after_forward: bool = True
+    cpu_offload: bool = False
+    compress_gradients: bool = False
+
+    @torch.no_grad()
+    def apply(self, model: nn.Module, class_names: Sequence[str] = ()) -> str:
+        """Shard `model` in place, with the weights that rank 0 has; return a message.
+
+        A block is gathered as one unit, and what is outside of the blocks as another. The whole
+        model is never on a device: one parameter at a time is.
+
+        Args:
+            model: on the CPU of rank 0; on the meta device, without memory, of the others.
+            class_names: of its blocks; see `find_blocks`.
+
+        Raises UserError if modules share a parameter, which the meta device would separate.
+        """
+        if len([*model.parameters()]) < len([*model.named_parameters(remove_duplicate=False)]):
+            raise UserError(
+                "--arch: modules of this model share a parameter, which FSDP can't load; choose "
+                "another model, or generate the project with ddp torch"
+            )
+        blocks = find_blocks(model, class_names)
+        values = dict(model.named_parameters()) | dict(model.named_buffers())
+        model.to("meta")
+        self._shard(model, blocks)
+        model.to_empty(device="cpu" if self.cpu_offload else self.device)
+        for name, parameter in model.named_parameters():
+            _copy_shard(parameter, self._on_device(values[name]))
+        for name in [name for name, _ in model.named_buffers()]:
+            value = self._on_device(values[name])
+            dist.broadcast(value, src=0)
+            prefix, _, own_name = name.rpartition(".")
+            setattr(model.get_submodule(prefix), own_name, value)
+        total = sum(parameter.numel() for parameter in model.parameters())
+        return f"FSDP: {total:,} parameters in {len(blocks)} blocks, over {dist.get_world_size()}"
+
+    def _shard(self, model: nn.Module, blocks: list[nn.Module]) -> None:
+        """Call fully_shard on the batch norms, the blocks and the model, from the inside out."""
+        mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
+        offload = CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy()
+        options: dict[str, Any] = {"mesh": mesh, "offload_policy": offload}
+        reduce_dtype = torch.bfloat16 if self.compress_gradients else torch.float32
+        policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+        outermost = policy
+        if self.opt_level in HALF_LEVELS:
+            keep = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+            for norm in batch_norms(model):  # torch's take no bfloat16 weights on all devices
+                fully_shard(norm, mp_policy=keep, **options)
+            half = half_type(torch.bfloat16, self.device)
+            output_dtype = torch.float32 if self.opt_level == "O5" else None
+            policy = MixedPrecisionPolicy(half, reduce_dtype)
+            outermost = MixedPrecisionPolicy(half, reduce_dtype, output_dtype)
+        options["reshard_after_forward"] = self.reshard_after_forward
+        for block in blocks:
+            fully_shard(block, mp_policy=policy, **options)
+        del options["reshard_after_forward"]  # torch's default: the outermost is needed at once
+        fully_shard(model, mp_policy=outermost, **options)
+
+    def _on_device(self, value: Tensor) -> Tensor:
+        """Return the tensor on the device, with any content if it is on the meta device."""
+        if value.is_meta:
+            return torch.empty_like(value, device=self.device)
+        return value.detach().to(self.device)
+
+
+def _copy_shard(own: Any, whole: Tensor) -> None:
+    """Copy this process's shard of rank 0's `whole` into `own`."""
+    sharded: Any = distribute_tensor(whole, own.device_mesh, own.placements)
+    own.to_local().copy_(sharded.to_local())
+
+
+@torch.no_grad()
+def distribute_like(own: Tensor, whole: Tensor) -> Tensor:
+    """Return this process's shard of `whole`, sharded as `own` is; `whole` itself if it is not.
+
+    Raises ValueError if their shapes differ.
+    """
+    if not isinstance(own, DTensor):
+        return whole
+    if own.shape != whole.shape:
+        raise ValueError(f"a tensor is {tuple(whole.shape)}, not {tuple(own.shape)}")
+    result = torch.empty_like(own)
+    _copy_shard(result, whole.to(dtype=own.dtype, device=own.device_mesh.device_type))
+    return result
+
+
+def distribute_entries(entries: dict[str, Any], own: Mapping[str, Tensor]) -> None:
+    """Replace the whole tensors in a checkpoint's entries by this process's shards.
+
+    Args:
+        entries: of a checkpoint; all processes have the same.
+        own: tensors by the names of `engine.checkpoint.sharded.templates`.
+    """
+    for part in ("model", "ema"):
+        for name, value in entries.get(part, {}).items():
+            if f"{part}.{name}" in own:
+                entries[part][name] = distribute_like(own[f"{part}.{name}"], value)
+    for index, state in entries["optimizer"]["state"].items():
+        parameter = own.get(f"optimizer.{index}")
+        for name, value in state.items():
+            if parameter is not None and isinstance(value, Tensor) and value.dim():
+                state[name] = distribute_like(parameter, value)

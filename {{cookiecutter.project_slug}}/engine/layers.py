@@ -1,0 +1,59 @@
+"""Numbers of a model's layers, from its input to its output, for --layer-decay."""
+
+from typing import Any
+
+from torch import nn
+
+CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+def layer_numbers(model: nn.Module) -> dict[str, int]:
+    """Return the number of the layer of each parameter, by its name.
+
+    A layer is the stem, a block such as a residual one, or the head. timm's models define theirs
+    (``group_matcher``); those of other models follow from their containers. Layer 0 is the first.
+    """
+    matcher: Any = getattr(model, "group_matcher", None)
+    if matcher:
+        from timm.models import group_parameters  # only its models have the method
+
+        return group_parameters(model, matcher(coarse=False), reverse=True)
+    numbers: dict[str, int] = {}
+    number = 0
+    for layer in _layers(model):
+        parameters = {f"{layer}.{name}": p for name, p in _named(model, layer)}
+        if not parameters:
+            continue
+        # A norm belongs to the layer before it.
+        has_weights = any(parameter.dim() > 1 for parameter in parameters.values())
+        number += has_weights and bool(numbers)
+        numbers |= dict.fromkeys(parameters, number)
+    # What is left, such as a position embedding, is part of the input.
+    return {name: numbers.get(name, 0) for name, _ in model.named_parameters()}
+
+
+def _named(model: nn.Module, layer: str) -> list[tuple[str, nn.Parameter]]:
+    return list(model.get_submodule(layer).named_parameters())
+
+
+def _layers(module: nn.Module, prefix: str = "") -> list[str]:
+    """Return the names of the submodules that are layers, in the order of their definition."""
+    found = []
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        is_split = _is_stack(child) or any(_is_stack(part) for part in child.children())
+        found += _layers(child, f"{path}.") if is_split else [path]
+    return found
+
+
+def _is_stack(module: nn.Module) -> bool:
+    """Return whether `module` is a container of blocks or of other stacks.
+
+    The operations of a block may be in a container, too, but are convolutions, norms and the like,
+    or containers of these; so a container of at least two other modules is a stack.
+    """
+    if not isinstance(module, CONTAINERS):
+        return False
+    parts = list(module.children())
+    blocks = [part for part in parts if any(part.children()) and not isinstance(part, CONTAINERS)]
+    return len(blocks) > 1 or any(map(_is_stack, parts))
