@@ -416,6 +416,7 @@ class Images(Dataset):
         self.choose_crop = choose_crop
         self.decode = decode
         self.samples, self.classes = list_classes(root, classes)
+        self.shard_sizes = getattr(self.samples, "shard_sizes", ())  # if they are read by URL
 
     def __len__(self) -> int:
         return len(self.samples)

@@ -462,6 +462,7 @@ class Pairs(Dataset):
 
     def __init__(self, pairs: Sequence[tuple[Path, bytes]], transform: v2.Transform) -> None:
         self.pairs, self.transform = pairs, transform
+        self.shard_sizes = getattr(pairs, "shard_sizes", ())  # if they are read by URL
         if isinstance(pairs, PackedCaptions):
             self.longest = pairs.longest
         else:

@@ -482,6 +482,7 @@ class Pairs(Dataset):
         transform: v2.Transform,
     ) -> None:
         self.files = files
+        self.shard_sizes = getattr(files, "shard_sizes", ())  # if they are read by URL
         self.classes, self.numbers, self.transform = classes, numbers, transform
         # Takes a second for thousands of files, so only one process per host checks them.
         if os.environ.get("LOCAL_RANK", "0") == "0":
