@@ -223,9 +223,10 @@ def milliseconds(act: Callable) -> float:
     return (time.perf_counter() - started) * 1e3
 
 
-def pack(folder: Path, out: Path, workers: int) -> None:
+def pack(folder: Path, out: Path, workers: int, *flags: str) -> None:
     """Packs the folder as its owner would."""
     command = [sys.executable, "-m", "engine.data.pack", folder, out, "--workers", str(workers)]
+    command += flags
     subprocess.run(command, check=True, cwd=HERE.parent / "{{cookiecutter.project_slug}}")
 
 

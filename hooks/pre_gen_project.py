@@ -30,7 +30,8 @@ YES, NO = ("1", "true", "t", "yes", "y", "on"), ("0", "false", "f", "no", "n", "
 # of such a name for the one that the project needs.
 TAKEN = {
     *sys.stdlib_module_names,
-    *("apex", "apex_native", "data", "engine", "launch", "main", "predict", "task", "tests"),
+    *("apex", "apex_native", "data", "engine", "launch", "main", "predict"),
+    *("recipes", "task", "tests"),
     *("torch", "torchvision", "torchcodec", "triton", "numpy", "pil", "pillow", "tqdm"),
     *("tensorboard", "mlflow", "wandb", "trackio", "matplotlib", "torchmetrics", "sklearn"),
     *("segmentation_models_pytorch", "timm", "onnxruntime", "onnxscript"),

@@ -108,7 +108,13 @@ def _be(project: Path, command: list[str], variables: dict[str, str], said: list
     os.chdir(project)
     sys.path.insert(0, str(project))
     sys.argv = command
-    runpy.run_path(command[0], run_name="__main__")
+    try:
+        runpy.run_path(command[0], run_name="__main__")
+    finally:  # as engine.data.loading does at exit: multiprocessing's children run no atexit
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise an error
+        for child in multiprocessing.active_children():  # would wait for ever for loaders' workers
+            if child.daemon:
+                child.kill()
 
 
 def predict(project: Path, checkpoint: Path, images: Path, *flags: object) -> list[dict]:

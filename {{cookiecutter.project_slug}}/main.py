@@ -65,8 +65,11 @@ def parse_args() -> argparse.Namespace:
     parser = cli.ConfigurableParser("./run.sh", "Train, and validate after each epoch.")
     cli.add_data_arguments(parser, task.LAYOUT)
     cli.add_model_arguments(parser)
-    cli.add_compile_arguments(parser, DDP)
-    cli.add_sharding_arguments(parser, DDP)
+    # % if ddp == "fsdp"
+    cli.add_sharding_arguments(parser)
+    # % elif ddp != "dataparallel"
+    cli.add_compile_arguments(parser)
+    # % endif
     # % if sync_bn
     parser.group("model").add_argument(
         "--sync-bn-group",
@@ -86,11 +89,7 @@ def parse_args() -> argparse.Namespace:
     add("--momentum", type=cli.non_negative_float, default=0.9, help="of SGD")
     add("--weight-decay", type=cli.non_negative_float, default=1e-4, help="added to the gradient")
     # % endif
-    # % if task == "segmentation" and not fused_adam
-    cli.add_optimization_arguments(parser, warmup_epochs=3.0)
-    # % else
-    cli.add_optimization_arguments(parser)
-    # % endif
+    cli.add_optimization_arguments(parser, task.WARMUP_EPOCHS)
     cli.add_precision_arguments(parser, opt_level="«opt_level»", backend="«backend»")
     add = parser.group("distributed").add_argument
     add("--local-rank", "--local_rank", type=int, help="of old launchers; LOCAL_RANK wins")

@@ -30,7 +30,9 @@ def parse_args() -> argparse.Namespace:
     """Return the flags."""
     parser = cli.ArgumentParser(description="Run inference with a trained model on image files.")
     parser.add_argument("checkpoint", type=Path, help="of --ema, the better of model and average")
-    parser.add_argument("images", type=Path, nargs="*", metavar="FILE|FOLDER", help="image files")
+    parser.add_argument(
+        "images", type=cli.local_path, nargs="*", metavar="FILE|FOLDER", help="image files"
+    )
     add = parser.group("inference").add_argument
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU, if any")
     add("--json", action="store_true", help="print JSON lines")

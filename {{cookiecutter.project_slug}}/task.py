@@ -46,6 +46,7 @@ METRIC = "val_accuracy"  # best.pt has the best value
 METRIC_MODE = "max"  # or "min"
 LAYOUT = "train/CLASS/IMAGE and val/CLASS/IMAGE"
 BATCH_SIZE = 32
+WARMUP_EPOCHS = 1.0
 BLOCKS: tuple[str, ...] = ()  # classes that FSDP shards one by one; (): repeated blocks
 DUMMY_CLASSES = 1000
 FLIP_TTA_HELP = "average the predictions for an image and its mirror image"
@@ -415,6 +416,7 @@ class Images(Dataset):
         self.choose_crop = choose_crop
         self.decode = decode
         self.samples, self.classes = list_classes(root, classes)
+        self.shard_sizes = getattr(self.samples, "shard_sizes", ())  # if they are read by URL
 
     def __len__(self) -> int:
         return len(self.samples)

@@ -31,6 +31,7 @@ METRIC = "val_recall_at_1"  # best.pt has the best value
 METRIC_MODE = "max"  # or "min"
 LAYOUT = "train/ and val/ with images and a captions.tsv (FILE, tab, TEXT) in each"
 BATCH_SIZE = 32
+WARMUP_EPOCHS = 1.0
 BLOCKS: tuple[str, ...] = ()  # classes that FSDP shards one by one; (): repeated blocks
 DUMMY_CLASSES = 0  # captions are not classes
 
@@ -461,6 +462,7 @@ class Pairs(Dataset):
 
     def __init__(self, pairs: Sequence[tuple[Path, bytes]], transform: v2.Transform) -> None:
         self.pairs, self.transform = pairs, transform
+        self.shard_sizes = getattr(pairs, "shard_sizes", ())  # if they are read by URL
         if isinstance(pairs, PackedCaptions):
             self.longest = pairs.longest
         else:

@@ -41,6 +41,7 @@ METRIC = "val_miou"  # best.pt has the best value
 METRIC_MODE = "max"  # or "min"
 LAYOUT = "images/ and annotations/ with training/ and validation/ in each, and classes.txt"
 BATCH_SIZE = 16
+WARMUP_EPOCHS = 3.0
 BLOCKS: tuple[str, ...] = ()  # classes that FSDP shards one by one; (): repeated blocks
 DUMMY_CLASSES = 150
 
@@ -481,6 +482,7 @@ class Pairs(Dataset):
         transform: v2.Transform,
     ) -> None:
         self.files = files
+        self.shard_sizes = getattr(files, "shard_sizes", ())  # if they are read by URL
         self.classes, self.numbers, self.transform = classes, numbers, transform
         # Takes a second for thousands of files, so only one process per host checks them.
         if os.environ.get("LOCAL_RANK", "0") == "0":

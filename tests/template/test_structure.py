@@ -8,11 +8,11 @@ import pytest
 from fresh import ROOT, TEMPLATE
 
 OWNERS_SCRIPTS = ("main.py", "task.py", "predict.py")
-MAX_FILES = 112  # lower these two whenever the libraries shrink
-MAX_LINES = 16_400
+MAX_FILES = 114  # lower these two whenever the libraries shrink
+MAX_LINES = 16_950
 TARGET_FILES, TARGET_LINES, TARGET_SHARE = 60, 8_500, 0.15
 MAX_TEST_LINES, MAX_TEST_FILES = 600, 6
-MAX_APEX_NATIVE_LINES = 3_315
+MAX_APEX_NATIVE_LINES = 3_317
 MAX_MARKERS = 60  # in the template's main.py
 # Question words and personifications, of which a docstring's first word is none.
 NO_IMPERATIVE = re.compile(

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO, Any, NoReturn, TypeVar
 
 from engine import distributed
+from engine.data.remote import RemoteFolder
 from engine.diagnostics.memory import MemoryPlan
 from engine.monitoring.curves import METRIC, METRIC_MODE
 from engine.monitoring.trackers import NAMES as TRACKERS
@@ -38,6 +39,7 @@ NOT_SETTINGS = (
 )
 MAX_WORKERS = 256  # of a process: a mistyped number would exhaust the machine
 MAX_WIDTH = 100  # columns of the help text
+UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 
 
@@ -66,6 +68,34 @@ def interval(text: str) -> str:
     if not re.fullmatch(r"0*[1-9]\d*m?", text):
         expected = "a number of steps, such as 500, or of minutes, such as 10m"
         raise argparse.ArgumentTypeError(f"{text!r} is not {expected}")
+    return text
+
+
+def size_type(text: str) -> int:
+    """Convert a number of bytes, such as 256MB."""
+    found = re.fullmatch(r"(\d+)([KMG]B|)", text)
+    if not found or not int(found[1]):
+        raise argparse.ArgumentTypeError(f"{text} must be a size, such as 256MB")
+    return int(found[1]) * UNITS[found[2]]
+
+
+def local_path(text: str) -> Path:
+    """Convert the path of a file or folder of this machine."""
+    if "://" in text:
+        raise argparse.ArgumentTypeError(
+            f"{text} is a URL, which only --data takes; download the files"
+        )
+    return Path(text)
+
+
+def data_location(text: str) -> Path | str:
+    """Convert a path, or the URL of packed data, which remains a string."""
+    if "://" not in text:
+        return Path(text)
+    if not re.fullmatch(r"(https?|s3)://[^\s?#@]+", text):
+        raise argparse.ArgumentTypeError(
+            f"{text} must be https://HOST/PATH or s3://BUCKET/PATH, without a query or a password"
+        )
     return text
 
 
@@ -277,7 +307,12 @@ def as_json(config: dict[str, object]) -> str:
 def add_data_arguments(parser: ArgumentParser, layout: str) -> None:
     """Add the flags of the data; `layout` describes the folder that --data takes."""
     add = parser.group("data").add_argument
-    add("--data", type=Path, metavar="DIR", help=f"{layout} (default: the included digits)")
+    help = f"{layout}, or a URL of packed data (default: the included digits)"
+    add("--data", type=data_location, metavar="DIR", help=help)
+    help = "folder for shards of a URL (default: ~/.cache/packed_data)"
+    add("--cache-dir", type=Path, default=Path("~/.cache/packed_data"), help=help)
+    help = "of the shards in --cache-dir (default: 64GB)"
+    add("--cache-size", type=size_type, default=64 * 10**9, metavar="SIZE", help=help)
     add("--dummy", action="store_true", help="train on one synthetic batch, made on the device")
     add("--workers", type=worker_count, help="data-loading processes for each process")
     help = "unreadable files to skip at most; broken_files.txt in --output lists them"
@@ -295,10 +330,8 @@ def add_model_arguments(parser: ArgumentParser) -> None:
     add("--checkpoint-activations", action="store_true", help=help)
 
 
-def add_compile_arguments(parser: ArgumentParser, ddp: str) -> None:
-    """Add --compile, --cuda-graphs and --compress-gradients, unless `ddp` is "dataparallel"."""
-    if ddp == "dataparallel":
-        return
+def add_compile_arguments(parser: ArgumentParser) -> None:
+    """Add --compile, --cuda-graphs and --compress-gradients."""
     add = parser.group("model").add_argument
     add("--compile", action="store_true", help="torch.compile: slower start, faster steps")
     add("--cuda-graphs", action="store_true", help="compile into CUDA graphs, for small batches")
@@ -306,10 +339,9 @@ def add_compile_arguments(parser: ArgumentParser, ddp: str) -> None:
     add("--compress-gradients", action="store_true", help="average gradients in bfloat16")
 
 
-def add_sharding_arguments(parser: ArgumentParser, ddp: str) -> None:
-    """Add --reshard-after-forward and --cpu-offload, if `ddp` is "fsdp"."""
-    if ddp != "fsdp":
-        return
+def add_sharding_arguments(parser: ArgumentParser) -> None:
+    """Add the flags of `add_compile_arguments`, --reshard-after-forward and --cpu-offload."""
+    add_compile_arguments(parser)
     add = parser.group("distributed").add_argument
     add(
         "--reshard-after-forward",
@@ -320,8 +352,12 @@ def add_sharding_arguments(parser: ArgumentParser, ddp: str) -> None:
     add("--cpu-offload", action="store_true", help="keep weights and optimizer in the CPU's memory")
 
 
-def add_optimization_arguments(parser: ArgumentParser, warmup_epochs: float = 1.0) -> None:
-    """Add the flags of the schedule, the loss and the gradients."""
+def add_optimization_arguments(parser: ArgumentParser, warmup_epochs: float) -> None:
+    """Add the flags of the schedule, the loss and the gradients.
+
+    Args:
+        warmup_epochs: default of --warmup-epochs.
+    """
     add = parser.group("optimization").add_argument
     add("--steps", type=positive_int, help="stop after this many steps in total")
     add("--decay-weights-only", action="store_true", help="no weight decay for norms and biases")
@@ -391,6 +427,8 @@ def complete_arguments(
         output: default of --output; --eval-only writes to the folder of its checkpoint instead.
     """
     args.model_options = {}  # which the task may set
+    if isinstance(args.data, str):
+        args.data = RemoteFolder(args.data, args.cache_dir.expanduser(), args.cache_size)
     args.static_shapes = False  # likewise: compile for each input shape on its own
     if ddp == "fsdp":
         _check_sharding_arguments(parser, args)

@@ -54,14 +54,6 @@ def cast_tensors(value: Any, dtype: torch.dtype, device_type: str | None = None)
     return value.to(dtype) if hasattr(value, "to") else value
 
 
-def is_sharded(model: nn.Module) -> bool:
-    """Return whether FSDP has sharded parameters of `model`, which are DTensors then.
-
-    They are known by their attribute, since importing their class takes long.
-    """
-    return any(hasattr(parameter, "placements") for parameter in model.parameters())
-
-
 def check_models(models: list[nn.Module]) -> None:
     """Raise RuntimeError for a model that is already wrapped, or already half."""
     for model in models:

@@ -10,14 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from .casting import (
-    cast_model,
-    cast_output,
-    check_models,
-    half_type,
-    is_sharded,
-    set_function_casts,
-)
+from .casting import cast_model, cast_output, check_models, half_type, set_function_casts
 from .handle import check_optimizers, prepare_optimizer
 from .state import LossScaler, _amp_state, log_if_verbose
 
@@ -109,10 +102,10 @@ def initialize(  # noqa: PLR0913, Apex's signature
     )
     check_models(model_list)
     check_optimizers(optimizer_list)
-    tensors = (tensor for model in model_list for tensor in model.parameters())
-    device = next(tensors, torch.empty(0)).device
+    tensors = [tensor for model in model_list for tensor in model.parameters()]
+    device = tensors[0].device if tensors else torch.device("cpu")
     if cast_model_type is None:
-        if any(is_sharded(model) for model in model_list):
+        if any(hasattr(tensor, "placements") for tensor in tensors):  # a DTensor: slow to import
             properties = replace(properties, cast_model_type=None)  # FSDP casts what it gathers
         properties = _for_device(properties, device)
 

@@ -14,6 +14,7 @@ from torch.utils.data import Dataset, Sampler, default_collate, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
 from engine.data import images
+from engine.data.remote import WINDOW
 
 
 class SizedDataset(Protocol):
@@ -47,6 +48,7 @@ class SeededDataset(Dataset):
 
     Attributes:
         decode: where its images are decoded, "cpu" or "gpu"; copied from `dataset`, default "cpu".
+        shard_sizes: samples of each shard of data that is read by URL; copied, default none.
     """
 
     def __init__(self, dataset: SizedDataset, seed: int) -> None:
@@ -54,6 +56,7 @@ class SeededDataset(Dataset):
         self.seed = seed
         self.epoch = 0
         self.decode: str = getattr(dataset, "decode", "cpu")
+        self.shard_sizes: Sequence[int] = getattr(dataset, "shard_sizes", ())
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -79,7 +82,8 @@ class ResumableDistributedSampler(DistributedSampler):
 
     Each epoch has a new order, of which each process takes every `num_replicas`-th sample. All
     processes together consume the order from its start, so one count of samples states the
-    position, whatever the number of processes was.
+    position, whatever the number of processes was. The order is that of `shard_order` if the
+    data set's shards are read by URL.
     """
 
     dataset: SeededDataset
@@ -113,10 +117,36 @@ class ResumableDistributedSampler(DistributedSampler):
     def order(self, epoch: int, start_sample: int = 0) -> list[int]:
         """Return the samples of this process from a position on."""
         generator = torch.Generator().manual_seed(self.seed + epoch)
-        order = torch.randperm(len(self.dataset), generator=generator).tolist()
+        sizes = self.dataset.shard_sizes
+        if sizes and sum(sizes) != len(self.dataset):
+            raise ValueError(f"{sum(sizes)} samples in shards, but {len(self.dataset)} in all")
+        if sizes:
+            order = shard_order(sizes, generator)
+        else:
+            order = torch.randperm(len(self.dataset), generator=generator)
         remaining = order[start_sample:]
         num_samples = len(remaining) // self.num_replicas  # equally many in each process
-        return remaining[self.rank :: self.num_replicas][:num_samples]
+        return remaining[self.rank :: self.num_replicas][:num_samples].tolist()
+
+
+def shard_order(sizes: Sequence[int], generator: torch.Generator) -> Tensor:
+    """Return a random order of samples in which those of a shard are near one another.
+
+    The shards are in random order, and each sample takes a random place within the WINDOW shards
+    that follow the start of its own, around the end of the epoch to its start. So there are
+    samples of as many shards at each position, also at the first.
+
+    Args:
+        sizes: number of samples of each shard; their indices are consecutive.
+    """
+    counts = torch.tensor(sizes)
+    shuffled = torch.randperm(len(sizes), generator=generator)
+    starts = torch.empty_like(counts)
+    starts[shuffled] = counts[shuffled].cumsum(0) - counts[shuffled]
+    total = sum(sizes)
+    window = total * min(1, WINDOW / len(sizes))
+    offsets = window * torch.rand(total, generator=generator, dtype=torch.float64)
+    return (starts.repeat_interleave(counts) + offsets).remainder(total).argsort(stable=True)
 
 
 class ShardSampler(Sampler[int]):

@@ -18,6 +18,7 @@ class PackedCaptions(Sequence):
 
     def __init__(self, pack: shards.Pack) -> None:
         self.pack = pack
+        self.shard_sizes = pack.shard_sizes
         self.longest = pack.manifest.longest
 
     def __len__(self) -> int:

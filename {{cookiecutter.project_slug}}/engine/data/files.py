@@ -9,6 +9,7 @@ from functools import lru_cache
 from io import BufferedReader, BytesIO, FileIO
 
 from engine import UserError
+from engine.data.remote import open_mirror
 from engine.text import printable
 
 MAX_BYTES = 2**30  # of a file that is read
@@ -84,6 +85,10 @@ def read_file(path: str | os.PathLike) -> bytearray:
 def _read_part(path: str, offset: int, length: int) -> bytearray:
     if length > MAX_BYTES:
         raise OSError(0, f"it has {length} bytes, more than {MAX_BYTES}")
+    folder, name = os.path.split(path)
+    mirror = open_mirror(folder, os.getpid())
+    if mirror:
+        return mirror.read(name, offset, length)
     data = bytearray(length)
     if os.preadv(_open_shard(path).fileno(), [data], offset) != length:
         raise OSError(0, "its shard is too short")

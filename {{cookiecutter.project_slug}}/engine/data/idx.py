@@ -50,7 +50,8 @@ def read_file(folder: Path, train: bool, kind: str) -> np.ndarray:
         raise UserError(f"{path} can't be read ({error}); copy or download it again") from None
     num_dims = int(kind[-7])
     header, values = data[: 4 + 4 * num_dims], data[4 + 4 * num_dims :]
-    is_idx_header = header[:4] == bytes([0, 0, UNSIGNED_BYTE, num_dims])
+    magic = bytes([0, 0, UNSIGNED_BYTE, num_dims])
+    is_idx_header = header[:4] == magic and len(header) == 4 + 4 * num_dims
     shape = np.frombuffer(header[4:], ">u4").tolist() if is_idx_header else [-1]
     if len(values) != math.prod(shape):
         raise UserError(f"{path} is damaged or no IDX file of bytes; copy or download it again")

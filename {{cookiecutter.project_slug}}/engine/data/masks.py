@@ -16,6 +16,7 @@ class PackedMasks(Sequence):
 
     def __init__(self, pack: shards.Pack) -> None:
         self.pack = pack
+        self.shard_sizes = pack.shard_sizes
 
     def __len__(self) -> int:
         return len(self.pack)

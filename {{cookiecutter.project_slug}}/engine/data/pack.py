@@ -8,7 +8,7 @@ engine.data.shards describes the files.
 """
 
 import argparse
-import re
+import random
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -24,11 +24,9 @@ from engine.data.captions import read_captions
 from engine.data.folders import list_classes
 from engine.data.masks import list_masks
 from engine.data.packing import MAX_SHORT_SIDE, Options, Source, SplitPacker
+from engine.data.shards import CLASS_FILES, MASK_SPLITS, SPLITS
 
-SPLITS, MASK_SPLITS = ("train", "val"), ("training", "validation")
 SHORT_SIDES = {"cls": 288, "txt": 288, "mask.png": 576}  # crops of 224 and 512 pixels
-CLASS_FILES = ("classes.txt", "objectInfo150.txt")
-UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def find_layout(data: Path) -> tuple[str, list[str]]:
@@ -78,6 +76,8 @@ def plan(data: Path, out: Path, options: Options) -> list[SplitPacker]:
     classes = None
     for split in splits:
         sources, classes = list_sources(data, split, kind, classes)
+        if options.shuffle and split in (SPLITS[0], MASK_SPLITS[0]):
+            random.Random(0).shuffle(sources)
         packers.append(SplitPacker(out / split, sources, classes or [], options, kind))
     for name in CLASS_FILES:
         if kind == "mask.png" and (data / name).is_file():
@@ -145,28 +145,26 @@ def verify(out: Path) -> bool:
     return is_intact
 
 
-def size_type(text: str) -> int:
-    """Convert a number of bytes, such as 256MB."""
-    found = re.fullmatch(r"(\d+)([KMG]B|)", text)
-    if not found or not int(found[1]):
-        raise argparse.ArgumentTypeError(f"{text} must be a size, such as 256MB")
-    return int(found[1]) * UNITS[found[2]]
-
-
 def parse_args() -> argparse.Namespace:
     """Return the flags."""
     parser = argparse.ArgumentParser(
         prog="python -m engine.data.pack", description="Pack image folders into tar files."
     )
     add = parser.add_argument
-    add("data", nargs="?", type=Path, metavar="DATA", help="a folder as for --data")
-    add("out", type=Path, metavar="OUT", help="a new folder, or one to continue or to verify")
+    add("data", nargs="?", type=cli.local_path, metavar="DATA", help="a folder as for --data")
+    add(
+        "out",
+        type=cli.local_path,
+        metavar="OUT",
+        help="a new folder, or one to continue or to verify",
+    )
     short_side_help = "of larger images (default: 288; with masks 576)"
     side = cli.number_type(int, 1, MAX_SHORT_SIDE, f"an integer from 1 to {MAX_SHORT_SIDE - 1}")
     add("--short-side", type=side, default=0, metavar="PIXELS", help=short_side_help)
     quality = cli.number_type(int, 1, 101, "an integer from 1 to 100")
     add("--quality", type=quality, default=90, help="of resized images, as JPEG (default: 90)")
-    add("--shard-size", type=size_type, default="256MB", metavar="SIZE", help="of a tar file")
+    add("--shard-size", type=cli.size_type, default="256MB", metavar="SIZE", help="of a tar file")
+    add("--shuffle", action="store_true", help="training images in random order, to read by URL")
     add("--workers", type=cli.positive_int, default=distributed.cpu_cores(), metavar="N")
     add("--skip-broken", type=cli.non_negative_int, default=0, metavar="N", help="leave out up to")
     add("--verify", action="store_true", help="compare all checksums at the end")
@@ -180,7 +178,7 @@ def main() -> None:
     """Pack, verify, or both."""
     args = parse_args()
     if args.data is not None:
-        options = Options(args.short_side, args.quality, args.shard_size)
+        options = Options(args.short_side, args.quality, args.shard_size, args.shuffle)
         with naming_write_errors(args.out):
             pack(plan(args.data, args.out, options), args.workers, args.skip_broken)
     if args.verify and not verify(args.out):

@@ -40,6 +40,7 @@ class Options(NamedTuple):
     short_side: int
     quality: int
     shard_size: int
+    shuffle: bool = False
 
 
 class Source(NamedTuple):

@@ -22,6 +22,9 @@ from engine import UserError
 
 FORMAT = 1  # version, in the manifest
 MANIFEST, PROGRESS, INDEX = "pack.json", "progress.json", "index.bin"
+REMOTE = "remote.json"  # in a local mirror of a pack that is read by URL (engine/data/remote.py)
+SPLITS, MASK_SPLITS = ("train", "val"), ("training", "validation")
+CLASS_FILES = ("classes.txt", "objectInfo150.txt")  # beside the splits of a pack with masks
 MAGIC = b"PACKIDX1"
 ID_LENGTH = 24  # hexadecimal digits
 HEADER_LENGTH = len(MAGIC) + ID_LENGTH
@@ -92,8 +95,11 @@ class Pack:
     """Samples of a packed folder, by index.
 
     Args:
-        folder: it is checked, except for the checksums.
+        folder: it is checked, except for the checksums. The shards of a mirror are not there yet.
         kind: what the second member of each sample is: "cls", "txt" or "mask.png"; None for any.
+
+    Attributes:
+        shard_sizes: samples of each shard, for `engine.data.shard_order`; none if they are local.
 
     Raises:
         UserError: if the pack is not complete, damaged, or of another kind.
@@ -105,7 +111,10 @@ class Pack:
         found = self.manifest.kind
         if kind and found != kind:
             raise UserError(f"{folder} is packed for another task: with .{found}, not .{kind}")
-        check_files(folder, self.manifest)
+        is_remote = (folder / REMOTE).is_file()
+        if not is_remote:
+            check_files(folder, self.manifest)
+        self.shard_sizes = [shard.samples for shard in self.manifest.shards] if is_remote else []
         if checksum(folder / INDEX) != self.manifest.index_sha256:
             raise UserError(_damaged(folder / INDEX))
         self.records = np.memmap(folder / INDEX, RECORD, mode="r", offset=HEADER_LENGTH)
@@ -144,6 +153,7 @@ class PackedImages(Sequence):
 
     def __init__(self, pack: Pack, labels: Sequence[int]) -> None:
         self.pack, self.labels = pack, labels
+        self.shard_sizes = pack.shard_sizes
 
     def __len__(self) -> int:
         return len(self.pack)

@@ -7,12 +7,11 @@ import argparse
 import sys
 from collections.abc import Iterator
 from multiprocessing.pool import ThreadPool
-from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
-from engine import UserError, distributed
+from engine import UserError, cli, distributed
 from engine.data.files import FileError
 from engine.data.folders import list_images
 from engine.data.images import read_image
@@ -39,7 +38,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m engine.data.verify", description="Find unreadable image files."
     )
-    parser.add_argument("data", nargs="+", type=Path, metavar="DATA", help="a folder of images")
+    parser.add_argument(
+        "data", nargs="+", type=cli.local_path, metavar="DATA", help="a folder of images"
+    )
     parser.add_argument("--threads", type=int, default=distributed.cpu_cores(), metavar="N")
     args = parser.parse_args()
     torch.set_num_threads(1)  # each file is decoded by one thread

@@ -17,7 +17,15 @@ import torch.distributed as dist
 from engine import UserError
 
 MAX_CLOCK_DIFFERENCE_S = 5.0  # torchrun's rendezvous takes a host that is 15 s behind for lost
-HOST_SETTINGS = ("local_rank", "data", "output", "workers", "config")  # may differ between hosts
+HOST_SETTINGS = (  # may differ between hosts
+    "local_rank",
+    "data",
+    "cache_dir",
+    "cache_size",
+    "output",
+    "workers",
+    "config",
+)
 
 Facts = dict[str, str]
 

@@ -1,0 +1,403 @@
+"""Packed data by URL, from a real server that is slow, cuts connections and returns errors."""
+
+import errno
+import fcntl
+import json
+import os
+import threading
+import time
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import task
+import torch
+from engine import UserError, cli
+from engine.data import (
+    ResumableDistributedSampler,
+    SeededDataset,
+    ShardSampler,
+    remote,
+    shard_order,
+    shards,
+    store,
+)
+from engine.data.loading import TrainLoader, build_loader
+from engine.data.remote import Mirror, RemoteFolder
+from fresh import UNCHANGED
+from nginx import NGINX, FaultyProxy, serving
+from test_pack import LARGE, contents, run_pack, write_images  # noqa: F401 - a fixture
+
+CPU = torch.device("cpu")
+needs_nginx = pytest.mark.skipif(NGINX is None, reason="nginx is missing (apt-get install nginx)")
+pytest.importorskip("aiohttp")
+MANY = 10**9  # bytes of a cache that holds everything
+
+
+@pytest.fixture
+def packed(tmp_path, run_pack) -> Path:  # noqa: F811
+    """A pack of 40 images in 27 shards, and as many for validation."""
+    out = tmp_path / "served" / "packed"
+    out.mkdir(parents=True)
+    run_pack(write_images(tmp_path / "in", 40), out, LARGE, "--shard-size=16KB", "--shuffle")
+    assert len([*(out / "train").glob("*.tar")]) > remote.WINDOW
+    return out
+
+
+@pytest.fixture
+def server(packed, tmp_path, monkeypatch):
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(store, "FIRST_DELAY_S", 0.01)
+    folder = tmp_path / "nginx"
+    folder.mkdir()
+    remote.open_mirror.cache_clear()
+    with serving(packed.parent, folder) as server:
+        yield server
+
+
+def datasets(data) -> tuple[task.Images, task.Images]:
+    args = Namespace(data=data, decode="cpu", eval_only=False, **UNCHANGED)
+    return task.read_datasets(args)
+
+
+def cached(cache: Path) -> list[Path]:
+    return sorted(cache.glob("*/*/shard-*.tar"))
+
+
+def mirror_of(dataset: task.Images) -> Mirror:
+    """Return what reads its shards in this process."""
+    return remote.open_mirror(str(dataset.samples.pack.folder), os.getpid())
+
+
+@needs_nginx
+def test_samples_are_those_of_the_local_pack(server, packed, tmp_path):
+    url = RemoteFolder(f"{server.url}/packed/", tmp_path / "cache", MANY)
+    for original, other in zip(datasets(packed), datasets(url), strict=True):
+        assert (other.classes, other.labels) == (original.classes, original.labels)
+        for _ in range(2):
+            torch.manual_seed(0)
+            expected = [original[index] for index in range(len(original))]
+            torch.manual_seed(0)
+            for index, sample in enumerate(expected):
+                found = other[index]
+                assert found[0].data == sample[0].data and found[1] == sample[1]
+    assert cached(tmp_path / "cache")
+    for path in cached(tmp_path / "cache"):
+        assert path.read_bytes() == (packed / path.parent.name / path.name).read_bytes()
+    parts = [line for line in server.requests() if "shard" in line]
+    assert parts and all('HTTP/1.1" 206 ' in line for line in parts)
+
+
+@needs_nginx
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_are_the_same_as_without_a_cache_and_after_a_resume(
+    server, packed, tmp_path, workers
+):
+    def batches(cache: str, size: int, start: int = 0) -> list:
+        train_set, _ = datasets(RemoteFolder(f"{server.url}/packed", tmp_path / cache, size))
+        seeded = SeededDataset(train_set, 3)
+        sampler = ResumableDistributedSampler(seeded, 3, num_replicas=1, rank=0)
+        sampler.set_epoch(1, start)
+        options = {"batch_size": 4, "epochs": 2, "workers": workers, "device": CPU}
+        return list(TrainLoader(seeded, sampler, **options))
+
+    expected = batches("one", MANY)
+    assert len(expected) == 10
+    largest = max(path.stat().st_size for path in packed.rglob("*.tar"))
+    smallest = (remote.WINDOW + remote.SPARE) * largest
+    for found, start in ((batches("two", smallest), 0), (batches("one", MANY, 12), 12)):
+        for one, other in zip(expected[start // 4 :], found, strict=True):
+            assert all(map(torch.equal, one, other))
+
+
+def test_order_is_mixed_from_a_window_of_shards_and_complete():
+    sizes = [50, 60, 40] * 10
+    shard_of = torch.repeat_interleave(torch.arange(30), torch.tensor(sizes))
+    orders = []
+    for seed in (0, 0, 1):
+        orders.append(shard_order(sizes, torch.Generator().manual_seed(seed)))
+    assert torch.equal(orders[0], orders[1]) and not torch.equal(orders[0], orders[2])
+    assert torch.equal(orders[0].sort().values, torch.arange(1500))
+    for start in range(0, 1500, 100):
+        used = shard_of[orders[0][start : start + 100]].unique()
+        assert remote.WINDOW - 2 <= len(used) <= remote.WINDOW + 5
+    few = shard_order([50] * 8, torch.Generator().manual_seed(0))
+    first = few[:80] // 50
+    assert len(first.unique()) == 8  # all shards from the start
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (4, 2), (2, 2)])
+def test_no_sample_is_lost_or_repeated_on_another_number_of_processes(before, after):
+    class Sharded(list):
+        shard_sizes = [7, 9, 8] * 8
+
+    data = SeededDataset(Sharded(range(192)), 0)
+
+    def read(world_size: int, start: int, steps: int) -> list[int]:
+        found = []
+        for rank in range(world_size):
+            sampler = ResumableDistributedSampler(data, 5, num_replicas=world_size, rank=rank)
+            sampler.set_epoch(2, start)
+            found += list(sampler)[:steps]
+        return found
+
+    consumed = read(before, 0, 12 // before * 3)
+    rest = read(after, len(consumed), 192)
+    assert len(consumed) == 36
+    assert sorted(consumed + rest) == list(range(192))
+
+
+def test_shards_sizes_must_be_those_of_the_samples():
+    class Filtered(list):
+        shard_sizes = [7, 9]
+
+    sampler = ResumableDistributedSampler(SeededDataset(Filtered(range(10)), 0), 5, 1, 0)
+    with pytest.raises(ValueError, match="16 samples in shards, but 10"):
+        list(sampler)
+
+
+@needs_nginx
+def test_cache_is_bounded_and_the_oldest_shards_make_room(server, packed, tmp_path):
+    sizes = [path.stat().st_size for path in (packed / "train").glob("*.tar")]
+    limit = (remote.WINDOW + remote.SPARE) * max(sizes)
+    cache = tmp_path / "cache"
+    train_set, val_set = datasets(RemoteFolder(f"{server.url}/packed", cache, limit))
+    for _ in range(2):
+        for dataset in (train_set, val_set):
+            for index in range(len(dataset)):
+                for _ in range(remote.MISSES):
+                    dataset[index]
+                files = cache.glob("*/*/shard-*")
+                assert sum(path.stat().st_size for path in files) <= limit
+    assert sum(sizes) * 2 > limit
+    assert len(cached(cache)) >= remote.WINDOW
+
+
+@needs_nginx
+def test_too_small_cache_is_an_error(server, tmp_path):
+    data = RemoteFolder(f"{server.url}/packed", tmp_path / "cache", 30_000)
+    with pytest.raises(UserError, match="--cache-size 30000: .* needs .* bytes"):
+        datasets(data)
+
+
+@needs_nginx
+def test_failing_requests_are_repeated(server, packed, tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "READ_S", 1)
+    proxy = FaultyProxy(server.port, ["error", "", "cut", "refuse", "stall", "", "cut"] * 3)
+    train_set, _ = datasets(RemoteFolder(f"{proxy.url}/packed", tmp_path / "cache", MANY))
+    expected = datasets(packed)[0]
+    for index in range(12):
+        assert train_set[index][0].data == expected[index][0].data
+    assert not proxy.faults
+    proxy.close()
+
+
+@needs_nginx
+def test_server_that_stays_away_is_an_error_after_a_limited_number_of_attempts(
+    server, tmp_path, capsys
+):
+    proxy = FaultyProxy(server.port, ["error"] * 100)
+    data = RemoteFolder(f"{proxy.url}/packed", tmp_path / "cache", MANY)
+    with pytest.raises(UserError, match=r"pack.json can't be read \(503 Busy; 7 attempts\)"):
+        datasets(data)
+    assert len(proxy.faults) == 100 - store.ATTEMPTS
+    log = capsys.readouterr().err
+    assert log.count("pack.json: attempt ") == store.ATTEMPTS - 1
+    assert "pack.json: attempt 1 of 7 failed (503 Busy)" in log
+    proxy.close()
+    with pytest.raises(UserError, match=r"127.0.0.1.* 7 attempts\)"):
+        datasets(RemoteFolder(f"{proxy.url}/packed", tmp_path / "cache", MANY))
+
+
+@needs_nginx
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("nothing", "neither train/pack.json nor training/pack.json"),
+        ("private", r"403 Forbidden; 1 attempts\)"),
+        ("whole/packed", "the server ignores range requests"),
+    ],
+)
+def test_unusable_url_is_an_error(server, tmp_path, path, message):
+    with pytest.raises(UserError, match=message):
+        datasets(RemoteFolder(f"{server.url}/{path}", tmp_path / "cache", MANY))
+
+
+@needs_nginx
+@pytest.mark.parametrize("damage", ["missing", "truncated", "longer", "changed", "repacked"])
+def test_damaged_shard_is_an_error(server, packed, tmp_path, damage):
+    train_set, _ = datasets(RemoteFolder(f"{server.url}/packed", tmp_path / "cache", MANY))
+    path = packed / "train" / "shard-00000.tar"
+    content = path.read_bytes()
+    if damage == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(
+            {
+                "truncated": content[: len(content) // 2],
+                "longer": content + bytes(512),
+                "changed": content[:-700] + b"x" * 700,
+                "repacked": (packed / "val" / path.name).read_bytes(),
+            }[damage]
+        )
+    expected = {
+        "missing": "is missing",
+        "changed": "its checksum differs",
+        "truncated": "truncated",
+        "longer": "another file: it has more than",
+        "repacked": "another file|checksum|can't be read as an image",
+    }[damage]
+    last = train_set.samples.pack.manifest.shards[0].samples - 1
+    with pytest.raises(UserError, match=rf"shard-00000.tar.*({expected})"):
+        for _ in range(20):
+            train_set[last]
+    assert not cached(tmp_path / "cache")
+
+
+@needs_nginx
+def test_full_disk_is_an_error(server, tmp_path, monkeypatch):
+    def fail(*arguments):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", fail)
+    cache = tmp_path / "cache"
+    train_set, _ = datasets(RemoteFolder(f"{server.url}/packed", cache, MANY))
+    with pytest.raises(UserError, match="--cache-dir .*No space left on device.*--cache-size"):
+        for _ in range(20):
+            train_set[0]
+    assert not list(cache.glob("*/*/shard-*"))
+
+
+@needs_nginx
+def test_interrupted_download_starts_again_and_a_running_one_is_kept(server, packed, tmp_path):
+    train_set, _ = datasets(RemoteFolder(f"{server.url}/packed", tmp_path / "cache", MANY))
+    folder = train_set.samples.pack.folder
+    part = folder / "shard-00000.tar.tmp"
+    part.write_bytes(b"x" * 100_000)  # longer than the shard
+    mirror = Mirror(folder)
+    for _ in range(remote.MISSES):
+        mirror.read("shard-00000.tar", 0, 512)
+    expected = (packed / "train" / "shard-00000.tar").read_bytes()
+    assert (folder / "shard-00000.tar").read_bytes() == expected and not part.exists()
+
+    other = folder / "shard-00001.tar.tmp"
+    with other.open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        for _ in range(remote.MISSES):
+            mirror.read("shard-00001.tar", 0, 512)
+        assert other.exists() and not (folder / "shard-00001.tar").exists()
+
+
+@needs_nginx
+def test_training_process_starts_no_thread_before_it_forks_workers(server, tmp_path):
+    before = set(threading.enumerate())
+    train_set, _ = datasets(RemoteFolder(f"{server.url}/packed", tmp_path / "cache", MANY))
+    for _ in range(remote.MISSES):
+        train_set[0]
+    assert cached(tmp_path / "cache")
+    assert set(threading.enumerate()) == before
+
+
+@needs_nginx
+def test_answer_that_takes_too_long_is_an_error(server, tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "ATTEMPT_S", 0.2)
+    monkeypatch.setattr(store, "ATTEMPTS", 2)
+    proxy = FaultyProxy(server.port, ["stall"] * 4)
+    with pytest.raises(UserError, match=r"pack.json can't be read \(TimeoutError; 2 attempts\)"):
+        datasets(RemoteFolder(f"{proxy.url}/packed", tmp_path / "cache", MANY))
+    proxy.close()
+
+
+@needs_nginx
+def test_another_pack_at_the_url_has_another_mirror(server, packed, tmp_path, run_pack):  # noqa: F811
+    data = RemoteFolder(f"{server.url}/packed", tmp_path / "cache", MANY)
+    before = data.mirror
+    assert RemoteFolder(f"{server.url}/packed/", tmp_path / "cache", MANY).mirror == before
+    for path in sorted(packed.rglob("*"), reverse=True):
+        path.unlink() if path.is_file() else path.rmdir()
+    run_pack(write_images(tmp_path / "other", 20), packed, LARGE)
+    after = RemoteFolder(f"{server.url}/packed", tmp_path / "cache", MANY)
+    assert after.mirror != before and len(datasets(after)[0]) == 20
+
+
+@needs_nginx
+def test_index_of_another_pack_is_an_error(server, packed, tmp_path):
+    (packed / "train" / "index.bin").write_bytes((packed / "val" / "index.bin").read_bytes())
+    with pytest.raises(UserError, match="train/index.bin is damaged or was changed"):
+        datasets(RemoteFolder(f"{server.url}/packed", tmp_path / "cache", MANY))
+
+
+@needs_nginx
+def test_first_batch_from_a_slow_server_needs_no_whole_shard(server, tmp_path):
+    data = RemoteFolder(f"{server.url}/slow/packed", tmp_path / "cache", MANY)
+    started = time.monotonic()
+    seeded = SeededDataset(datasets(data)[1], 0)
+    options = {"batch_size": 8, "workers": 0, "device": CPU}
+    pixels, labels = next(iter(build_loader(seeded, sampler=ShardSampler(seeded, 0, 1), **options)))
+    assert pixels.shape == (8, 3, 224, 224)
+    assert time.monotonic() - started < 20
+
+
+@needs_nginx
+def test_pack_that_is_not_shuffled_is_reported(server, packed, tmp_path, run_pack, capsys):  # noqa: F811
+    out = packed.parent / "sorted"
+    run_pack(tmp_path / "in", out, LARGE, "--shard-size=16KB")
+    datasets(RemoteFolder(f"{server.url}/packed", tmp_path / "cache", MANY))
+    assert "warning" not in capsys.readouterr().err
+    datasets(RemoteFolder(f"{server.url}/sorted", tmp_path / "cache", MANY))
+    assert "/sorted/train was packed without --shuffle" in capsys.readouterr().err
+
+
+def test_shuffled_pack_has_the_same_samples_in_another_order(packed, tmp_path, run_pack):  # noqa: F811
+    run_pack(tmp_path / "in", tmp_path / "sorted", LARGE)
+    for (one, other), is_same in zip(
+        zip(datasets(packed), datasets(tmp_path / "sorted"), strict=True),
+        (False, True),
+        strict=True,
+    ):
+        found, expected = (
+            [(bytes(sample.data), label) for sample, label in map(dataset.__getitem__, range(40))]
+            for dataset in (one, other)
+        )
+        assert sorted(found) == sorted(expected) and (found == expected) is is_same
+    run_pack(tmp_path / "in", tmp_path / "again", LARGE, "--shard-size=16KB", "--shuffle")
+    assert contents(tmp_path / "again") == contents(packed)
+
+
+def test_locations():
+    assert cli.data_location("data/x") == Path("data/x")
+    assert cli.data_location("s3://bucket/a") == "s3://bucket/a"
+    for text in ("ftp://host/x", "https://user:word@host/x", "https://host/x?key=1"):
+        with pytest.raises(Exception, match="must be https"):
+            cli.data_location(text)
+    with pytest.raises(Exception, match="only --data takes"):
+        cli.local_path("https://host/x.jpg")
+
+
+def test_missing_package_is_an_error(monkeypatch, tmp_path):
+    import fsspec
+
+    def fail(protocol, **options):
+        raise ImportError
+
+    monkeypatch.setattr(fsspec, "filesystem", fail)
+    with pytest.raises(UserError, match="--data s3://bucket/x: pip install fsspec s3fs"):
+        store.Store("s3://bucket/x")
+
+
+def test_s3_goes_through_fsspec(packed, tmp_path, monkeypatch):
+    """With its file system of local files in place of s3fs, which needs a server."""
+    import fsspec
+
+    class Files:
+        async def _cat_file(self, path: str, start: int | None, end: int | None) -> bytes:
+            name = packed.parent / path.removeprefix("s3://bucket/")
+            return fsspec.filesystem("file").cat_file(str(name), start=start, end=end)
+
+    monkeypatch.setattr(store, "_open_files", lambda protocol: Files())
+    train_set, _ = datasets(RemoteFolder("s3://bucket/packed", tmp_path / "cache", MANY))
+    expected = datasets(packed)[0]
+    for index in range(40):
+        assert train_set[index][0].data == expected[index][0].data
+    source = json.loads((train_set.samples.pack.folder / shards.REMOTE).read_text())
+    assert source["url"] == "s3://bucket/packed/train"

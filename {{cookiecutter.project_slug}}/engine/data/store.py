@@ -1,0 +1,189 @@
+"""Files at a URL, read in parts through fsspec, with repeated attempts."""
+
+import asyncio
+import errno
+import os
+import random
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from hashlib import sha256
+from http import HTTPStatus
+from typing import Any
+
+from engine import UserError
+from engine.text import printable
+
+PIECE = 8 * 2**20  # bytes of a range request for a part of a shard
+ATTEMPTS = 7  # of a request, in 12 seconds if each fails at once
+FIRST_DELAY_S = 0.2  # before the second attempt; doubled before each further one
+CONNECT_S, READ_S = 10, 10  # limits of the time in which a server sends nothing
+ATTEMPT_S = 60  # limit of an attempt, of at most PIECE bytes or a manifest
+TEMPORARY = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS)  # others below 500 are not
+UPLOAD = "upload the pack again"
+
+
+class CallingThread(ThreadPoolExecutor):
+    """Executor without threads, for the calls that aiohttp would leave to one, as of names."""
+
+    def submit(self, fn: Callable, /, *args: Any, **kwargs: Any) -> Future:
+        """Return the finished call of `fn`."""
+        future: Future = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:  # raised where the result is awaited
+            future.set_exception(error)
+        return future
+
+
+class Store:
+    """Files below a URL, read through fsspec by one thread of one process.
+
+    Its event loop runs in the calling thread, and only while it reads. fsspec's own loop has a
+    thread for the whole process: a loader's worker that is forked meanwhile may wait for ever for
+    a lock that the thread held.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        protocol = url.partition("://")[0]
+        try:
+            self.files = _open_files(protocol)
+        except ImportError:
+            package = "s3fs" if protocol == "s3" else "aiohttp"
+            raise UserError(f"--data {url}: pip install fsspec {package}") from None
+        self.loop = asyncio.new_event_loop()
+        self.loop.set_default_executor(CallingThread())
+        weakref.finalize(self, _close, self.loop, self.files, os.getpid())
+
+    def read(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
+        """Return the bytes of a file from `start` to before `end`, or to its end if it is shorter.
+
+        Raises:
+            FileNotFoundError: if there is no such file.
+            UserError: if the server refuses the request or ignores its range, or each of several
+                attempts fails.
+        """
+        path = f"{self.url}/{name}"
+        delay = FIRST_DELAY_S
+        for attempt in range(1, ATTEMPTS + 1):
+            try:
+                data = self._request(path, start, end)
+                break
+            except FileNotFoundError:
+                raise
+            except Exception as error:  # of aiohttp, botocore, the operating system and others
+                if _is_behind_end(error):
+                    return b""
+                if attempt == ATTEMPTS or _is_refusal(error):
+                    raise UserError(
+                        f"{path} can't be read ({_reason(error)}; {attempt} attempts); check the "
+                        "server and the credentials, and continue with --resume auto"
+                    ) from None
+                print(
+                    f"warning: {path}: attempt {attempt} of {ATTEMPTS} failed ({_reason(error)})",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            time.sleep(delay * random.Random().uniform(0.5, 1.0))  # not all processes at once
+            delay *= 2
+        if start is not None and end is not None and len(data) > end - start:
+            raise UserError(f"{self.url}: the server ignores range requests; use another one")
+        return data
+
+    def _request(self, path: str, start: int | None, end: int | None) -> bytes:
+        # fsspec documents the underscore as the prefix of its coroutines, not of private methods.
+        request = self.files._cat_file(path, start=start, end=end)
+        return self.loop.run_until_complete(asyncio.wait_for(request, ATTEMPT_S))
+
+    def read_part(self, name: str, start: int, length: int) -> bytes:
+        """Return a part of a file that must be there. Raises UserError if it is not."""
+        try:
+            data = self.read(name, start, start + length)
+        except FileNotFoundError:
+            raise UserError(f"{self.url}/{name} is missing; {UPLOAD}") from None
+        if len(data) < length:
+            raise UserError(
+                f"{self.url}/{name} is truncated, or is another file: it has fewer than "
+                f"{start + length} bytes; {UPLOAD}"
+            )
+        return data
+
+    def download(self, name: str, descriptor: int, size: int, expected: str) -> None:
+        """Write a file of `size` bytes and the SHA-256 `expected` to an open file.
+
+        Raises:
+            UserError: if the file at the URL is another one.
+        """
+        with suppress(FileNotFoundError):
+            found = len(self.read(name, size - 1, size + 1))  # finds another size at once
+            if found != 1:
+                size_found = "more" if found else "fewer"
+                raise UserError(
+                    f"{self.url}/{name} is truncated, or is another file: it has {size_found} than "
+                    f"{size} bytes; {UPLOAD}"
+                )
+        digest = sha256()
+        for start in range(0, size, PIECE):
+            data = self.read_part(name, start, min(PIECE, size - start))
+            digest.update(data)
+            os.pwrite(descriptor, data, start)
+        if digest.hexdigest() != expected:
+            raise UserError(
+                f"{self.url}/{name} is damaged or was changed: its checksum differs from that in "
+                f"the manifest; {UPLOAD}"
+            )
+
+
+def _open_files(protocol: str) -> Any:
+    """Return a file system of fsspec, with coroutines. Raises ImportError if a package is missing.
+
+    It is not shared: its connections belong to one event loop.
+    """
+    import fsspec
+
+    options = {"asynchronous": True, "skip_instance_cache": True}
+    if protocol == "s3":
+        return fsspec.filesystem("s3", **options)
+    import aiohttp
+
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=READ_S)
+    client = {"timeout": timeout, "trust_env": True}  # proxies and ~/.netrc
+    return fsspec.filesystem(protocol, client_kwargs=client, **options)
+
+
+def _close(loop: asyncio.AbstractEventLoop, files: Any, process: int) -> None:
+    """Close the connections of a Store, in the process that opened them."""
+
+    async def close() -> None:
+        session = await files.set_session()
+        await session.close()
+
+    if os.getpid() == process and not loop.is_running():  # a daemon thread's may run at exit
+        request = close()
+        try:
+            loop.run_until_complete(request)
+        except Exception:  # collected as garbage while another store reads; nothing depends on it
+            request.close()
+        loop.close()
+
+
+def _is_behind_end(error: Exception) -> bool:
+    """Return whether `error` is the answer to a range that starts behind the end of a file."""
+    is_from_s3 = isinstance(error, OSError) and error.errno == errno.EINVAL
+    return is_from_s3 or getattr(error, "status", 0) == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Return whether another attempt would fail, too: the error is no temporary one."""
+    status = getattr(error, "status", 0)
+    return isinstance(error, PermissionError) or 400 <= status < 500 and status not in TEMPORARY
+
+
+def _reason(error: Exception) -> str:
+    status = getattr(error, "status", "")
+    message = getattr(error, "message", "") or str(error) or type(error).__name__
+    return printable(f"{status} {message}".strip())
