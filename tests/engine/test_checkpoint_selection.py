@@ -111,6 +111,20 @@ def test_later_checkpoints_are_removed(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 2
 
 
+def test_best_folder_outlives_its_step(tmp_path: Path) -> None:
+    for step in (10, 20):
+        (tmp_path / f"step-{step}").mkdir()
+        (tmp_path / f"step-{step}" / "state.pt").write_text(str(step))
+        checkpoint.alias(tmp_path / f"step-{step}", "last.pt")
+    checkpoint.alias(tmp_path / "step-20", "best.pt")
+    checkpoint.remove_later(tmp_path, 15)  # as after --resume step-10
+    assert {path.name for path in tmp_path.iterdir()} == {"step-10", "best"}
+    assert (tmp_path / "best" / "state.pt").read_text() == "20"
+    checkpoint.alias(tmp_path / "step-10", "best.pt")  # a better one
+    assert (tmp_path / "best").is_symlink()
+    assert (tmp_path / "best" / "state.pt").read_text() == "10"
+
+
 def test_files_that_never_end_are_skipped(tmp_path: Path) -> None:
     saved(tmp_path, 4)
     os.mkfifo(tmp_path / "last.pt")

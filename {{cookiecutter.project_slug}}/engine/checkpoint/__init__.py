@@ -420,7 +420,7 @@ class CheckpointManager:
             if dist.get_rank() == 0:
                 format.prune(self.folder, self.keep)
             self.problem = ""
-        except (OSError, RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError, UserError) as error:
             reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
             self.problem = f"{path} could not be written ({reason})"
             self.logger.warning(
@@ -431,6 +431,8 @@ class CheckpointManager:
         """Remove what a killed process left incomplete, and checkpoints of steps after `step`."""
         for incomplete in self.folder.glob("*.pt" + SUFFIX):
             incomplete.unlink(missing_ok=True)
+        for incomplete in self.folder.glob("step-*" + SUFFIX):
+            format.remove(incomplete)
         format.remove_later(self.folder, step)
 
     def _write_shards(
@@ -439,7 +441,10 @@ class CheckpointManager:
         """Write a folder; all ranks call it. Its tensors are not written again at the same step."""
         is_written = self._written_step == entries["step"]
         if dist.get_rank() == 0:
-            self._prepare(entries["step"])
+            try:
+                self._prepare(entries["step"])
+            except OSError as error:  # the other ranks are waiting for this one
+                self.logger.warning(f"{self.folder}: old checkpoints can't be removed ({error})")
         if not is_written:
             sharded.write(path, entries, writers)
             self._written_step = entries["step"]

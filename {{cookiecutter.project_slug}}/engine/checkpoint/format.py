@@ -211,10 +211,11 @@ def prune(folder: Path, keep: int) -> None:
     for path in numbered(folder)[keep:]:
         if path.is_dir() and best.exists() and best.samefile(path):
             continue
-        _remove(path)
+        remove(path)
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
+    """Remove a checkpoint, which is a file or a folder."""
     if path.is_dir():
         sharded.remove(path)
     else:
@@ -229,21 +230,31 @@ def alias(path: Path, name: str) -> None:
     other = path.with_name(name)
     if not path.is_dir():
         link(path, other)
-        other.with_suffix("").unlink(missing_ok=True)
+        _remove_name(other.with_suffix(""))
         return
     temporary = path.with_name(name + SUFFIX)
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(path.name, target_is_directory=True)
+    _remove_name(other.with_suffix(""))
     os.replace(temporary, other.with_suffix(""))
     other.unlink(missing_ok=True)
+
+
+def _remove_name(name: Path) -> None:
+    """Remove a link to a folder, or the folder that `remove_later` gave the name to."""
+    if name.is_dir() and not name.is_symlink():
+        remove(name)
+    else:
+        name.unlink(missing_ok=True)
 
 
 def remove_later(folder: Path, step: int) -> None:
     """Remove the numbered checkpoints of steps after `step`, of which last.pt may be another name.
 
     A run that resumed from an earlier step, because the user chose it or later checkpoints are
-    damaged, trains these steps again.
+    damaged, trains these steps again. The best checkpoint is kept under its name.
     """
+    best = (folder / BEST).with_suffix("")
     names = (folder / LAST, (folder / LAST).with_suffix(""))
     for path in numbered(folder):
         if step_of(path) <= step:
@@ -251,7 +262,11 @@ def remove_later(folder: Path, step: int) -> None:
         for last in names:
             if last.exists() and last.samefile(path):
                 last.unlink()
-        _remove(path)
+        if best.is_symlink() and best.exists() and best.samefile(path):
+            best.unlink()
+            path.rename(best)
+        else:
+            remove(path)
 
 
 def numbered(folder: Path) -> list[Path]:

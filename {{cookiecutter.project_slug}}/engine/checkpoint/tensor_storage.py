@@ -21,6 +21,7 @@ INDEX_TYPES = {
     "torch": ("Size",),
     "torch.serialization": ("_get_layout",),
     "pathlib": ("PosixPath",),
+    "pathlib._local": ("PosixPath",),  # of Python 3.13
     "collections": ("OrderedDict",),
 }
 

@@ -21,6 +21,7 @@ from engine import UserError
 SPLITS = {True: "train", False: "t10k"}  # by whether it is for training
 IMAGES, LABELS = "images-idx3-ubyte", "labels-idx1-ubyte"
 UNSIGNED_BYTE = 8  # code of the values' type in the header
+MAX_BYTES = 2**31  # of the values of a file, which are held in memory
 MAX_SHIFT = 7  # divisor of the size: images of 28 pixels are shifted by up to 4
 
 
@@ -44,16 +45,20 @@ def read_file(folder: Path, train: bool, kind: str) -> np.ndarray:
     path = find_file(folder, train, kind)
     if path is None:
         raise UserError(f"--data {folder}: there is no file {SPLITS[train]}-{kind}.gz")
+    num_dims = int(kind[-7])
+    magic = bytes([0, 0, UNSIGNED_BYTE, num_dims])
     try:
-        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            header = file.read(4 + 4 * num_dims)
+            is_idx_header = header[:4] == magic and len(header) == 4 + 4 * num_dims
+            shape = np.frombuffer(header[4:], ">u4").tolist() if is_idx_header else [0]
+            size = math.prod(shape)
+            if not 0 < size <= MAX_BYTES:
+                raise UserError(f"{path} is damaged or no IDX file of up to {MAX_BYTES} bytes")
+            values = file.read(size + 1)  # no more: a small file may decompress to gigabytes
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{path} can't be read ({error}); copy or download it again") from None
-    num_dims = int(kind[-7])
-    header, values = data[: 4 + 4 * num_dims], data[4 + 4 * num_dims :]
-    magic = bytes([0, 0, UNSIGNED_BYTE, num_dims])
-    is_idx_header = header[:4] == magic and len(header) == 4 + 4 * num_dims
-    shape = np.frombuffer(header[4:], ">u4").tolist() if is_idx_header else [-1]
-    if len(values) != math.prod(shape):
+    if len(values) != size:
         raise UserError(f"{path} is damaged or no IDX file of bytes; copy or download it again")
     return np.frombuffer(values, np.uint8).reshape(shape)
 
