@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -18,12 +17,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Under nohup it is ignored, also by the processes that tests start and send it to.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
-
-
-def pytest_runtest_setup(item):
-    """Skip slow tests after SLOW_UNTIL, in seconds since 1970, if that is set."""
-    if item.get_closest_marker("slow") and time.time() > float(os.environ.get("SLOW_UNTIL", "inf")):
-        pytest.skip("the time for slow tests is up (SLOW_UNTIL)")
 
 
 @pytest.fixture(scope="session")
