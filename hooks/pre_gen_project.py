@@ -34,7 +34,7 @@ TAKEN = {
     *("recipes", "task", "tests"),
     *("torch", "torchvision", "torchcodec", "triton", "numpy", "pil", "pillow", "tqdm"),
     *("tensorboard", "mlflow", "wandb", "trackio", "matplotlib", "torchmetrics", "sklearn"),
-    *("segmentation_models_pytorch", "timm", "onnxruntime", "onnxscript"),
+    *("segmentation_models_pytorch", "timm", "onnxruntime", "onnxscript", "aiohttp", "fsspec"),
     *("pytest", "ruff", "pip", "setuptools", "wheel", "cookiecutter", "jinja2"),
 }
 

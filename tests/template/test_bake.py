@@ -299,6 +299,7 @@ def test_pyproject(project):
             "codec": ["torchcodec>=0.16"],
             "mlflow": ["mlflow>=2.14"],
             "timm": ["timm>=1.0"],
+            "remote": ["aiohttp>=3.9", "fsspec>=2024.2"],
             "wandb": ["wandb>=0.19"],
             "onnx": ["onnxruntime>=1.20", "onnxscript>=0.3"],
             "test": [
