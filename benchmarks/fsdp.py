@@ -59,8 +59,7 @@ def ours(arch: str, sharded: bool, recompute: bool) -> Step:
     else:
         model.to(device)
     optimizer = FusedAdam(model.parameters(), lr=1e-4, weight_decay=0.01)
-    cast = False if sharded else None
-    amp.initialize(model, optimizer, opt_level="O4", cast_model_type=cast, verbosity=0)
+    amp.initialize(model, optimizer, opt_level="O4", verbosity=0)
     if not sharded and dist.get_world_size() > 1:
         model = DistributedDataParallel(model)
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+from engine.blocks import CONTAINERS
 
 
 def layer_numbers(model: nn.Module) -> dict[str, int]:

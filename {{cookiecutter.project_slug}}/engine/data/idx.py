@@ -8,7 +8,10 @@ import gzip
 import math
 import random
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,27 +48,36 @@ def read_file(folder: Path, train: bool, kind: str) -> np.ndarray:
     path = find_file(folder, train, kind)
     if path is None:
         raise UserError(f"--data {folder}: there is no file {SPLITS[train]}-{kind}.gz")
-    num_dims = int(kind[-7])
+    with _opened(path, num_dims=int(kind[-7])) as (file, shape):
+        size = math.prod(shape)
+        values = file.read(size + 1)  # no more: a small file may decompress to gigabytes
+    if len(values) != size:
+        raise UserError(f"{path} is damaged or no IDX file of bytes; copy or download it again")
+    return np.frombuffer(values, np.uint8).reshape(shape)
+
+
+@contextmanager
+def _opened(path: Path, num_dims: int) -> Iterator[tuple[Any, list[int]]]:
+    """Yield an IDX file, open after its header, and the shape of its values."""
     magic = bytes([0, 0, UNSIGNED_BYTE, num_dims])
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             header = file.read(4 + 4 * num_dims)
             is_idx_header = header[:4] == magic and len(header) == 4 + 4 * num_dims
             shape = np.frombuffer(header[4:], ">u4").tolist() if is_idx_header else [0]
-            size = math.prod(shape)
-            if not 0 < size <= MAX_BYTES:
+            if not 0 < math.prod(shape) <= MAX_BYTES:
                 raise UserError(f"{path} is damaged or no IDX file of up to {MAX_BYTES} bytes")
-            values = file.read(size + 1)  # no more: a small file may decompress to gigabytes
+            yield file, shape
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{path} can't be read ({error}); copy or download it again") from None
-    if len(values) != size:
-        raise UserError(f"{path} is damaged or no IDX file of bytes; copy or download it again")
-    return np.frombuffer(values, np.uint8).reshape(shape)
 
 
 def image_size(folder: Path) -> int:
-    """Return the height and width of the images, which are squares."""
-    height, width = read_file(folder, False, IMAGES).shape[1:]
+    """Return the height and width of the validation images, which are squares."""
+    path = find_file(folder, False, IMAGES)
+    assert path, "see is_idx"
+    with _opened(path, num_dims=3) as (_, shape):  # the flags need no more than the header
+        _, height, width = shape
     if height != width:
         raise UserError(f"--data {folder}: its images have {height} × {width} pixels, no squares")
     return height
