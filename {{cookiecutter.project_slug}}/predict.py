@@ -62,8 +62,9 @@ def find_images(paths: list[Path]) -> Iterator[Path]:
 
 def load_model(path: Path) -> tuple[nn.Module, dict]:
     """Return the trained model, in fp32 on the CPU, and the metadata of its checkpoint."""
-    if security_warning():
-        print(f"warning: {security_warning()}", file=sys.stderr)
+    warning = security_warning(path)
+    if warning:
+        print(f"warning: {warning}", file=sys.stderr)
     state = checkpoint_format.load(path)
     metadata = state["metadata"]
     if not {"metric", "arch", "data"} <= metadata.keys():

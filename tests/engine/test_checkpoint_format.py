@@ -7,6 +7,7 @@ import re
 import time
 import zipfile
 from collections import OrderedDict
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -18,6 +19,7 @@ from apex_native.optimizers import FusedAdam
 from engine import UserError, backend, replacing
 from engine.checkpoint import TrainingState
 from engine.checkpoint import format as checkpoint
+from engine.checkpoint.archive import read
 from engine.checkpoint.restore import restore
 from torch import nn
 
@@ -170,6 +172,43 @@ def test_a_compressed_archive_is_rejected(whole: Path) -> None:
         archive.writestr("archive/data/9", bytes(10_000_000))
     with pytest.raises(UserError, match="unpacks to more"):
         checkpoint.load(whole)
+
+
+def append_items(pickled: bytes) -> bytes:
+    """Add an instruction that stores an item in the last tensor, which is no dict."""
+    return pickled[:-2] + b"(K\x01K\x01u" + pickled[-2:]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        # 300 elements become 65,535, of the same record.
+        (lambda pickled: {"data.pkl": pickled.replace(b"M\x2c\x01", b"M\xff\xff")}, "torn"),
+        (lambda pickled: {"data.pkl": append_items(pickled)}, "holds torch._utils._rebuild"),
+        # torch ignores the case of names, and takes either of two.
+        (lambda pickled: {"data.pkl": pickled, "DATA.PKL": pickled}, "torn"),
+        (lambda pickled: {"DATA.PKL": append_items(pickled)}, "holds torch._utils._rebuild"),
+    ],
+    ids=["storage", "items", "names", "capitals"],
+)
+def test_what_can_crash_old_torch_is_rejected_before_torch_loads_it(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[bytes], dict[str, bytes]],
+    message: str,
+) -> None:
+    path = tmp_path / "weights.pt"
+    torch.save({"weight": torch.zeros(300)}, path)
+    with zipfile.ZipFile(path) as archive:
+        parts = {name: archive.read(name) for name in archive.namelist()}
+    pickled = parts.pop("weights/data.pkl")
+    parts |= {f"weights/{name}": part for name, part in change(pickled).items()}
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, part in parts.items():
+            archive.writestr(name, part)
+    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("torch.load is called"))
+    with pytest.raises(UserError, match=message):
+        read(path)
 
 
 def test_nan_is_neither_written_nor_read(whole: Path) -> None:

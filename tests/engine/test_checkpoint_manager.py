@@ -200,6 +200,10 @@ def warned_of_old_torch(folder: str, output: str) -> list[bool]:
         if own == folder:
             manager.save()
             manager.finish()
+            last = Path(folder, "last.pt")
+            if dist.get_rank() == 0:  # in the format of torch before 1.6, which is not checked
+                entries = torch.load(last, weights_only=True)
+                torch.save(entries, last, _use_new_zipfile_serialization=False)
             dist.barrier()
         with mock.patch.object(torch, "__version__", "2.9.1"):
             manager.resume(Path(folder, "last.pt"), 10)

@@ -308,8 +308,9 @@ class CheckpointManager:
     def _load(self, source: Source) -> dict[str, Any]:
         """Return the entries of a checkpoint, which its host sends to all others."""
         is_own = source.path.parent.resolve() == self.folder.resolve()
-        if not is_own and security_warning():
-            self.logger.warning(f"--resume {source.path}: {security_warning()}")
+        warning = "" if is_own else security_warning(source.path)
+        if warning:
+            self.logger.warning(f"--resume {source.path}: {warning}")
         try:
             if self._writers:
                 return self._load_shards(source)

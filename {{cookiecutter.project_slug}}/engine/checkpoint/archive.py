@@ -10,6 +10,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 
 from engine import UserError
+from engine.checkpoint.inspection import check_storages
 
 SAFE_TORCH = (2, 10)
 MAX_DEPTH = 100  # of nested containers
@@ -20,14 +21,17 @@ DIRECTORY = 0x10  # attribute of a directory in a ZIP archive
 ALLOCATORS = re.compile(rb"c(__builtin__|builtins)\nbytearray\n|c_codecs\nencode\n")
 
 
-def security_warning() -> str:
-    """Return a warning if an altered file can crash this torch, or run code in it; else ""."""
+def security_warning(path: Path) -> str:
+    """Return a warning if the file can crash this torch, or run code in it; else "".
+
+    `read` checks what torch before 2.10 does not, but for folders and files of torch before 1.6.
+    """
     major, minor = torch.__version__.split(".")[:2]
-    if (int(major), int(minor)) >= SAFE_TORCH:
+    if (int(major), int(minor)) >= SAFE_TORCH or path.is_file() and zipfile.is_zipfile(path):
         return ""
     return (
-        f"torch {torch.__version__} can be made to crash, or worse, by a file from a stranger "
-        "(CVE-2026-24747): update to torch 2.10, or load only files that you trust"
+        f"torch {torch.__version__} can be made to crash, or worse, by such a checkpoint from a "
+        "stranger (CVE-2026-24747): update to torch 2.10, or load only those that you trust"
     )
 
 
@@ -69,8 +73,9 @@ def _check_archive(path: Path, file: BinaryIO) -> None:
     """Check the file for alterations that torch does not detect.
 
     Raises BadZipFile for a tensor whose checksum is wrong, or that is marked as a directory, of
-    which torch reads nothing; and UserError for an archive that is compressed, as torch's are not,
-    and for a file that makes torch allocate memory. Files of torch < 1.6 are no archives.
+    which torch reads nothing, or that has the name of another, in torch's comparison of names; and
+    UserError for an archive that is compressed, as torch's are not, and for a pickle that makes
+    torch allocate memory or read beyond a record. Files of torch < 1.6 are no archives.
     """
     if not zipfile.is_zipfile(file):
         file.seek(0)
@@ -81,11 +86,16 @@ def _check_archive(path: Path, file: BinaryIO) -> None:
             raise UserError(f"{path}: it unpacks to more than it is; use another one")
         folders = (part.filename for part in archive.infolist() if part.external_attr & DIRECTORY)
         altered = archive.testzip() or next(folders, None)
-        if altered:
+        sizes = {part.filename.lower(): part.file_size for part in archive.infolist()}
+        if altered or len(sizes) < len(archive.infolist()):
             raise zipfile.BadZipFile(altered)
         for name in archive.namelist():
-            if name.endswith(".pkl"):
-                _check_pickle(path, archive.read(name))
+            if name.lower().endswith(".pkl"):
+                pickled = archive.read(name)
+                _check_pickle(path, pickled)
+                prefix = name.lower().rpartition("/")[0] + "/data/"
+                records = (record for record in sizes if record.startswith(prefix))
+                check_storages(pickled, {one.removeprefix(prefix): sizes[one] for one in records})
 
 
 def _check_pickle(path: Path, pickled: bytes) -> None:

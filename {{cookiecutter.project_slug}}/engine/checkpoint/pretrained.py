@@ -74,8 +74,9 @@ def load_pretrained(
     except RuntimeError as error:  # a type that cannot be converted
         reason = shorten(str(error), 160)
         raise UserError(f"--weights {source}: they can't be loaded ({reason})") from None
-    if Path(source).is_file() and security_warning():
-        note += f"; warning: {security_warning()}"
+    warning = security_warning(Path(source)) if Path(source).is_file() else ""
+    if warning:
+        note += f"; warning: {warning}"
     return f"{kind} of {source}{f' for {child}' if child else ''}{note}"
 
 
