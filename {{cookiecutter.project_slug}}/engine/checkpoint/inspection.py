@@ -1,0 +1,61 @@
+"""Inspection of a pickle of torch.save, which torch before 2.10 does not do (CVE-2026-24747)."""
+
+import io
+import pickle
+from collections import OrderedDict
+from typing import Any
+
+# Bytes of an element, by the name of the storage's class.
+ITEM_SIZES = (
+    dict.fromkeys(("ComplexDoubleStorage",), 16)
+    | dict.fromkeys(("DoubleStorage", "LongStorage", "ComplexFloatStorage"), 8)
+    | dict.fromkeys(("FloatStorage", "IntStorage", "QInt32Storage"), 4)
+    | dict.fromkeys(("HalfStorage", "BFloat16Storage", "ShortStorage"), 2)
+)  # 1 for all others, which are bytes
+
+
+class Placeholder:
+    """An object of any class of a pickle. It takes attributes, but no items."""
+
+    def __init__(self, *args: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.extend([value])
+
+    def extend(self, items: Any) -> None:
+        # As torch words its refusal of a class.
+        raise pickle.UnpicklingError(f"GLOBAL {type(self).__module__}.{type(self).__name__}")
+
+
+def check_storages(pickled: bytes, records: dict[str, int]) -> None:
+    """Check that each storage is as large as its record, and that only dicts and lists take items.
+
+    Nothing of the pickle is imported or called: its objects are placeholders.
+
+    Args:
+        records: sizes of the archive's records, in bytes, by the storages' keys.
+
+    Raises any exception if the pickle is altered.
+    """
+    _Inspector(pickled, records).load()
+
+
+class _Inspector(pickle.Unpickler):
+    def __init__(self, pickled: bytes, records: dict[str, int]) -> None:
+        super().__init__(io.BytesIO(pickled))
+        self.records = records
+
+    def find_class(self, module: str, name: str) -> type:
+        if (module, name) == ("collections", "OrderedDict"):
+            return OrderedDict
+        return type(name, (Placeholder,), {"__module__": module})
+
+    def persistent_load(self, pid: Any) -> Placeholder:
+        _, kind, key, _, count = pid
+        if count * ITEM_SIZES.get(kind.__name__, 1) > self.records[key]:
+            raise pickle.UnpicklingError(f"storage {key} is larger than its record")
+        return Placeholder()
