@@ -62,7 +62,11 @@ DUMMY_STEPS = 100  # per epoch of --dummy
 
 def parse_args() -> argparse.Namespace:
     """Return the flags; --config FILE.json sets defaults, the command line overrides them."""
-    parser = cli.ConfigurableParser("./run.sh", "Train, and validate after each epoch.")
+    parser = cli.ConfigurableParser(
+        "./run.sh",
+        "Train, and validate after each epoch. The flags that are used most: --data, --arch, "
+        "--epochs, --batch-size, --lr, --output, --resume.",
+    )
     cli.add_data_arguments(parser, task.LAYOUT)
     cli.add_model_arguments(parser)
     # % if ddp == "fsdp"

@@ -40,6 +40,7 @@ def on_each_rank_see_what_is_kept():
     return [(tensor.dtype, tensor.numel()) for tensor in kept if tensor.dim() == 4]
 
 
+@pytest.mark.extended
 def test_compiled_norm_saves_its_half_input_only(two_processes):
     output_and_input = [(BF16, 8 * 3 * 4 * 4)] * 2
     assert two_processes(on_each_rank_see_what_is_kept) == [output_and_input] * 2

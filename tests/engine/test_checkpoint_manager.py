@@ -596,7 +596,9 @@ def test_a_restart_in_the_folder_of_another_run_is_an_error(
         assert path == tmp_path / "last.pt"
 
 
-@pytest.mark.parametrize("content", ["{", "[1]", "1", "[" * 100_000])
+@pytest.mark.parametrize(
+    "content", ["{", "[1]", "1", "[" * 100_000], ids=["torn", "list", "number", "nested"]
+)
 def test_a_restart_with_a_damaged_config_is_an_error(
     two_processes: Processes, tmp_path: Path, content: str
 ) -> None:

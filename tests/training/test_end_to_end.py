@@ -369,7 +369,13 @@ def in_apexs_form(state, prefix=""):
     return {"arch": "shufflenet", "best_acc1": torch.tensor(10.0), "model": weights, **parts}
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["FusedAdam", "SGD"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(True, id="FusedAdam"),
+        pytest.param(False, id="SGD", marks=pytest.mark.extended),
+    ],
+)
 def epochs(request, bake, tmp_path_factory):
     """A project, its checkpoint after one epoch, and the one to which that leads after two."""
     project, folder = bake(fused_adam=request.param), tmp_path_factory.mktemp("epochs")
@@ -460,6 +466,7 @@ def test_dummy_data_needs_no_files(project, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.extended
 def test_report_of_a_run_and_of_a_checkpoint(project, tmp_path):
     """Both are of the whole validation set, in one process and in two."""
     assert run_two(project, *SHORT, "--report", "--output", tmp_path / "run").returncode == 0

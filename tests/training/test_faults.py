@@ -171,6 +171,7 @@ def breaking(project):
     kept.rename(main)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "error", ["ValueError", pytest.param("RuntimeError", marks=pytest.mark.slow)]
 )
@@ -315,6 +316,7 @@ def test_nan_weights_stop_the_run_and_keep_the_last_checkpoint(project, breaking
     assert torch.load(tmp_path / "run" / "last.pt", weights_only=True)["step"] == 3
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a small disk")
 @pytest.mark.parametrize("size", ["60m", "20m"])
 def test_full_disk_does_not_stop_training(project, tmp_path, size):

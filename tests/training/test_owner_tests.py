@@ -37,6 +37,7 @@ def failed_tests(done: subprocess.CompletedProcess) -> set[str]:
     return set(re.findall(r"^(?:FAILED|ERROR) tests/\w+\.py::(\w+)", done.stdout, re.MULTILINE))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "task", ["classification", *(pytest.param(t, marks=pytest.mark.slow) for t in TASKS[1:])]
 )

@@ -68,6 +68,7 @@ def test_predict_takes_no_url(bake):
     assert done.returncode == 2 and "is a URL, which only --data takes" in done.stderr
 
 
+@pytest.mark.extended
 def test_two_processes_share_a_cache_and_the_check_counts_samples(bake, server, tmp_path):
     project = bake()
     data = ("--data", f"{server.url}/packed", "--cache-dir", tmp_path / "cache")
