@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import pytest
 from fresh import ROOT
 from running import SCREENED
 
