@@ -24,6 +24,7 @@ from engine.data import (
 )
 from engine.data.loading import TrainLoader, build_loader
 from engine.data.remote import Mirror, RemoteFolder
+from engine.data.store import Store
 from fresh import UNCHANGED
 from nginx import NGINX, FaultyProxy, serving
 from test_pack import LARGE, contents, run_pack, write_images  # noqa: F401 - a fixture
@@ -198,15 +199,31 @@ def test_server_that_stays_away_is_an_error_after_a_limited_number_of_attempts(
 ):
     proxy = FaultyProxy(server.port, ["error"] * 100)
     data = RemoteFolder(f"{proxy.url}/packed", tmp_path / "cache", MANY)
-    with pytest.raises(UserError, match=r"pack.json can't be read \(503 Busy; 7 attempts\)"):
+    with pytest.raises(UserError, match=r"pack.json can't be read \(503 Busy; attempts: 7\)"):
         datasets(data)
     assert len(proxy.faults) == 100 - store.ATTEMPTS
     log = capsys.readouterr().err
     assert log.count("pack.json: attempt ") == store.ATTEMPTS - 1
     assert "pack.json: attempt 1 of 7 failed (503 Busy)" in log
     proxy.close()
-    with pytest.raises(UserError, match=r"127.0.0.1.* 7 attempts\)"):
+    with pytest.raises(UserError, match=r"127.0.0.1.* attempts: 7\)"):
         datasets(RemoteFolder(f"{proxy.url}/packed", tmp_path / "cache", MANY))
+
+
+def test_missing_credentials_are_an_error_at_the_first_attempt(monkeypatch):
+    store, attempts = Store("http://127.0.0.1:1/data"), []
+
+    class NoCredentialsError(Exception):
+        """As botocore names it."""
+
+    def request(path, *_):
+        attempts.append(path)
+        raise NoCredentialsError("Unable to locate credentials")
+
+    monkeypatch.setattr(store, "_request", request)
+    with pytest.raises(UserError, match="Unable to locate credentials; attempts: 1"):
+        store.read("train/pack.json")
+    assert attempts == ["http://127.0.0.1:1/data/train/pack.json"]
 
 
 @needs_nginx
@@ -214,7 +231,7 @@ def test_server_that_stays_away_is_an_error_after_a_limited_number_of_attempts(
     ("path", "message"),
     [
         ("nothing", "neither train/pack.json nor training/pack.json"),
-        ("private", r"403 Forbidden; 1 attempts\)"),
+        ("private", r"403 Forbidden; attempts: 1\)"),
         ("whole/packed", "the server ignores range requests"),
     ],
 )

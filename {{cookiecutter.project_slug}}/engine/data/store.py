@@ -23,6 +23,8 @@ FIRST_DELAY_S = 0.2  # before the second attempt; doubled before each further on
 CONNECT_S, READ_S = 10, 10  # limits of the time in which a server sends nothing
 ATTEMPT_S = 60  # limit of an attempt, of at most PIECE bytes or a manifest
 TEMPORARY = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS)  # others below 500 are not
+# Of botocore, which is there with s3 alone, and has no common base class for them.
+CREDENTIALS_ERRORS = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound")
 UPLOAD = "upload the pack again"
 
 
@@ -80,7 +82,7 @@ class Store:
                     return b""
                 if attempt == ATTEMPTS or _is_refusal(error):
                     raise UserError(
-                        f"{path} can't be read ({_reason(error)}; {attempt} attempts); check the "
+                        f"{path} can't be read ({_reason(error)}; attempts: {attempt}); check the "
                         "server and the credentials, and continue with --resume auto"
                     ) from None
                 print(
@@ -145,14 +147,17 @@ def _open_files(protocol: str) -> Any:
     """
     import fsspec
 
-    options = {"asynchronous": True, "skip_instance_cache": True}
+    options: dict[str, Any] = {"asynchronous": True, "skip_instance_cache": True}
     if protocol == "s3":
-        return fsspec.filesystem("s3", **options)
+        # One attempt: Store.read counts and reports them.
+        client = {"retries": {"total_max_attempts": 1}}
+        client |= {"connect_timeout": CONNECT_S, "read_timeout": READ_S}
+        return fsspec.filesystem("s3", config_kwargs=client, **options)
     import aiohttp
 
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=READ_S)
-    client = {"timeout": timeout, "trust_env": True}  # proxies and ~/.netrc
-    return fsspec.filesystem(protocol, client_kwargs=client, **options)
+    session = {"timeout": timeout, "trust_env": True}  # proxies and ~/.netrc
+    return fsspec.filesystem(protocol, client_kwargs=session, **options)
 
 
 def _close(loop: asyncio.AbstractEventLoop, files: Any, process: int) -> None:
@@ -180,7 +185,9 @@ def _is_behind_end(error: Exception) -> bool:
 def _is_refusal(error: Exception) -> bool:
     """Return whether another attempt would fail, too: the error is no temporary one."""
     status = getattr(error, "status", 0)
-    return isinstance(error, PermissionError) or 400 <= status < 500 and status not in TEMPORARY
+    if isinstance(error, PermissionError) or type(error).__name__ in CREDENTIALS_ERRORS:
+        return True
+    return 400 <= status < 500 and status not in TEMPORARY
 
 
 def _reason(error: Exception) -> str:
