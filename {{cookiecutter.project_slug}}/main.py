@@ -31,6 +31,7 @@ from engine import cli, distributed, optim
 from engine.backend import Backend, load_backend, unwrap
 from engine.blocks import checkpoint_activations
 from engine.checkpoint import CheckpointManager, Progress, TrainingState
+from engine.checkpoint.compatibility import use_saved_classes
 from engine.checkpoint.pretrained import load_pretrained
 from engine.data import (
     RepeatedBatch,
@@ -231,6 +232,9 @@ def build_data(
             for dataset in task.build_datasets(args)
         )
         require_same_data(train_set, val_set)
+        if args.eval_only:  # which may lack some of the classes that the model has
+            both = {"train": train_set, "val": val_set}
+            use_saved_classes(both, args.output, args.resume, logger)
     # The random numbers of augmentation depend on seed, epoch and sample, not on the worker.
     seeded_train_set = SeededDataset(train_set, args.seed)
     seeded_val_set = SeededDataset(val_set, args.seed)
@@ -700,7 +704,12 @@ def main() -> None:
         return
     run.watchdog.start()
     results = evaluate(run, run.data.val_loader)
-    run.logger.log_evaluation(results, checkpoint=str(resumed), data=str(args.data or ""))
+    run.logger.log_evaluation(
+        results,
+        checkpoint=str(resumed),
+        data=str(args.data or ""),
+        same_data_as_in_training=run.checkpoints.has_same_val_data,
+    )
     show_samples(run, results)
 
 

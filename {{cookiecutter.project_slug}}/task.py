@@ -21,10 +21,10 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 from torchvision.transforms import v2
 
-from engine import UserError, cli, distributed, models
+from engine import UserError, cli, distributed, fingerprint, models
 from engine.data import SizedDataset, augmentation, idx, images
 from engine.data.class_weights import WeightedDataset, balanced_weights
-from engine.data.folders import list_classes, relabel
+from engine.data.folders import list_classes, list_labels, relabel
 from engine.data.gpu_decoding import choose_decoder
 from engine.data.image_size import ProgressiveDataset, SizeSchedule, parse_size
 from engine.data.images import (
@@ -165,7 +165,7 @@ def read_datasets(args: argparse.Namespace) -> tuple[SizedDataset, SizedDataset]
     --data is a folder ``train/CLASS/IMAGE`` and ``val/CLASS/IMAGE``, or one of IDX files, such as
     Fashion-MNIST's; the default is the digits that come with the project. Images are (3, H, W),
     float or uint8, or encoded files, which the data loader decodes (engine/data/images.py).
-    --eval-only needs no training set: without ``train``, the validation set takes its place.
+    With --eval-only, the validation set takes the place of the training set, which is not read.
 
     Raises:
         UserError: if the folder has another structure.
@@ -175,10 +175,12 @@ def read_datasets(args: argparse.Namespace) -> tuple[SizedDataset, SizedDataset]
         size = spec.size if args.model_options else Digits.SIZE
         return Digits(train=True, size=size), Digits(train=False, size=size)
     if idx.is_idx(args.data):
-        test_set = idx.IdxImages(args.data, train=False, size=spec.for_eval().size)
+        eval_size = spec.for_eval().size
         if args.eval_only:
+            test_set = idx.IdxImages(args.data, False, eval_size)
             return test_set, test_set
-        return idx.IdxImages(args.data, True, spec.size, args.hflip), test_set
+        idx_set = idx.IdxImages(args.data, True, spec.size, args.hflip)
+        return idx_set, idx.IdxImages(args.data, False, eval_size, classes=idx_set.classes)
     required = ("val",) if args.eval_only else ("train", "val")
     for folder in (args.data, *(args.data / split for split in required)):
         if not folder.is_dir():
@@ -186,7 +188,7 @@ def read_datasets(args: argparse.Namespace) -> tuple[SizedDataset, SizedDataset]
     on_cpu = args.auto_augment or spec.interpolation != "bilinear"  # the GPU's is bilinear
     decode = choose_decoder("cpu" if on_cpu else args.decode)
     to_center = partial(center_crop, spec=spec.for_eval())
-    if not (args.data / "train").is_dir():
+    if args.eval_only:
         val_set = Images(args.data / "val", to_center, decode=decode)
         return val_set, val_set
     train_set = Images(
@@ -417,6 +419,7 @@ class Images(Dataset):
         self.decode = decode
         self.samples, self.classes = list_classes(root, classes)
         self.shard_sizes = getattr(self.samples, "shard_sizes", ())  # if they are read by URL
+        self.fingerprint = fingerprint.of_files(root, self.samples)
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -424,10 +427,10 @@ class Images(Dataset):
     @property
     def labels(self) -> list[int]:
         """The labels of all samples."""
-        return [label for _, label in self.samples]
+        return list_labels(self.samples)
 
     def reorder_classes(self, classes: list[str]) -> None:
-        """Change the labels to the order of `classes`, which are the same in another order."""
+        """Change the labels to the positions in `classes`, which include all of its own."""
         labels = [classes.index(name) for name in self.classes]
         self.samples = relabel(self.samples, labels)
         self.classes = list(classes)

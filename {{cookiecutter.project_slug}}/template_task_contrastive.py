@@ -22,7 +22,13 @@ from torchvision.transforms import v2
 
 from engine import UserError, cli
 from engine.data import SizedDataset
-from engine.data.captions import PackedCaptions, list_captions, read_lines, require_short
+from engine.data.captions import (
+    PackedCaptions,
+    identify,
+    list_captions,
+    read_lines,
+    require_short,
+)
 from engine.data.images import MEAN, STD, normalize, read_image, trim
 from engine.monitoring import image_grid
 from engine.optim import eval_mode
@@ -433,12 +439,14 @@ def build_datasets(args: argparse.Namespace) -> tuple[SizedDataset, SizedDataset
     for folder in (args.data, *(args.data / split for split in required)):
         if not folder.is_dir():
             raise UserError(f"--data {args.data}: there is no folder {folder}; it takes {LAYOUT}")
-    val_set = Pairs(first_captions(args.data / "val"), center_crop)
+    val = args.data / "val"
+    val_set = Pairs(val, first_captions(val), center_crop)
     if args.eval_only:
         return val_set, val_set
     # Images are not mirrored: a caption may say what is on the left.
     train_crop = v2.RandomResizedCrop(224, scale=(0.5, 1.0), antialias=True)
-    return Pairs(list_captions(args.data / "train", LENGTH), train_crop), val_set
+    train = args.data / "train"
+    return Pairs(train, list_captions(train, LENGTH), train_crop), val_set
 
 
 center_crop = v2.Compose([v2.Lambda(trim), v2.Resize(256, antialias=True), v2.CenterCrop(224)])
@@ -460,8 +468,11 @@ def first_captions(folder: Path) -> list[tuple[Path, bytes]]:
 class Pairs(Dataset):
     """Images and their captions; an unreadable image file raises a UserError with its path."""
 
-    def __init__(self, pairs: Sequence[tuple[Path, bytes]], transform: v2.Transform) -> None:
+    def __init__(
+        self, folder: Path, pairs: Sequence[tuple[Path, bytes]], transform: v2.Transform
+    ) -> None:
         self.pairs, self.transform = pairs, transform
+        self.fingerprint = identify(folder, pairs)
         self.shard_sizes = getattr(pairs, "shard_sizes", ())  # if they are read by URL
         if isinstance(pairs, PackedCaptions):
             self.longest = pairs.longest

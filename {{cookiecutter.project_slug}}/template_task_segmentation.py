@@ -28,7 +28,7 @@ from torch.utils.data import Dataset
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 
-from engine import UserError, cli, distributed, summarize
+from engine import UserError, cli, distributed, fingerprint, summarize
 from engine.data import SizedDataset, sample_batch
 from engine.data.files import FileError
 from engine.data.images import MEAN, normalize, open_image, read_image, read_labels, trim
@@ -483,6 +483,7 @@ class Pairs(Dataset):
     ) -> None:
         self.files = files
         self.shard_sizes = getattr(files, "shard_sizes", ())  # if they are read by URL
+        self.fingerprint = fingerprint.of_files(files[0][0].parent, files)
         self.classes, self.numbers, self.transform = classes, numbers, transform
         # Takes a second for thousands of files, so only one process per host checks them.
         if os.environ.get("LOCAL_RANK", "0") == "0":
@@ -500,7 +501,7 @@ class Pairs(Dataset):
         return len(self.files)
 
     def reorder_classes(self, classes: list[str]) -> None:
-        """Change the labels to the order of `classes`, which are the same in another order."""
+        """Change the labels to the positions in `classes`, which include all of its own."""
         numbers = self.numbers.clone()
         for label, name in enumerate(self.classes):
             numbers[self.numbers == label] = classes.index(name)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from apex_native import amp
 from engine import UserError, backend, distributed, link
-from engine.checkpoint import CheckpointManager, TrainingState, selection
+from engine.checkpoint import CheckpointManager, TrainingState, compatibility, selection
 from engine.checkpoint import format as checkpoint
 from engine.data import mix_seeds, seed_everything
 from engine.distributed import watchdog
@@ -242,7 +242,7 @@ def test_best_is_the_best_checkpoint_on_the_disk(two_processes: Processes, tmp_p
     (saved, known, said, metadata), _ = two_processes(best_after_a_failed_write, str(tmp_path))
     assert saved == known == 0.8
     assert len(said) == 1 and "step-2.pt could not be written (full)" in said[0]
-    assert metadata == "{'arch': 'linear', 'samples': {}}"
+    assert metadata == "{'arch': 'linear', 'samples': {}, 'fingerprints': {}}"
 
 
 class Disk:
@@ -546,12 +546,106 @@ def test_resume_compares_classes_samples_and_opt_level(
             "classes": ["b", "a"],  # those of the next checkpoint, too
             "opt_level": "O2",
             "samples": {"train": 3, "val": 4},
+            "fingerprints": {"train": {}, "val": {}},
         }
         assert said[-1].endswith(
             ", with the labels of the data in its order of the classes, saved at O1"
         )
         changes = "the data has changed (train: 9 samples there, 3 here)"
         assert sum(changes in message for message in said) == (not is_evaluation)
+
+
+class LabelledSamples(list):
+    def __init__(self, labels: list[int]) -> None:
+        super().__init__(labels)
+        self.labels = labels
+
+
+def resumed_with_other_labels(folder: str, samples: int, is_evaluation: bool) -> tuple:
+    """Return the messages of a run whose labels are others, and what it knows of its data."""
+    there = {name: LabelledSamples([0, 1, 0, 1]) for name in ("train", "val")}
+    manager = manager_of(folder, data_sets=there)
+    manager.state.progress.samples = samples
+    manager.save()
+    manager.finish()
+    dist.barrier()
+    here = {name: LabelledSamples([1, 0, 0, 1]) for name in ("train", "val")}
+    again = manager_of(folder, data_sets=here)
+    again.resume(Path(folder, "last.pt"), 10, required=is_evaluation)
+    return list(again.logger), again.has_same_val_data
+
+
+OTHER_DATA = "the data has changed (train: other labels, val: other labels"
+
+
+@pytest.mark.parametrize(
+    ("samples", "is_evaluation", "expected"),
+    [
+        (0, False, f"{OTHER_DATA})"),
+        (2, False, f"{OTHER_DATA}; the rest of its epoch may repeat or leave out samples)"),
+        (5, True, "this is other data than it was validated on in training (other labels)"),
+    ],
+)
+def test_data_with_other_labels_is_a_warning(
+    two_processes: Processes, tmp_path: Path, samples: int, is_evaluation: bool, expected: str
+) -> None:
+    """As MNIST and Fashion-MNIST, which have the same sizes and class names."""
+    for said, is_same in two_processes(
+        resumed_with_other_labels, str(tmp_path), samples, is_evaluation
+    ):
+        assert said[0] == f"warning: --resume {tmp_path / 'last.pt'}: {expected}"
+        assert len(said) == 2 and is_same is False
+
+
+class NamedLabels(list):
+    classes: list[str]
+
+    def reorder_classes(self, classes: list[str]) -> None:
+        self[:] = [classes.index(self.classes[label]) for label in self]
+        self.classes = classes
+
+
+def saved_classes_used(folder: str, choice: Path | None, own: str, damage: bool) -> tuple:
+    """Return the labels and the messages of an evaluation of data with the classes `own`."""
+    manager = manager_of(folder, metadata={"classes": ["red", "green", "blue"]})
+    manager.save()
+    manager.finish()
+    if damage and dist.get_rank() == 0:
+        Path(folder, "last.pt").unlink()  # which is another name of a file
+        Path(folder, "last.pt").write_bytes(b"damaged")
+    dist.barrier()
+    data_set, logger = NamedLabels(range(len(own.split()))), Messages()
+    data_set.classes = own.split()
+    data_sets = {"train": data_set, "val": data_set}
+    compatibility.use_saved_classes(data_sets, Path(folder), choice, logger)
+    return [*data_set], [*logger]
+
+
+def test_evaluation_uses_the_classes_of_the_checkpoint(
+    two_processes: Processes, tmp_path: Path
+) -> None:
+    path = tmp_path / "last.pt"
+    for choice in (Path("auto"), path):
+        found = two_processes(saved_classes_used, str(tmp_path), choice, "blue red", False)
+        for labels, said in found:
+            assert labels == [2, 0]
+            assert said == [f"evaluating with the 3 classes of {path}; the data has no green"]
+    with pytest.raises(AssertionError, match="only in the checkpoint: .*; only in the data: grey"):
+        two_processes(saved_classes_used, str(tmp_path), path, "blue grey", False)
+
+
+def test_missing_checkpoints_and_classes_are_left_to_the_resume(
+    two_processes: Processes, tmp_path: Path
+) -> None:
+    last = tmp_path / "last.pt"
+    for choice, own, is_damaged in (
+        (None, "blue red", False),
+        (tmp_path / "no.pt", "blue red", False),
+        (last, "", False),
+        (last, "blue red", True),
+    ):
+        found = two_processes(saved_classes_used, str(tmp_path), choice, own, is_damaged)
+        assert found == [([*range(len(own.split()))], [])] * 2
 
 
 SETTINGS = {"lr": 0.1, "steps": 5, "workers": 4}

@@ -4,7 +4,13 @@ from pathlib import Path
 
 import pytest
 from engine import UserError
-from engine.checkpoint.compatibility import adapt_classes, compare_samples, describe_difference
+from engine.checkpoint.compatibility import (
+    adapt_classes,
+    compare_data,
+    describe_data,
+    describe_difference,
+    is_same_data,
+)
 
 PATH = Path("best.pt")
 
@@ -61,9 +67,53 @@ def test_equal_names_have_no_order_to_restore() -> None:
     assert describe_difference(list("aab"), list("aba")) == ""
 
 
+def test_data_of_an_evaluation_may_lack_classes() -> None:
+    saved = ["owl", "cat", "ant", "dog"]
+    val_set = Labels([0, 1, 2, 0])
+    data_sets = {"train": val_set, "val": val_set}  # one object under both names
+    assert adapt_classes(PATH, saved, list(Labels.classes), data_sets, is_evaluation=True)
+    assert val_set == [1, 3, 0, 1] and val_set.classes == tuple(saved)
+    with pytest.raises(UserError, match="only in the data: elk"):
+        adapt_classes(PATH, saved, ["cat", "elk"], data_sets, is_evaluation=True)
+    with pytest.raises(UserError, match="class 2 is ant there and none here; .* reorder_classes"):
+        adapt_classes(PATH, saved, saved[:2], {"val": FixedLabels()}, is_evaluation=True)
+
+
+def metadata(train: int, val: int, **digests: str) -> dict:
+    """Return the metadata of data sets of these sizes; the digests are those of "val"."""
+    return {
+        "samples": {"train": train, "val": val},
+        "fingerprints": {"train": {}, "val": digests},
+    }
+
+
 def test_another_number_of_samples_is_described() -> None:
-    own = {"train": 40, "val": 9}
-    for saved in ({}, own, {"train": 40}):
-        assert compare_samples(saved, own) == ""
-    assert compare_samples({"train": 41, "val": 9}, own) == "train: 41 samples there, 40 here"
-    assert compare_samples(own, {}) == ""  # of synthetic data
+    own = metadata(40, 9)
+    for saved in ({}, own, {"samples": {"train": 40}}):
+        assert compare_data(saved, own) == {}
+    assert compare_data(metadata(41, 9), own) == {"train": "41 samples there, 40 here"}
+    assert compare_data(own, describe_data({})) == {}  # of synthetic data
+
+
+def test_another_fingerprint_is_described() -> None:
+    own = metadata(40, 9, labels="0a", pack="1b")
+    assert compare_data(metadata(40, 9, labels="0a", files="2c"), own) == {}  # of a folder
+    assert compare_data(metadata(40, 9, labels="ff"), own) == {"val": "other labels"}
+    both = metadata(40, 9, labels="ff", pack="ff")
+    assert compare_data(both, own) == {"val": "other labels and pack"}
+    assert compare_data(metadata(40, 8, labels="ff"), own) == {"val": "8 samples there, 9 here"}
+
+
+@pytest.mark.parametrize(
+    ("saved", "expected"),
+    [
+        (metadata(1, 9, labels="0a"), True),
+        (metadata(40, 9, labels="ff"), False),
+        (metadata(40, 8), False),
+        (metadata(40, 9), None),
+        (metadata(40, 9, pack="1b"), None),
+        ({}, None),
+    ],
+)
+def test_validation_data_is_compared(saved: dict, expected: bool | None) -> None:
+    assert is_same_data(saved, metadata(40, 9, labels="0a"), "val") is expected

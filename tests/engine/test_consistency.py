@@ -61,11 +61,13 @@ class Samples(list):
     classes: str
 
 
-def compare_data(*sizes_and_classes: tuple[int, int, str]) -> str:
+def compare_data(*sizes_and_classes: tuple) -> str:
     """Return the error message of this rank, if any."""
-    num_train, num_val, classes = sizes_and_classes[dist.get_rank()]
+    num_train, num_val, classes, *labels = sizes_and_classes[dist.get_rank()]
     train_set, val_set = Samples(range(num_train)), Samples(range(num_val))
     train_set.classes = classes
+    if labels:
+        train_set.labels, val_set.labels = labels
     try:
         consistency.require_same_data(train_set, val_set)
     except UserError as error:
@@ -88,6 +90,23 @@ def test_different_data_is_reported_on_all_ranks(two_processes, theirs, message)
     one, two = two_processes(compare_data, (40, 9, "ab"), theirs)
     assert one == two
     assert one.startswith(message) and bool(one) == bool(message)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "message"),
+    [
+        (([0, 1, 0], [1, 0]), ""),
+        (([0, 0, 1], [1, 0]), "the digest of the labels of the training data is "),
+        (([0, 1, 0], [0, 1]), "the digest of the labels of the validation data is "),
+    ],
+)
+def test_labels_in_another_order_are_reported_on_all_ranks(two_processes, theirs, message) -> None:
+    """As those of IDX files, whose counts and class names are the same."""
+    sizes = (3, 2, "ab")
+    one, two = two_processes(compare_data, (*sizes, [0, 1, 0], [1, 0]), (*sizes, *theirs))
+    assert one == two
+    assert one.startswith(message) and bool(one) == bool(message)
+    assert not one or f" on {socket.gethostname()} (rank 1) but " in one
 
 
 def test_terminals_that_lack_characters_are_supported(monkeypatch) -> None:

@@ -1,13 +1,16 @@
 """IDX files: their images, shifts and flips, and errors."""
 
 import gzip
+from argparse import Namespace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import task
 import torch
 from engine import UserError
 from engine.data import SeededDataset, collate, idx
+from fresh import UNCHANGED
 from idx_files import COUNTS, write_dataset, write_idx
 
 
@@ -77,6 +80,21 @@ def test_damaged_files_are_named(folder: Path, damage, message: str) -> None:
     damage(folder / "train-images-idx3-ubyte.gz")
     with pytest.raises(UserError, match=message):
         idx.IdxImages(folder, train=True, size=28)
+
+
+def test_labels_above_those_of_the_training_images_are_an_error(folder: Path) -> None:
+    args = Namespace(data=folder, eval_only=False, **UNCHANGED)
+    write_idx(folder / "t10k-labels-idx1-ubyte.gz", np.arange(COUNTS["t10k"]) % 8)
+    assert [data_set.classes for data_set in task.read_datasets(args)] == [[*"0123456789"]] * 2
+    write_idx(folder / "t10k-labels-idx1-ubyte.gz", np.arange(COUNTS["t10k"]))
+    with pytest.raises(UserError, match="the t10k labels go up to 19, those of the training .* 9;"):
+        task.read_datasets(args)
+
+
+def test_labels_follow_the_classes_of_a_checkpoint(folder: Path) -> None:
+    dataset = idx.IdxImages(folder, train=False, size=28)
+    dataset.reorder_classes([*"9876543210", "10"])
+    assert dataset.labels[:10] == [*range(9, -1, -1)] and len(dataset.classes) == 11
 
 
 def test_images_that_are_no_squares_are_an_error(folder: Path) -> None:

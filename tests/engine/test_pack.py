@@ -18,6 +18,7 @@ import template_task_contrastive as task_contrastive
 import template_task_segmentation as task_segmentation
 import torch
 from engine import UserError
+from engine.checkpoint.compatibility import compare_data, describe_data
 from engine.data import ResumableDistributedSampler, SeededDataset, pack, shards, verify
 from engine.data.files import FileError, read_file
 from engine.data.folders import list_images
@@ -97,6 +98,18 @@ def test_samples_are_those_of_the_folder(folder, tmp_path, run_pack):
         packed.reorder_classes(["dog", "cat"])
         assert packed.labels == [1 - label for label in original.labels]
     assert len(list((tmp_path / "out" / "train").glob("*.tar"))) > 1
+
+
+def test_fingerprint_has_the_labels_of_the_folder(folder, tmp_path, run_pack):
+    """So a run resumes with the packed form of its data; with --shuffle, the order is another."""
+    saved = describe_data(dict(zip(shards.SPLITS, datasets(folder), strict=True)))
+    for flags, changes in (([], {}), (["--shuffle"], {"train": "other labels"})):
+        assert run_pack(folder, tmp_path / str(flags), LARGE, *flags) == 0
+        packed = datasets(tmp_path / str(flags))
+        own = describe_data(dict(zip(shards.SPLITS, packed, strict=True)))
+        assert compare_data(saved, own) == changes
+        assert saved["fingerprints"]["val"].keys() == {"labels", "file names"}
+        assert own["fingerprints"]["val"].keys() == {"labels", "pack"}
 
 
 def test_larger_images_are_resized_and_others_copied(folder, tmp_path, run_pack):
@@ -286,6 +299,8 @@ def test_packed_masks_are_those_of_the_folder(masks_folder, tmp_path, run_pack):
     assert run_pack(masks_folder, out, LARGE, MANY) == 0
     for original, packed in zip(mask_datasets(masks_folder), mask_datasets(out), strict=True):
         assert packed.classes == ["black", "white"]
+        assert original.fingerprint.keys() == {"file names"}
+        assert packed.fingerprint.keys() == {"pack"}
         require_equal_samples(packed, original)
     assert run_pack(out, "--verify") == 0
     with tarfile.open(out / "training" / "shard-00000.tar") as tar:
@@ -336,6 +351,11 @@ def test_packed_captions_are_those_of_the_folder(captions_folder, tmp_path, run_
     ):
         assert len(packed) == count
         require_equal_samples(packed, original)
+    train_set, val_set = caption_datasets(out)
+    assert train_set.fingerprint.keys() == {"pack"}
+    original = caption_datasets(captions_folder)[1].fingerprint
+    assert val_set.fingerprint == {"captions": original["captions"]}
+    assert original.keys() == {"captions", "file names"}
     assert task_contrastive.candidates(None, str(out)) == [f"a fish {index}" for index in range(6)]
     assert len(list_images(out)) == 12
     assert run_pack(out, "--verify") == 0

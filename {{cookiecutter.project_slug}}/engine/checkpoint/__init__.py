@@ -25,12 +25,13 @@ from engine.checkpoint.archive import security_warning
 from engine.checkpoint.compatibility import (
     DataSets,
     adapt_classes,
-    compare_samples,
+    compare_data,
     describe_data,
+    is_same_data,
 )
 from engine.checkpoint.format import BEST, LAST, Progress, TrainingState
 from engine.checkpoint.restore import restore
-from engine.checkpoint.selection import Source, all_gather, newest
+from engine.checkpoint.selection import AUTO, Source, find
 from engine.data import get_rng_state, mix_seeds, seed_everything, set_rng_state
 from engine.distributed import consistency
 from engine.distributed.peers import WRITER
@@ -43,7 +44,6 @@ from engine.monitoring.metric import AVERAGE
 __all__ = ["CheckpointManager", "Progress", "TrainingState"]
 
 T = TypeVar("T")
-AUTO = Path("auto")  # value of --resume for the newest checkpoint
 
 
 @dataclass
@@ -67,9 +67,11 @@ class CheckpointManager:
     stop_signals: StopSignals
 
     problem: str = field(default="", init=False)  # with the last write
+    # Whether the validation data is that of the resumed checkpoint; None if that is unknown.
+    has_same_val_data: bool | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self.metadata["samples"] = describe_data(self.data_sets)
+        self.metadata |= describe_data(self.data_sets)
         timeout = timedelta(seconds=self.timeout_s + 60)
         group = dist.new_group(backend="gloo", timeout=timeout)
         assert isinstance(group, dist.ProcessGroup)  # every rank is in it
@@ -118,6 +120,7 @@ class CheckpointManager:
             return None
         entries = self._load(source)
         notes = self._compare_metadata(source.path, entries["metadata"], required)
+        self._compare_data(source.path, entries, required)
         restore(source.path, entries, self.state)
         progress = self.state.progress
         for name, value in vars(progress).items():
@@ -127,7 +130,7 @@ class CheckpointManager:
         if not format.has_best(self.folder):  # another folder's best is not this one's
             progress.best = -math.inf
         train_set = self.data_sets.get("train")
-        if train_set is not None and progress.samples > len(train_set):
+        if train_set is not None and progress.samples > len(train_set) and not required:
             self.logger.warning(
                 f"--resume {source.path}: it is {progress.samples} samples into an epoch, which "
                 f"has {len(train_set)} now; this epoch is trained from its beginning"
@@ -267,21 +270,16 @@ class CheckpointManager:
     def _find(self, choice: Path | None, required: bool) -> Source | None:
         """Return the checkpoint to resume from, which is the same on all ranks."""
         is_restart = distributed.is_restart() and not required
-        if choice == AUTO or is_restart:
-            if choice != AUTO:
-                self._check_folder()
-            source = newest(self.folder, self.logger.warning, self._group)
-            if source:
-                return source
-            if is_restart and choice in (AUTO, None):
-                self.logger.info(f"{self.folder} has no checkpoint: the run starts over")
-        if choice is None or choice == AUTO:
+        if is_restart and choice != AUTO:
+            self._check_folder()
+        first = AUTO if is_restart else choice
+        source = find(self.folder, first, self.logger.warning, self._group)
+        if source or not is_restart:
+            return source
+        if choice in (AUTO, None):
+            self.logger.info(f"{self.folder} has no checkpoint: the run starts over")
             return None
-        has_file = all_gather(choice.is_file() or choice.is_dir(), self._group)
-        if choice.is_dir() and not all(has_file):
-            raise UserError(f"--resume {choice}: it must be on a disk that all hosts share")
-        rank = has_file.index(True) if any(has_file) else 0
-        return Source(choice, rank)
+        return find(self.folder, choice, self.logger.warning, self._group)
 
     def _check_folder(self) -> None:
         """Raise UserError if a run with other settings left its checkpoints in the folder."""
@@ -344,7 +342,7 @@ class CheckpointManager:
         return entries
 
     def _compare_metadata(self, path: Path, saved: dict[str, Any], is_evaluation: bool) -> str:
-        """Compare classes, samples and opt_level with a checkpoint's; return notes for the log.
+        """Compare classes and opt_level with a checkpoint's; return notes for the log.
 
         Raises UserError if the classes do not fit.
         """
@@ -353,13 +351,26 @@ class CheckpointManager:
         )
         if notes:
             self.metadata["classes"] = saved.get("classes", [])
-        changes = compare_samples(saved.get("samples", {}), self.metadata["samples"])
-        if changes and not is_evaluation:
-            self.logger.warning(f"--resume {path}: the data has changed ({changes})")
         opt_level = self.metadata.get("opt_level")
         if saved.get("opt_level", opt_level) != opt_level:
             notes += f", saved at {saved['opt_level']}"
         return notes
+
+    def _compare_data(self, path: Path, entries: dict[str, Any], is_evaluation: bool) -> None:
+        """Warn of data other than a checkpoint's; it may have grown, so that is no error."""
+        saved = entries["metadata"]
+        self.has_same_val_data = is_same_data(saved, self.metadata, "val")
+        changes = compare_data(saved, self.metadata)
+        if is_evaluation and "val" in changes:
+            self.logger.warning(
+                f"--resume {path}: this is other data than it was validated on in training "
+                f"({changes['val']})"
+            )
+        elif changes and not is_evaluation:
+            text = ", ".join(f"{name}: {change}" for name, change in changes.items())
+            if "train" in changes and entries["samples"]:
+                text += "; the rest of its epoch may repeat or leave out samples"
+            self.logger.warning(f"--resume {path}: the data has changed ({text})")
 
     def _restore_ranks(self, ranks: list[dict[str, Any]]) -> str:
         """Restore what each process had of its own; return what to add to the message."""

@@ -2,21 +2,75 @@
 
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
+from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
-from engine import UserError, summarize
+import torch.distributed as dist
+
+from engine import UserError, fingerprint, summarize
+from engine.checkpoint import format, selection
 from engine.data import SizedDataset
+from engine.monitoring.logger import Logger
 from engine.text import printable
 
 DataSets = Mapping[str, SizedDataset]  # by name, such as "train"
 
 
-def describe_data(data_sets: DataSets) -> dict[str, int]:
-    """Return the number of samples of each data set."""
-    return {name: len(data_set) for name, data_set in data_sets.items()}
+def describe_data(data_sets: DataSets) -> dict[str, Any]:
+    """Return the entries of the metadata about data sets: their sizes and their fingerprints."""
+    return {
+        "samples": {name: len(data_set) for name, data_set in data_sets.items()},
+        "fingerprints": {
+            name: fingerprint.of_data_set(data_set) for name, data_set in data_sets.items()
+        },
+    }
 
 
-def adapt_classes(path: Path, saved: list[str], own: list[str], data_sets: DataSets) -> str:
+def use_saved_classes(
+    data_sets: DataSets, folder: Path, choice: Path | None, logger: Logger
+) -> None:
+    """Give the data sets of an evaluation the classes of its checkpoint; all ranks call it.
+
+    The classes of the data may be some of the checkpoint's, in any order. The model is built for
+    those of the data sets, so this is called before; a checkpoint that can't be read is reported
+    when it is resumed.
+
+    Args:
+        data_sets: "train" and "val", which may be the same.
+        folder: of the run.
+        choice: the checkpoint, as for `CheckpointManager.resume`.
+
+    Raises UserError if the data has other classes.
+    """
+    own = [str(name) for name in getattr(data_sets["val"], "classes", ())]
+    if not own:
+        return
+    group = dist.new_group(backend="gloo")
+    assert isinstance(group, dist.ProcessGroup)  # every rank is in it
+    source = selection.find(folder, choice, logger.warning, group)
+    if source is None:
+        return
+    found: list[list[str]] = [[]]
+    if dist.get_rank() == source.rank:
+        with suppress(UserError):
+            found = [format.load_metadata(source.path).get("classes", [])]
+    dist.broadcast_object_list(found, source.rank, group)
+    saved = found[0]
+    if adapt_classes(source.path, saved, own, data_sets, is_evaluation=True):
+        missing = [printable(name) for name in saved if name not in own]
+        without = f"; the data has no {summarize(missing)}" if missing else ""
+        logger.info(f"evaluating with the {len(saved)} classes of {source.path}{without}")
+
+
+def adapt_classes(
+    path: Path,
+    saved: list[str],
+    own: list[str],
+    data_sets: DataSets,
+    is_evaluation: bool = False,
+) -> str:
     """Give the data sets the checkpoint's order of classes; return what to add to the message.
 
     Labels are positions in the list of classes, so a checkpoint fits only data of the same list. A
@@ -26,23 +80,25 @@ def adapt_classes(path: Path, saved: list[str], own: list[str], data_sets: DataS
         path: of the checkpoint.
         saved: names of its classes; empty if they are unknown.
         own: names of the classes of the data; empty if there are none.
+        is_evaluation: the data may lack some of the classes.
 
     Raises UserError if the classes differ, or a data set cannot change their order.
     """
     if not saved or saved == own:
         return ""
     difference = describe_difference(saved, own)
-    if difference:
+    if difference and not (is_evaluation and Counter(own) <= Counter(saved)):
         raise UserError(
             f"--resume {path}: it was trained on other classes ({difference}): give the classes "
             f"their old names, or start from its weights, with a new head, by --weights {path}"
         )
     can_reorder = all(hasattr(data_set, "reorder_classes") for data_set in data_sets.values())
     if len(set(own)) < len(own) or not can_reorder:
-        index = [one != other for one, other in zip(saved, own, strict=True)].index(True)
+        pairs = list(zip_longest(saved, own, fillvalue="none"))
+        index = [one != other for one, other in pairs].index(True)
         raise UserError(
             f"--resume {path}: its classes have another order than those of the data: class "
-            f"{index} is {printable(saved[index])} there and {printable(own[index])} here; "
+            f"{index} is {printable(saved[index])} there and {printable(pairs[index][1])} here; "
             "restore that order, or give the data sets a method reorder_classes(names)"
         )
     for data_set in data_sets.values():
@@ -63,10 +119,37 @@ def describe_difference(saved: list[str], own: list[str]) -> str:
     )
 
 
-def compare_samples(saved: dict[str, int], own: dict[str, int]) -> str:
-    """Return the data sets whose number of samples differs from that of a checkpoint, if any."""
-    return ", ".join(
-        f"{name}: {saved[name]} samples there, {own[name]} here"
-        for name in own
-        if saved.get(name, own[name]) != own[name]
-    )
+def compare_data(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, str]:
+    """Return what differs in each data set whose number of samples or fingerprint does.
+
+    Digests are compared that both fingerprints have: older checkpoints have none, and a folder has
+    others than a pack of it.
+
+    Args:
+        saved: metadata of a checkpoint.
+        own: that of this run.
+    """
+    changes = {}
+    for name, count in own["samples"].items():
+        there = saved.get("samples", {}).get(name, count)
+        known = saved.get("fingerprints", {}).get(name, {})
+        digests = own["fingerprints"][name]
+        parts = [part for part in digests if known.get(part, digests[part]) != digests[part]]
+        if there != count:
+            changes[name] = f"{there} samples there, {count} here"
+        elif parts:
+            changes[name] = f"other {' and '.join(parts)}"
+    return changes
+
+
+def is_same_data(saved: Mapping[str, Any], own: Mapping[str, Any], name: str) -> bool | None:
+    """Return whether a data set is the one of a checkpoint; None if nothing tells.
+
+    Args:
+        saved, own: as for `compare_data`.
+        name: of the data set, such as "val".
+    """
+    if name in compare_data(saved, own):
+        return False
+    known = saved.get("fingerprints", {}).get(name, {})
+    return True if known.keys() & own["fingerprints"].get(name, {}).keys() else None

@@ -137,6 +137,15 @@ def load(path: Path, content: io.BytesIO | None = None) -> dict[str, Any]:
     return check(path, sharded.read(path) if path.is_dir() else read(path, content))
 
 
+def load_metadata(path: Path) -> dict[str, Any]:
+    """Return the metadata of a checkpoint; of a sharded one, no tensors are read.
+
+    Raises UserError as `load` does.
+    """
+    entries = check(path, sharded.read_state(path)) if path.is_dir() else load(path)
+    return dict(entries["metadata"])
+
+
 def validate(path: Path) -> None:
     """Raise UserError for a checkpoint that `load` would not return.
 

@@ -13,6 +13,7 @@ from engine.checkpoint import format
 from engine.checkpoint.format import BEST, LAST, validate
 
 T = TypeVar("T")
+AUTO = Path("auto")  # value of --resume for the newest checkpoint
 
 
 class File(NamedTuple):
@@ -27,6 +28,26 @@ class Source(NamedTuple):
 
     path: Path
     rank: int  # the lowest one whose host has the file
+
+
+def find(
+    folder: Path, choice: Path | None, warn: Callable[[str], None], group: dist.ProcessGroup
+) -> Source | None:
+    """Return the checkpoint `choice`, or for AUTO the newest in `folder`; None if there is none.
+
+    The result is the same on all ranks, which call this together. `choice` may not exist: reading
+    it is an error.
+
+    Raises UserError if AUTO finds no valid one, or a sharded checkpoint is not on all hosts.
+    """
+    if choice is None:
+        return None
+    if choice == AUTO:
+        return newest(folder, warn, group)
+    has_file = all_gather(choice.is_file() or choice.is_dir(), group)
+    if choice.is_dir() and not all(has_file):
+        raise UserError(f"--resume {choice}: it must be on a disk that all hosts share")
+    return Source(choice, has_file.index(True) if any(has_file) else 0)
 
 
 def newest(

@@ -142,12 +142,15 @@ def is_metadata(value: object) -> bool:
     if not isinstance(value, dict):
         return False
     classes, samples = value.get("classes", []), value.get("samples", {})
-    options = value.get("model_options", {})
+    options, fingerprints = value.get("model_options", {}), value.get("fingerprints", {})
     texts = [value.get(name, "") for name in ("metric", "arch", "data", "opt_level")]
     return (
         isinstance(classes, list)
         and isinstance(samples, dict)
         and isinstance(options, dict)
+        and isinstance(fingerprints, dict)
+        and all(isinstance(one, dict) for one in fingerprints.values())
+        and all(isinstance(text, str) for one in fingerprints.values() for text in one.values())
         and all(isinstance(text, str) for text in [*classes, *texts])
     )
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from engine import UserError
+from engine import UserError, fingerprint
 from engine.data import shards
 from engine.data.files import naming_errors, read_file
 
@@ -45,6 +45,14 @@ def list_captions(folder: Path, limit: int) -> Sequence[tuple[Path, bytes]]:
     captions = PackedCaptions(shards.Pack(folder, "txt"))
     require_short(captions.longest, limit, str(folder))
     return captions
+
+
+def identify(folder: Path, pairs: Sequence[tuple[Path, bytes]]) -> fingerprint.Fingerprint:
+    """Return the fingerprint of the images and captions of a folder, or of a packed one."""
+    if isinstance(pairs, PackedCaptions):  # whose captions are in the shards
+        return fingerprint.of_files(folder, pairs)
+    names = {} if shards.is_packed(folder) else fingerprint.of_files(folder, pairs)
+    return names | {"captions": fingerprint.digest(caption.decode() for _, caption in pairs)}
 
 
 def read_captions(folder: Path, limit: int) -> list[tuple[Path, bytes]]:

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from engine import UserError, distributed, summarize
@@ -212,6 +213,13 @@ def _list_packed(
     _require_known(folder, found, classes)
     places = {name: label for label, name in enumerate(classes)}
     return shards.PackedImages(pack, [places[name] for name in found]), list(classes)
+
+
+def list_labels(samples: Sequence[tuple[str, int]]) -> list[int]:
+    """Return the labels of samples (path, label), without the paths of packed ones."""
+    if isinstance(samples, shards.PackedImages):
+        return np.array(samples.labels)[samples.pack.records["label"]].tolist()
+    return [label for _, label in samples]
 
 
 def relabel(samples: Sequence[tuple[str, int]], labels: Sequence[int]) -> Sequence[tuple[str, int]]:

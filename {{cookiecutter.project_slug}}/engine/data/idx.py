@@ -8,7 +8,7 @@ import gzip
 import math
 import random
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -93,9 +93,17 @@ class IdxImages(Dataset):
         folder: of the IDX files.
         size: height and width to which the images are resized.
         hflip: probability of a flip in training.
+        classes: those of the training set, for the validation set: no others may occur.
     """
 
-    def __init__(self, folder: Path, train: bool, size: int, hflip: float = 0.0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        train: bool,
+        size: int,
+        hflip: float = 0.0,
+        classes: Sequence[str] | None = None,
+    ) -> None:
         images = torch.tensor(read_file(folder, train, IMAGES))
         labels = read_file(folder, train, LABELS)
         if len(images) != len(labels):
@@ -107,7 +115,19 @@ class IdxImages(Dataset):
         self.margin = size // MAX_SHIFT if train else 0
         self.images = F.pad(images, [self.margin] * 4).unsqueeze(1)
         self.labels: list[int] = labels.tolist()
-        self.classes = [str(number) for number in range(max(self.labels) + 1)]
+        highest = max(self.labels)
+        if classes is not None and highest >= len(classes):
+            raise UserError(
+                f"--data {folder}: the {SPLITS[train]} labels go up to {highest}, those of the "
+                f"training images to {len(classes) - 1}; use the files of one data set"
+            )
+        self.classes = list(classes or map(str, range(highest + 1)))
+
+    def reorder_classes(self, classes: list[str]) -> None:
+        """Change the labels to the positions in `classes`, which include all of its own."""
+        positions = [classes.index(name) for name in self.classes]
+        self.labels = [positions[label] for label in self.labels]
+        self.classes = list(classes)
 
     def __len__(self) -> int:
         return len(self.labels)

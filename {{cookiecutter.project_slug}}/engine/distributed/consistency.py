@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from engine import UserError
+from engine import UserError, fingerprint
 
 MAX_CLOCK_DIFFERENCE_S = 5.0  # torchrun's rendezvous takes a host that is 15 s behind for lost
 HOST_SETTINGS = (  # may differ between hosts
@@ -139,7 +139,8 @@ def find_difference(facts_by_rank: dict[int, tuple[str, Facts]]) -> str:
 def require_same_data(train_set: Sized, val_set: Sized) -> None:
     """Raise UserError, in all processes, if the data sets differ between two of them.
 
-    Each host may have its own copy of the data: numbers of samples and classes must be the same.
+    Each host may have its own copy of the data: numbers of samples, classes and fingerprints must
+    be the same.
     """
     classes = [str(name) for name in getattr(train_set, "classes", ())]
     facts = {
@@ -148,6 +149,9 @@ def require_same_data(train_set: Sized, val_set: Sized) -> None:
         "the number of classes": str(len(classes)),
         **{f"class {index}": name for index, name in enumerate(classes)},
     }
+    for split, data_set in (("training", train_set), ("validation", val_set)):
+        for part, value in fingerprint.of_data_set(data_set).items():
+            facts[f"the digest of the {part} of the {split} data"] = value
     rank = dist.get_rank()
     own = (socket.gethostname(), facts)
     reference = [own]

@@ -383,7 +383,7 @@ class Logger:
             path = write_image(*args)
             self._write_event(lambda events: events.add_image(path.parent.name, path, step))
 
-    def log_evaluation(self, results: Mapping[str, float], **facts: str) -> None:
+    def log_evaluation(self, results: Mapping[str, float], **facts: object) -> None:
         """Write the results of a checkpoint, and `facts` about it, to eval.json; print them."""
         if not self.active:
             return
