@@ -80,7 +80,7 @@ def parse_args() -> argparse.Namespace:
         "--sync-bn-group",
         type=cli.non_negative_int,
         default=0,
-        help="ranks per SyncBN group (default: all)",
+        help="ranks per SyncBN group (default: 0, all)",
     )
     # % endif
     add = parser.group("optimization").add_argument
@@ -147,7 +147,7 @@ class Run:
     metrics: dict[str, task.Metrics] = field(init=False)  # for each of them
 
     def __post_init__(self) -> None:
-        self.progress = self.checkpoints.state.progress
+        self.progress = self.checkpoints.state.progress  # which `resume` changes in place
         self.eval_models = {"": unwrap(self.model)}
         if self.ema:
             self.eval_models[AVERAGE] = self.ema.module
@@ -241,7 +241,8 @@ def build_data(
     sampler = ResumableDistributedSampler(seeded_train_set, args.seed)
     options = {"batch_size": args.batch_size, "workers": args.workers, "device": device}
     train_loader = TrainLoader(seeded_train_set, sampler, epochs=args.epochs, **options)
-    # Not padded to equal shards, and without replacements: each validation sample counts once.
+    # Each validation sample counts once: ShardSampler does not pad the shards to equal lengths, and
+    # only_readable leaves out what --skip-broken skips, where training takes the next sample.
     shard = ShardSampler(val_set, dist.get_rank(), dist.get_world_size())
     val_loader = build_loader(only_readable(val_set, args.seed), sampler=shard, **options)
     # % if ddp == "dataparallel"
@@ -396,7 +397,9 @@ def wrap_model(
     if dist.get_world_size() > 1:
         # % if ddp == "apex"
         model = apex.parallel.DistributedDataParallel(
-            model, delay_allreduce=args.delay_allreduce or args.deterministic
+            model,
+            # --deterministic: one order of reduction, after the whole backward pass.
+            delay_allreduce=args.delay_allreduce or args.deterministic,
         )
         # % else
         device = next(model.parameters()).device
@@ -416,7 +419,7 @@ def wrap_model(
 def build(args: argparse.Namespace) -> Run:
     """Set up a run: device, process group, data, model, SyncBN, optimizer, amp, DDP."""
     device, backend = init_distributed(args)
-    seed_everything(args.seed)
+    seed_everything(args.seed)  # all processes build the same weights
     metric = MonitoredMetric(task.METRIC, task.METRIC_MODE)
     logger = Logger(args.output, dist.get_rank(), metric, args.log_every, args.tracker)
     processes = distributed.describe(dist.get_world_size(), device)
@@ -432,7 +435,7 @@ def build(args: argparse.Namespace) -> Run:
     optimizer = build_optimizer(args, backend, model, logger)
     base_lrs = [group["lr"] for group in optimizer.param_groups]
     model, optimizer = wrap_model(args, backend, model, optimizer)
-    stop_signals = StopSignals()
+    stop_signals = StopSignals()  # SIGTERM, SIGINT and the like: save, then exit
     checkpoints = CheckpointManager(
         folder=args.output,
         keep=args.keep,
@@ -471,13 +474,14 @@ def build(args: argparse.Namespace) -> Run:
 
 
 def train_step(run: Run, batches: list[list[Tensor]], meter: Meter) -> object:
-    """Train one optimizer step on its batches; return the last one's model input."""
+    """Train one optimizer step on its batches; return an input of the model, for `check_finite`."""
     args, amp = run.args, run.backend.apex.amp
     for number, batch in enumerate(batches, 1):
         is_last = number == len(batches)
         batch = to_device(batch, run.device, run.memory_format)
         inputs, targets = task.prepare(batch)
-        # Gradients accumulate on each process, still scaled, and are averaged with the last batch.
+        # Gradients accumulate on each process, still scaled, and are averaged with the last batch:
+        # the others run in DDP's no_sync(), or its equivalent in Apex.
         with run.backend.gradient_sync(run.model, enabled=is_last):
             # The output has no name, so that its memory is free during the backward pass.
             loss = task.criterion(run.model(inputs), targets, args.label_smoothing)
@@ -488,11 +492,11 @@ def train_step(run: Run, batches: list[list[Tensor]], meter: Meter) -> object:
     run.audit.check_gradients()  # at the first step only
     if args.clip_grad:
         nn.utils.clip_grad_norm_(amp.master_params(run.optimizer), args.clip_grad)
-    run.optimizer.step()
+    run.optimizer.step()  # after an overflow, amp skips the update; the step counts all the same
     run.optimizer.zero_grad()  # here, so that validation can use the gradients' memory
     if run.ema:
         weights = run.backend.fp32_state_dict(run.model, run.optimizer)
-        run.ema.update(weights, run.progress.step)
+        run.ema.update(weights, run.progress.step)  # the steps before this one, for its warm-up
     return inputs
 
 
@@ -515,7 +519,8 @@ def train_one_epoch(run: Run) -> dict[str, Any]:
     """Train to the end of the epoch, or to --steps; return the epoch's metrics."""
     args, progress, logger = run.args, run.progress, run.logger
     run.data.sampler.set_epoch(progress.epoch, progress.samples)  # reshuffles; resumes mid-epoch
-    remaining_steps = math.ceil(len(run.data.train_loader) / args.accumulate)  # after set_epoch
+    # set_epoch has shortened the loader to what is left after `progress.samples`.
+    remaining_steps = math.ceil(len(run.data.train_loader) / args.accumulate)
     num_steps = min(remaining_steps, (args.steps or sys.maxsize) - progress.step)
     images_per_batch = args.batch_size * dist.get_world_size()
     meter = logger.start_epoch(run.device, images_per_batch)
@@ -546,7 +551,7 @@ def train_one_epoch(run: Run) -> dict[str, Any]:
     row["lr"] = run.optimizer.param_groups[0]["lr"]
     row["loss_scale"] = float(run.backend.loss_scale())
     if num_steps == remaining_steps:
-        progress.epoch += 1
+        progress.epoch += 1  # from here on, the number of epochs that are complete
         progress.samples = 0
     return row
 
@@ -656,6 +661,8 @@ def train(run: Run, resumed: Path | None) -> None:
     run.watchdog.start()
     if is_finished(run):
         logger.info("nothing is left to train: --epochs and --steps count from the beginning")
+    # The row of an epoch is pending from its last step until it is validated: a run that was
+    # stopped in between resumes with the validation.
     while progress.pending_row or not is_finished(run):
         if not progress.pending_row:
             row = train_one_epoch(run)
@@ -698,6 +705,8 @@ def main() -> None:
         return
     run = build(args)
     steps_per_epoch = math.ceil(run.data.batches_per_epoch / args.accumulate)
+    # Last, since it fills the model, optimizer and amp that `build` has made. A process that
+    # replaces a failed one resumes without --resume, too.
     resumed = run.checkpoints.resume(args.resume, steps_per_epoch, required=args.eval_only)
     if not args.eval_only:
         train(run, resumed)

@@ -1,6 +1,7 @@
 """Image classification: model, data, loss and metrics. Replace this file to train something else.
 
-main.py and predict.py use the public names below and know nothing else about the task.
+main.py and predict.py use the constants, functions and classes below that the documentation lists
+("The functions of task.py"), and of the flags `args.arch` and `args.flip_tta`.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ METRIC_MODE = "max"  # or "min"
 LAYOUT = "train/CLASS/IMAGE and val/CLASS/IMAGE"
 BATCH_SIZE = 32
 WARMUP_EPOCHS = 1.0
-BLOCKS: tuple[str, ...] = ()  # classes that FSDP shards one by one; (): repeated blocks
+# Classes that FSDP shards and --checkpoint-activations recomputes one by one; (): repeated blocks.
+BLOCKS: tuple[str, ...] = ()
 DUMMY_CLASSES = 1000
 FLIP_TTA_HELP = "average the predictions for an image and its mirror image"
 
@@ -241,11 +243,10 @@ class Metrics:
 
     def update(self, output: Tensor, targets: Tensor) -> None:
         """Add a batch: the sum of its losses, its correct predictions, its size."""
-        # The loss of `criterion`, without label smoothing: change both.
-        losses = F.cross_entropy(output.float(), targets, reduction="sum")
+        size = torch.tensor(len(targets), device=output.device)
+        loss = criterion(output.float(), targets) * size  # their sum, without label smoothing
         correct = (output.argmax(dim=1) == targets).sum()
-        size = correct.new_tensor(len(targets))
-        self.totals += torch.stack([losses.double(), correct.double(), size.double()])
+        self.totals += torch.stack([loss.double(), correct.double(), size.double()])
         if self.report:
             self.report.update(output, targets)
 
@@ -258,7 +259,7 @@ class Metrics:
 
 
 def random_crop(height: int, width: int, spec: ImageSpec = IMAGES, hflip: float = 0.5) -> Crop:
-    """Return a random part of an image, possibly mirrored, resized to 224 x 224 pixels."""
+    """Return a random part of an image, possibly mirrored, resized to the square of `spec.size`."""
     box = RANDOM_CROP.make_params([torch.empty(1, height, width, device="meta")])
     rows = Span(start=box["top"], length=box["height"], resized=spec.size)
     columns = Span(start=box["left"], length=box["width"], resized=spec.size)
@@ -267,14 +268,14 @@ def random_crop(height: int, width: int, spec: ImageSpec = IMAGES, hflip: float 
 
 
 def center_crop(height: int, width: int, spec: ImageSpec = IMAGES) -> Crop:
-    """Return the central 224 x 224 pixels after resizing the shorter side to 256."""
+    """Return the central square of `spec.size` pixels, such as 224 of a shorter side of 256."""
     shorter = min(height, width)
     rows, columns = (center_span(side, shorter, spec) for side in (height, width))
     return Crop(rows, columns, spec.size, interpolation=spec.interpolation)
 
 
 def center_span(side: int, shorter: int, spec: ImageSpec) -> Span:
-    """Return the central 224 of the pixels of a side, where `shorter` is resized to 256."""
+    """Return the central part of a side of an image whose shorter side is `shorter`."""
     length = min(side, images.MAX_RATIO * shorter)
     resized = int(spec.size / spec.crop_fraction) * length // shorter
     first = round((resized - spec.size) / 2)
@@ -282,7 +283,7 @@ def center_span(side: int, shorter: int, spec: ImageSpec) -> Span:
 
 
 def read_center_crop(path: Path, spec: ImageSpec = IMAGES) -> Tensor:
-    """Return the central crop of an image file, as in validation: uint8 (3, 224, 224)."""
+    """Return the central crop of an image file, as in validation: uint8 (3, size, size)."""
     encoded = images.read_encoded(str(path), partial(center_crop, spec=spec))
     return crop_and_resize(images.decode(encoded), encoded.crop)
 

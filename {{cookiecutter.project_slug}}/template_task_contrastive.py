@@ -1,6 +1,7 @@
 """Contrastive image-text training, as CLIP does. Replace this file to train something else.
 
-main.py and predict.py use the public names below and know nothing else about the task.
+main.py and predict.py use the constants, functions and classes below that the documentation lists
+("The functions of task.py"), and of the flags `args.arch`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ METRIC_MODE = "max"  # or "min"
 LAYOUT = "train/ and val/ with images and a captions.tsv (FILE, tab, TEXT) in each"
 BATCH_SIZE = 32
 WARMUP_EPOCHS = 1.0
-BLOCKS: tuple[str, ...] = ()  # classes that FSDP shards one by one; (): repeated blocks
+# Classes that FSDP shards and --checkpoint-activations recomputes one by one; (): repeated blocks.
+BLOCKS: tuple[str, ...] = ()
 DUMMY_CLASSES = 0  # captions are not classes
 
 EMBEDDING = 256  # dimensions of an embedding

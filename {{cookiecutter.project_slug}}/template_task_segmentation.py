@@ -1,6 +1,7 @@
 """Semantic segmentation: model, data, loss and metrics. Replace this file for something else.
 
-main.py and predict.py use the public names below and know nothing else about the task.
+main.py and predict.py use the constants, functions and classes below that the documentation lists
+("The functions of task.py"), and of the flags `args.arch`.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ METRIC_MODE = "max"  # or "min"
 LAYOUT = "images/ and annotations/ with training/ and validation/ in each, and classes.txt"
 BATCH_SIZE = 16
 WARMUP_EPOCHS = 3.0
-BLOCKS: tuple[str, ...] = ()  # classes that FSDP shards one by one; (): repeated blocks
+# Classes that FSDP shards and --checkpoint-activations recomputes one by one; (): repeated blocks.
+BLOCKS: tuple[str, ...] = ()
 DUMMY_CLASSES = 150
 
 SPLITS = ("training", "validation")

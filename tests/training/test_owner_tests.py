@@ -105,8 +105,9 @@ def add_auxiliary_loss(project: Path) -> None:
             "    return losses[0] + 0.4 * losses[1]\n",
         ),
         (
-            "        losses = F.cross_entropy(output.float(),",
-            "        output = output['out']\n        losses = F.cross_entropy(output.float(),",
+            "        loss = criterion(output.float(), targets)",
+            "        output = output['out']\n"
+            "        loss = F.cross_entropy(output.float(), targets)",
         ),
         ("= model(inputs).float()", "= model(inputs)['out'].float()"),
         ("self.model(images.normalize(pixels)).", "self.model(images.normalize(pixels))['out']."),

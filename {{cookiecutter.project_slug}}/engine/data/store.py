@@ -150,7 +150,7 @@ def _open_files(protocol: str) -> Any:
     options: dict[str, Any] = {"asynchronous": True, "skip_instance_cache": True}
     if protocol == "s3":
         # One attempt: Store.read counts and reports them.
-        client = {"retries": {"total_max_attempts": 1}}
+        client: dict[str, Any] = {"retries": {"total_max_attempts": 1}}
         client |= {"connect_timeout": CONNECT_S, "read_timeout": READ_S}
         return fsspec.filesystem("s3", config_kwargs=client, **options)
     import aiohttp
