@@ -243,7 +243,7 @@ class Metrics:
 
     def update(self, output: Tensor, targets: Tensor) -> None:
         """Add a batch: the sum of its losses, its correct predictions, its size."""
-        size = torch.tensor(len(targets), device=output.device)
+        size = torch.tensor(len(targets), device=targets.device)
         loss = criterion(output.float(), targets) * size  # their sum, without label smoothing
         correct = (output.argmax(dim=1) == targets).sum()
         self.totals += torch.stack([loss.double(), correct.double(), size.double()])
