@@ -269,9 +269,7 @@ def place_chunk(folder: Path, content: bytes) -> None:
         file.write(content)
     edit_json(
         folder / "index.json",
-        lambda index: index["model.0.weight"][2][0].__setitem__(
-            slice(2, 4), [start, len(content)]
-        ),
+        lambda index: index["model.0.weight"][2][0].__setitem__(slice(2, 4), [start, len(content)]),
     )
     complete(folder)
 

@@ -125,9 +125,7 @@ def write_or_make_room(
             return
 
 
-def _make_room(
-    path: Path, warn: Callable[[str], None], writers: dist.ProcessGroup | None
-) -> bool:
+def _make_room(path: Path, warn: Callable[[str], None], writers: dist.ProcessGroup | None) -> bool:
     """Remove the oldest checkpoint to write `path`; return whether there is one on rank 0.
 
     The newest checkpoint stays. The best one does, too: to remove another name of a file makes no
