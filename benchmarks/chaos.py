@@ -2,6 +2,7 @@
 
     python benchmarks/chaos.py --kills 1000
     python benchmarks/chaos.py --kills 5 --seed 3
+    python benchmarks/chaos.py --kills 100 --ddp fsdp
 
 A run is the generated project's main.py: two epochs on the digits, --deterministic, a checkpoint
 every two steps, on one or two CPU processes, with or without a loading worker. It is killed at a
@@ -212,6 +213,7 @@ def run_with_kills(number: int, seed: int, args: argparse.Namespace, folder: Pat
             break
         # A signal before the first step's end finds nothing to save, and has its default effect.
         assert status is None or abs(status) in (15, 128 + 15), attempt.log.read_text()[-3000:]
+    consolidate(project, output)
     assert_same_run(output, folder / f"whole{processes}")
     shutil.rmtree(output)
     return kills
@@ -231,10 +233,16 @@ def wait_for(attempt: Attempt, seconds: float, saves_in: Path | None) -> int | N
 
 
 def is_saving(output: Path) -> bool:
-    """Return whether there is a temporary file beside the checkpoints."""
+    """Return whether there is a temporary file or folder beside the checkpoints."""
     with suppress(OSError):
         names = os.listdir(output)
-        return any(".pt" in name and not name.endswith(".pt") for name in names)
+        return any(
+            ".pt" in name
+            and not name.endswith(".pt")
+            or name.startswith("step-")
+            and name.endswith(".tmp")
+            for name in names
+        )
     return False
 
 
@@ -263,12 +271,21 @@ def kill(attempt: Attempt, kind: str, chosen: random.Random) -> float:
     return time.monotonic() - started
 
 
-def generate(folder: Path) -> Path:
-    """Generate the default project in `folder`."""
+def generate(folder: Path, ddp: str) -> Path:
+    """Generate the default project, except for `ddp`, in `folder`."""
     template = folder / "template"
     template.mkdir()
     copy_template(template)
-    made = cookiecutter(str(template), no_input=True, default_config=True, output_dir=str(folder))
+    answers = {"ddp": ddp}
+    if ddp == "fsdp":
+        answers |= {"opt_level": "O0", "sync_bn": False}
+    made = cookiecutter(
+        str(template),
+        no_input=True,
+        default_config=True,
+        output_dir=str(folder),
+        extra_context=answers,
+    )
     return Path(made).rename(folder / "project")
 
 
@@ -280,6 +297,15 @@ def undisturbed(folder: Path, processes: int) -> None:
     finally:
         attempt.kill_all()
     assert status == 0, attempt.log.read_text()
+    consolidate(folder / "project", folder / f"whole{processes}")
+
+
+def consolidate(project: Path, output: Path) -> None:
+    """Make the file last.pt of the folder that a run with FSDP has written."""
+    if (output / "last").is_dir():
+        command = [sys.executable, "-m", "engine.checkpoint.consolidate"]
+        command += [str(output / "last"), str(output / "last.pt")]
+        subprocess.run(command, cwd=project, env=SCREENED, check=True, stdout=subprocess.DEVNULL)
 
 
 def summarize(kills: list[Kill]) -> str:
@@ -299,6 +325,7 @@ def main() -> None:
     parser.add_argument("--kills", type=whole_number, default=1000)
     parser.add_argument("--jobs", type=whole_number, default=2, help="runs at once")
     parser.add_argument("--launched", type=float, default=0.1, help="share of attempts by run.sh")
+    parser.add_argument("--ddp", choices=("apex", "torch", "fsdp"), default="apex")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=file_name, default=HERE / "chaos.csv")
     args = parser.parse_args()
@@ -308,7 +335,7 @@ def main() -> None:
     runs = 0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        generate(folder)
+        generate(folder, args.ddp)
         for processes in (1, 2):
             undisturbed(folder, processes)
         with ThreadPoolExecutor(args.jobs) as pool, args.output.open("w", newline="") as file:

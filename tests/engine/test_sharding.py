@@ -139,6 +139,29 @@ def test_shared_parameters_are_refused(two_processes):
     assert two_processes(share_a_parameter) == [0, 1]
 
 
+class Masked(nn.Linear):
+    """Layer whose mask is a buffer."""
+
+    def __init__(self, mask):
+        super().__init__(3, 3)
+        self.register_buffer("mask", mask)
+
+
+def share_a_buffer():
+    from engine.distributed.sharding import Sharding
+
+    with torch.device("meta" if dist.get_rank() else "cpu"):
+        mask = torch.arange(3.0)
+        model = nn.Sequential(Masked(mask), Masked(mask), Masked(torch.ones(2)))
+    Sharding(torch.device("cpu"), "O0").apply(model)
+    return model[0].mask is model[1].mask, [layer.mask.tolist() for layer in model]
+
+
+def test_shared_buffers_stay_shared(two_processes):
+    expected = (True, [[0.0, 1.0, 2.0], [0.0, 1.0, 2.0], [1.0, 1.0]])
+    assert two_processes(share_a_buffer) == [expected] * 2
+
+
 # Blocks
 
 

@@ -216,6 +216,11 @@ def is_sharded(model: nn.Module) -> bool:
     return hasattr(model, "set_requires_gradient_sync")
 
 
+def local_shard(tensor: Any) -> Tensor:
+    """Return this process's shard of a tensor that FSDP shards, or else `tensor` itself."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
 def unwrap(model: nn.Module) -> nn.Module:
     """Return the module inside a DistributedDataParallel or DataParallel, or else `model` itself.
 

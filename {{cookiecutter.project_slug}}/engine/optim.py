@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from engine import UserError
+from engine.backend import local_shard
 from engine.layers import layer_numbers
 
 T = TypeVar("T")
@@ -176,15 +177,10 @@ class Ema:
         # Tied weights have several names, and are averaged once.
         pairs = list({id(mean): (mean, state_dict[name]) for name, mean in own.items()}.values())
         averaged = [pair for pair in pairs if pair[0].is_floating_point()]
-        means = [_local(mean) for mean, _ in averaged]
-        values = [_local(value) for _, value in averaged]
+        means = [local_shard(mean) for mean, _ in averaged]
+        values = [local_shard(value) for _, value in averaged]
         decay = min(self.decay, (1 + step) / (10 + step))
         get_ema_multi_avg_fn(decay)(means, values, None)
         for count, value in pairs:
             if not count.is_floating_point():
                 count.copy_(value)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """Return this process's shard of a tensor that FSDP shards, or else `tensor` itself."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -458,7 +458,7 @@ class CheckpointManager:
             except OSError as error:  # the other ranks are waiting for this one
                 self.logger.warning(f"{self.folder}: old checkpoints can't be removed ({error})")
         if not is_written:
-            sharded.write(path, entries, writers)
+            format.write_or_make_room(path, entries, self.logger.warning, writers)
             self._written_step = entries["step"]
         elif dist.get_rank() == 0:
             sharded.update(path, entries)

@@ -100,23 +100,56 @@ def write(path: Path, entries: dict[str, Any]) -> None:
             raise error.__context__ or error from None
 
 
-def write_or_make_room(path: Path, entries: dict[str, Any], warn: Callable[[str], None]) -> None:
-    """Write a checkpoint as `write` does; on a full disk, remove the oldest ones and retry.
+def write_or_make_room(
+    path: Path,
+    entries: dict[str, Any],
+    warn: Callable[[str], None],
+    writers: dist.ProcessGroup | None = None,
+) -> None:
+    """Write a checkpoint; on a full disk, remove the oldest ones and retry.
 
-    The newest checkpoint stays. best.pt does, too, whose removal under another name makes no room.
+    Args:
+        writers: group of all ranks, which call this together, for a sharded checkpoint.
     """
     while True:
         try:
-            write(path, entries)
+            if writers:
+                sharded.write(path, entries, writers)
+            else:
+                write(path, entries)
         except OSError as error:
-            older = [one for one in numbered(path.parent)[1:] if _is_file(one)]
-            older = [one for one in older if one.stat().st_nlink == 1]
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not older:
+            is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            if not (is_full and _make_room(path, warn, writers)):
                 raise
-            older[-1].unlink()
-            warn(f"the disk is full: removed {older[-1]} to write {path}")
         else:
             return
+
+
+def _make_room(path: Path, warn: Callable[[str], None], writers: dist.ProcessGroup | None) -> bool:
+    """Remove the oldest checkpoint to write `path`; return whether there is one on rank 0.
+
+    The newest checkpoint stays. The best one does, too: to remove another name of a file makes no
+    room.
+    """
+    removed = [""]
+    if dist.get_rank() == 0:
+        best = (path.parent / BEST).with_suffix("")
+        older = [one for one in numbered(path.parent)[1:] if not _is_kept(one, best)]
+        with suppress(OSError):  # the other ranks are waiting for this one
+            for oldest in older[-1:]:
+                remove(oldest)
+                warn(f"the disk is full: removed {oldest} to write {path}")
+                removed = [str(oldest)]
+    if writers:
+        dist.broadcast_object_list(removed, 0, writers)
+    return bool(removed[0])
+
+
+def _is_kept(path: Path, best: Path) -> bool:
+    """Return whether a numbered checkpoint is the best one, too."""
+    if path.is_dir():
+        return best.exists() and best.samefile(path)
+    return path.stat().st_nlink > 1
 
 
 def load(path: Path, content: io.BytesIO | None = None) -> dict[str, Any]:
@@ -216,11 +249,10 @@ def best_weights(entries: dict[str, Any]) -> str:
 
 def prune(folder: Path, keep: int) -> None:
     """Remove the numbered checkpoints in `folder` except for the `keep` of the highest steps."""
-    best = (folder / BEST).with_suffix("")  # a file that is best.pt, too, keeps its content
+    best = (folder / BEST).with_suffix("")
     for path in numbered(folder)[keep:]:
-        if path.is_dir() and best.exists() and best.samefile(path):
-            continue
-        remove(path)
+        if path.is_file() or not _is_kept(path, best):  # a file that is best.pt keeps its content
+            remove(path)
 
 
 def remove(path: Path) -> None:

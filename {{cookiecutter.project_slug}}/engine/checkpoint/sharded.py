@@ -1,8 +1,8 @@
 """Sharded checkpoints: a folder ``step-N`` to which each process writes its own shards.
 
-torch.distributed.checkpoint writes the tensors (``*.distcp`` and ``.metadata``), rank 0 the other
-entries (``state.pt``) and, when all are on the disk, ``manifest.json`` with the size and the
-checksum of each file. The folder gets its name last, so that it is complete or does not exist.
+`tensor_storage` writes the tensors (``*.distcp``) and ``index.json``, rank 0 the other entries
+(``state.pt``) and, when all are on the disk, ``manifest.json`` with the size and the checksum of
+each file. The folder gets its name last, so that it is complete or does not exist.
 
 The module `tensor_storage` is imported where it is used: that takes a second, which runs without
 sharded checkpoints don't need.
@@ -12,20 +12,25 @@ import json
 import os
 import secrets
 import shutil
+import stat
 import zlib
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from engine import SUFFIX, UserError, replacing
+from engine.backend import local_shard
 from engine.checkpoint.archive import read as read_file
 
-MANIFEST, STATE, INDEX = "manifest.json", "state.pt", ".metadata"
+if TYPE_CHECKING:
+    from engine.checkpoint.tensor_storage import Entry
+
+MANIFEST, STATE, INDEX = "manifest.json", "state.pt", "index.json"
 MANIFEST_VERSION = 1
 CHUNK = 2**24  # bytes
 PARTS = ("model", "ema", "optimizer")
@@ -52,7 +57,7 @@ def templates(entries: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> d
         entries: of the run, as `engine.checkpoint.format.collect` returns them.
         optimizer: whose parameters are named optimizer.0 and so on.
     """
-    tensors = {name: value for name, value in flatten(entries).items() if "optimizer." not in name}
+    tensors = flatten({**entries, "optimizer": {"state": {}}})
     parameters = [tensor for group in optimizer.param_groups for tensor in group["params"]]
     return tensors | {f"optimizer.{index}": value for index, value in enumerate(parameters)}
 
@@ -66,37 +71,42 @@ def write(path: Path, entries: dict[str, Any], group: dist.ProcessGroup) -> None
         group: of gloo, which nothing else uses at the same time.
 
     Raises ValueError if the weights or the optimizer hold nan, and OSError if a rank cannot write,
-    both on all ranks.
+    both on all ranks. Nothing is left then.
     """
     temporary = path.with_name(path.name + SUFFIX)
-    rank = dist.get_rank(group)
-    tensors = flatten(entries)
-    bad = next((name for name, value in tensors.items() if _has_nan(value)), "")
-    _raise_together(ValueError, f"{bad} is not finite" if bad else "", group)
-    problem = ""
-    if rank == 0:
-        with _reported(OSError) as problems:
+    try:
+        _write(path, temporary, entries, group)
+    except Exception:
+        if dist.get_rank(group) == 0:
             shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
-        problem = problems.text
-    _raise_together(OSError, problem, group)
-    if not temporary.is_dir():
-        problem = f"rank {rank} has no {temporary}: put --output on a disk that all hosts share"
-    _raise_together(OSError, problem, group)
+        raise
+
+
+def _write(path: Path, temporary: Path, entries: dict[str, Any], group: dist.ProcessGroup) -> None:
     from engine.checkpoint import tensor_storage
 
-    with _reported(Exception) as problems:  # torch wraps the errors of all ranks in its own
+    rank = dist.get_rank(group)
+    tensors = flatten(entries)
+    with _together(group):
+        bad = next((name for name, value in tensors.items() if _has_nan(value)), None)
+        if bad:
+            raise ValueError(f"{bad} is not finite")
+        if rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+    with _together(group):
+        if not temporary.is_dir():
+            raise ValueError(
+                f"rank {rank} has no {temporary}: put --output on a disk that all hosts share"
+            )
+    with _together(group):
         tensor_storage.save(temporary, tensors, group)
-    _raise_together(OSError, problems.text, group)
-    with _reported(OSError) as problems:
         own = {one.name: _describe(one) for one in sorted(temporary.glob(f"__{rank}_*.distcp"))}
-    _raise_together(OSError, problems.text, group)
     files: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(files, own, group)
-    with _reported(OSError) as problems:
+    with _together(group):
         if rank == 0:
             _complete(path, temporary, entries, {k: v for one in files for k, v in one.items()})
-    _raise_together(OSError, problems.text, group)
 
 
 def _complete(
@@ -133,6 +143,9 @@ def _write_state(path: Path, entries: dict[str, Any], identity: str) -> None:
 
 def remove(path: Path) -> None:
     """Remove a sharded checkpoint; until the end of that, it has the name of an incomplete one."""
+    if path.is_symlink():  # to a folder that the user keeps elsewhere
+        path.unlink()
+        return
     temporary = path.with_name(path.name + SUFFIX)
     shutil.rmtree(temporary, ignore_errors=True)
     path.rename(temporary)
@@ -141,14 +154,14 @@ def remove(path: Path) -> None:
 
 def validate(path: Path) -> None:
     """Raise UserError if a file is missing, or has another size or checksum than it was written."""
-    for name, (size, checksum) in _read_manifest(path)["files"].items():
+    for name, expected in _read_manifest(path)["files"].items():
         try:
             found = _describe(path / name)
         except OSError as error:
             raise UserError(
                 f"{path}: its {name} can't be read ({error.strerror}); use another one"
             ) from None
-        if found != [size, checksum]:
+        if found != expected:
             raise UserError(f"{path}: its {name} is torn or altered; use another one")
 
 
@@ -158,21 +171,22 @@ def read_state(path: Path) -> dict[str, Any]:
     Raises UserError if one of the files is missing or altered, or of another checkpoint.
     """
     validate(path)
+    if (path / STATE).is_symlink():
+        raise UserError(f"{path}: its {STATE} is no regular file; use another one")
     entries = read_file(path / STATE)
     identity = _read_manifest(path)["id"]
     if not isinstance(entries, dict) or entries.pop("manifest", None) != identity:
         raise UserError(f"{path}: its {MANIFEST} is that of another checkpoint; use another one")
+    optimizer = entries.get("optimizer")
+    has_state = not isinstance(optimizer, dict) or optimizer.get("state") != {}
+    if has_state or entries.get("model") != {} or "ema" in entries:
+        raise UserError(f"{path}: its {STATE} is altered; use another one")
     return entries
 
 
 def read(path: Path) -> dict[str, Any]:
     """Return all entries of a checkpoint, with whole tensors in the CPU's memory."""
-    entries = read_state(path)
-    index = _read_index(path)
-    tensors = {
-        name: torch.empty(one.size, dtype=one.properties.dtype) for name, one in index.items()
-    }
-    return _load(path, entries, tensors, no_dist=True)
+    return _load(path, read_state(path), {}, no_dist=True)
 
 
 def read_shards(path: Path, entries: dict[str, Any], own: Mapping[str, Tensor]) -> None:
@@ -183,60 +197,75 @@ def read_shards(path: Path, entries: dict[str, Any], own: Mapping[str, Tensor]) 
 
     Raises UserError on all ranks if the tensors cannot be read, or have other shapes.
     """
-    tensors = {}
-    for name, one in _read_index(path).items():
-        part, _, rest = name.partition(".")
-        like = own.get(f"{part}.{rest.partition('.')[0]}" if part == "optimizer" else name)
-        if part == "ema" and like is None:
-            continue
-        if part != "optimizer" and like is not None and like.shape != one.size:
-            shapes = f"{tuple(one.size)} there and {tuple(like.shape)} here"
-            raise UserError(f"--resume {path}: {name} is {shapes}; use the --arch it was made with")
-        if like is not None and like.shape == one.size:
-            tensors[name] = torch.empty_like(like, dtype=one.properties.dtype).detach()
-        else:
-            tensors[name] = torch.empty(one.size, dtype=one.properties.dtype)
-    _load(path, entries, tensors, no_dist=False)
+    _load(path, entries, own, no_dist=False)
 
 
 def _load(
-    path: Path, entries: dict[str, Any], tensors: dict[str, Tensor], no_dist: bool
+    path: Path, entries: dict[str, Any], own: Mapping[str, Tensor], no_dist: bool
 ) -> dict[str, Any]:
-    """Read `tensors` in place and add them to `entries`, under their names in a checkpoint."""
+    """Add the tensors to `entries`: shards of those that are sharded in `own`, others whole."""
     from engine.checkpoint import tensor_storage
 
+    sizes = {name: size for name, (size, _) in _read_manifest(path)["files"].items()}
     try:
-        tensor_storage.load(path, tensors, no_dist)
-    except Exception as error:  # torch wraps the errors of all ranks in its own
-        reason = str(error).strip().splitlines()[-1][:160]
+        index = tensor_storage.read_index(path, sizes)
+    except Exception:  # a file of any bytes raises anything
+        raise UserError(f"{path}: its {INDEX} is torn or altered; use another one") from None
+    if own:
+        index = {k: one for k, one in index.items() if k in own or not k.startswith("ema.")}
+    likes = {name: own.get(_template_name(name)) for name in index}
+    for name, like in likes.items():
+        shape = index[name].shape
+        if like is not None and like.shape != shape and not name.startswith("optimizer."):
+            shapes = f"{shape} there and {tuple(like.shape)} here"
+            raise UserError(f"--resume {path}: {name} is {shapes}; use the --arch it was made with")
+    try:
+        tensors = {name: _empty(one, likes[name]) for name, one in index.items()}
+        tensor_storage.load(path, index, tensors, no_dist)
+        for name, value in tensors.items():
+            _place(entries, name, value)
+    except Exception as error:  # altered tensors raise anything
+        text = getattr(error, "strerror", None) or str(error)
+        reason = (text.strip().splitlines() or [type(error).__name__])[-1][:160]
         raise UserError(f"{path}: its tensors can't be read ({reason}); use another one") from None
-    for name, value in tensors.items():
-        part, _, rest = name.partition(".")
-        if part == "optimizer":
-            number, _, key = rest.partition(".")
-            entries[part]["state"].setdefault(int(number), {})[key] = value
-        else:
-            entries.setdefault(part, {})[rest] = value
     return entries
 
 
-def _read_index(path: Path) -> dict[str, Any]:
-    from engine.checkpoint import tensor_storage
+def _template_name(name: str) -> str:
+    """Return the name in `templates` of what the tensor `name` is sharded like."""
+    return ".".join(name.split(".")[:2]) if name.startswith("optimizer.") else name
 
-    try:
-        return tensor_storage.read_index(path)
-    except Exception:  # a file of any bytes raises anything
-        raise UserError(f"{path}: its {INDEX} is torn or altered; use another one") from None
+
+def _empty(entry: "Entry", like: Tensor | None) -> Tensor:
+    """Return a tensor to read into, sharded as `like` is, if that has the shape."""
+    if like is not None and like.shape == entry.shape:
+        return torch.empty_like(like, dtype=entry.dtype).detach()
+    return torch.empty(entry.shape, dtype=entry.dtype)
+
+
+def _place(entries: dict[str, Any], name: str, value: Tensor) -> None:
+    """Add the tensor `name` to the entries of a checkpoint. Raises ValueError for other names."""
+    part, _, rest = name.partition(".")
+    if part == "optimizer":
+        number, _, key = rest.partition(".")
+        entries[part]["state"].setdefault(int(number), {})[key] = value
+    elif part in PARTS:
+        entries.setdefault(part, {})[rest] = value
+    else:
+        raise ValueError(f"{name} is no tensor of a checkpoint")
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
     try:
+        if not _is_file(path / MANIFEST):
+            raise ValueError
         manifest = json.loads((path / MANIFEST).read_text())
         is_valid = manifest["version"] == MANIFEST_VERSION and isinstance(manifest["id"], str)
-        names = manifest["files"]
-        is_valid = is_valid and all(Path(name).name == name for name in names) and INDEX in names
-        assert is_valid and all(len(one) == 2 for one in names.values())
-    except (OSError, ValueError, TypeError, LookupError, AttributeError, AssertionError):
+        files = manifest["files"]
+        is_valid = is_valid and INDEX in files and all(map(_is_name, files))
+        if not is_valid or not all(_are_counts(one) for one in files.values()):
+            raise ValueError
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
         raise UserError(
             f"{path}: it has no valid {MANIFEST}, so it is incomplete or no checkpoint; use "
             "another one"
@@ -244,8 +273,24 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
+def _is_name(name: str) -> bool:
+    """Return whether `name` is that of a file in the folder."""
+    return Path(name).name == name and name.isprintable()
+
+
+def _are_counts(value: Any) -> bool:
+    return isinstance(value, list) and [type(one) for one in value] == [int, int]
+
+
+def _is_file(path: Path) -> bool:
+    """Return whether `path` is a regular file, and neither a link nor a device."""
+    return stat.S_ISREG(path.lstat().st_mode)
+
+
 def _describe(path: Path) -> list[int]:
     """Return the size and the CRC-32 of a file."""
+    if not _is_file(path):
+        raise OSError(None, "it is no regular file")
     size = checksum = 0
     with path.open("rb") as file:
         while chunk := file.read(CHUNK):
@@ -254,32 +299,21 @@ def _describe(path: Path) -> list[int]:
     return [size, checksum]
 
 
-def _has_nan(value: Any) -> bool:
-    local = value.to_local() if hasattr(value, "to_local") else value
+def _has_nan(value: Tensor) -> bool:
+    local = local_shard(value)
     return bool(local.is_floating_point() and local.isnan().any())
 
 
-class _reported:  # noqa: N801, used as a context manager
-    """Context that catches errors of a type, of which `text` is the message."""
-
-    def __init__(self, kind: type[BaseException]) -> None:
-        self.kind = kind
-        self.text = ""
-
-    def __enter__(self) -> "_reported":
-        return self
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
-        if not isinstance(error, self.kind):
-            return False
-        lines = str(error).strip().splitlines()
-        self.text = getattr(error, "strerror", None) or (lines or [type(error).__name__])[-1]
-        return True
-
-
-def _raise_together(kind: type[Exception], problem: str, group: dist.ProcessGroup) -> None:
-    """Raise the first problem that any rank has, on all ranks."""
-    problems = [""] * dist.get_world_size(group)
-    dist.all_gather_object(problems, problem, group)
-    if any(problems):
-        raise kind(next(filter(None, problems)))
+@contextmanager
+def _together(group: dist.ProcessGroup) -> Iterator[None]:
+    """Context after which all ranks of `group` raise the first error of any of them."""
+    own = None
+    try:
+        yield
+    except Exception as error:
+        own = error
+    errors: list[Exception | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(errors, own, group)
+    first = next(filter(None, errors), None)
+    if first:
+        raise first from None

@@ -1,62 +1,215 @@
-"""Tensors in a folder, by torch.distributed.checkpoint; read without running code of the files."""
+"""Tensors in a folder, by torch.distributed.checkpoint, read without running code of the files.
 
-import pickle
+torch's own index, ``.metadata``, is a pickle. It is written for other programs, and never read
+here: ``index.json`` has the same content.
+"""
+
+import io
+import json
+import math
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties
+from torch.futures import Future
 
-INDEX = ".metadata"
-# What the pickle of torch.distributed.checkpoint's metadata consists of.
-INDEX_TYPES = {
-    "torch.distributed.checkpoint.metadata": (
-        *("Metadata", "StorageMeta", "ChunkStorageMetadata", "MetadataIndex", "TensorProperties"),
-        *("TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
-    ),
-    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
-    "torch": ("Size",),
-    "torch.serialization": ("_get_layout",),
-    "pathlib": ("PosixPath",),
-    "pathlib._local": ("PosixPath",),  # of Python 3.13
-    "collections": ("OrderedDict",),
-}
+from engine import replacing
+from engine.checkpoint.archive import read
+from engine.checkpoint.validation import check_sizes, first_nan
+
+INDEX = "index.json"
+DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+
+
+class Chunk(NamedTuple):
+    """Consecutive rows of a tensor, or a scalar, in a file of torch.save inside a larger file."""
+
+    num_rows: int  # 1 of a scalar
+    file: str
+    start: int  # in bytes
+    length: int
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Shape, type and chunks of a tensor. The chunks follow one another from the first row on."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: list[Chunk]
+
+    def check(self, sizes: Mapping[str, int]) -> None:
+        """Raise ValueError if the chunks are not the whole tensor, or are larger than their files.
+
+        Args:
+            sizes: in bytes, of the files in the folder.
+        """
+        numbers = [*self.shape, *(n for one in self.chunks for n in (one.start, one.length))]
+        numbers += [one.num_rows for one in self.chunks]
+        if not all(type(number) is int and number >= 0 for number in numbers):
+            raise ValueError("a size is no count")
+        num_rows = math.prod(self.shape[:1]) if math.prod(self.shape) else 0
+        if sum(one.num_rows for one in self.chunks) != num_rows:
+            raise ValueError("rows are missing")
+        row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
+        for one in self.chunks:
+            if one.num_rows * row_bytes > one.length or one.start + one.length > sizes[one.file]:
+                raise ValueError("it is larger than its file")
+
+    def regions(self) -> Iterator[tuple[Chunk, torch.Size, torch.Size]]:
+        """Yield each chunk with its first index and its shape in the tensor."""
+        row = 0
+        for one in self.chunks:
+            if self.shape:
+                yield (
+                    one,
+                    torch.Size((row, *[0] * (len(self.shape) - 1))),
+                    torch.Size((one.num_rows, *self.shape[1:])),
+                )
+            else:
+                yield one, torch.Size(()), torch.Size(())
+            row += one.num_rows
 
 
 def save(folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup) -> None:
-    """Write `tensors`, of which those that are sharded are this rank's; all ranks call it."""
-    dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder), process_group=group)
+    """Write `tensors`, of which those that are sharded are this rank's; all ranks call it.
+
+    Raises OSError on all ranks if one of them fails.
+    """
+    with _os_errors():
+        dcp.save(tensors, storage_writer=_Writer(folder), process_group=group)
 
 
-def load(folder: Path, tensors: dict[str, Tensor], no_dist: bool) -> None:
-    """Read into `tensors`; all ranks call it, unless `no_dist` is set."""
-    dcp.load(tensors, storage_reader=_Reader(folder), no_dist=no_dist)
+def load(folder: Path, index: dict[str, Entry], tensors: dict[str, Tensor], no_dist: bool) -> None:
+    """Read into `tensors`; all ranks call it, unless `no_dist` is set.
+
+    Raises OSError on all ranks if one of them fails, or a tensor is altered or holds nan.
+    """
+    with _os_errors(), warnings.catch_warnings():
+        if no_dist:
+            warnings.simplefilter("ignore", UserWarning)  # of torch: it assumes one process
+        dcp.load(tensors, storage_reader=_Reader(folder, index), no_dist=no_dist)
 
 
-def read_index(folder: Path) -> dict[str, TensorStorageMetadata]:
-    """Return shapes and types of the tensors in `folder`. Raises any error for an altered file."""
-    index = _Reader(folder).read_metadata().state_dict_metadata
-    tensors = {name: one for name, one in index.items() if isinstance(one, TensorStorageMetadata)}
-    if len(tensors) < len(index):
-        raise TypeError("it holds more than tensors")
-    return tensors
+def read_index(folder: Path, sizes: Mapping[str, int]) -> dict[str, Entry]:
+    """Return shapes, types and chunks of the tensors in `folder`.
+
+    All tensors together are no larger than the files. Raises any error for an altered index.
+
+    Args:
+        sizes: in bytes, of the files in the folder.
+    """
+    index = {}
+    for name, (shape, dtype, chunks) in json.loads((folder / INDEX).read_text()).items():
+        index[name] = Entry(tuple(shape), DTYPES[dtype], [Chunk(*one) for one in chunks])
+        index[name].check(sizes)
+    total = sum(chunk.length for entry in index.values() for chunk in entry.chunks)
+    if total > sum(sizes.values()):
+        raise ValueError("chunks overlap")
+    return index
+
+
+def _entry(name: str, metadata: Metadata) -> Entry:
+    """Return the entry of a tensor that was saved."""
+    stored = metadata.state_dict_metadata[name]
+    assert isinstance(stored, dcp.TensorStorageMetadata)
+    entry = Entry(tuple(stored.size), stored.properties.dtype, [])
+    for chunk in sorted(stored.chunks, key=lambda one: tuple(one.offsets)):
+        if not math.prod(chunk.sizes):  # of a rank for which no rows are left
+            continue
+        where = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+        num_rows = math.prod(chunk.sizes[:1])
+        entry.chunks.append(Chunk(num_rows, where.relative_path, where.offset, where.length))
+        if tuple(chunk.sizes[1:]) != entry.shape[1:]:
+            raise ValueError(f"{name} is not sharded by its rows")
+    return entry
+
+
+class _Writer(dcp.FileSystemWriter):
+    """Writer of torch's files and of the index."""
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:  # of torch.save, which could not close its file after another
+            cause: BaseException | None = error
+            while cause and not isinstance(cause, OSError):
+                cause = cause.__context__
+            raise cause or error from None
+
+    def finish(self, metadata: Metadata, results: Any) -> None:
+        super().finish(metadata, results)
+        entries = {name: _entry(name, metadata) for name in metadata.state_dict_metadata}
+        names = {dtype: name for name, dtype in DTYPES.items()}
+        content = {name: (one.shape, names[one.dtype], one.chunks) for name, one in entries.items()}
+        with replacing(Path(self.path, INDEX)) as file:
+            file.write_text(json.dumps(content))
 
 
 class _Reader(dcp.FileSystemReader):
+    """Reader of the tensors in an index, each with the checks that whole files have."""
+
+    def __init__(self, folder: Path, index: dict[str, Entry]) -> None:
+        super().__init__(folder)
+        self.folder, self.index = folder, index
+        self.chunks: dict[MetadataIndex, tuple[Chunk, torch.Size]] = {}
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the metadata without running code that the file may hold."""
-        with Path(self.path, INDEX).open("rb") as file:
-            return _Unpickler(file).load()
+        stored: dict[str, Any] = {}
+        for name, entry in self.index.items():
+            parts = []
+            for chunk, offsets, shape in entry.regions():
+                parts.append(dcp.ChunkStorageMetadata(offsets, shape))
+                self.chunks[MetadataIndex(name, offsets)] = chunk, shape
+            properties = TensorProperties(entry.dtype)
+            stored[name] = dcp.TensorStorageMetadata(properties, torch.Size(entry.shape), parts)
+        return Metadata(stored, storage_data={})
+
+    def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            values = self._read_chunk(item.storage_index)
+            for dim, (start, length) in enumerate(
+                zip(item.storage_offsets, item.lengths, strict=True)
+            ):
+                values = values.narrow(dim, start, length)
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(values)
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read_chunk(self, key: MetadataIndex) -> Tensor:
+        """Return a part of a tensor. Raises UserError or ValueError if it is altered."""
+        chunk, shape = self.chunks[key]
+        path = self.folder / chunk.file
+        with path.open("rb") as file:
+            file.seek(chunk.start)
+            values = read(path, io.BytesIO(file.read(chunk.length)))
+        if not isinstance(values, Tensor) or values.shape != shape:
+            raise ValueError(f"{key.fqn} is altered")
+        check_sizes(path, {key.fqn: values})
+        if values.dtype != self.index[key.fqn].dtype:
+            raise ValueError(f"{key.fqn} is altered")
+        if first_nan({"model": values}):
+            raise ValueError(f"{key.fqn} is not finite")
+        return values
 
 
-class _Unpickler(pickle.Unpickler):
-    """Unpickler of torch.distributed.checkpoint's metadata alone."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_dtype or name in INDEX_TYPES.get(module, ()):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{module}.{name} is none of its types")
+@contextmanager
+def _os_errors() -> Iterator[None]:
+    """Context that raises an OSError for the first failure of the ranks, which torch wraps."""
+    try:
+        yield
+    except dcp.CheckpointException as error:  # which is no Exception
+        first = next(iter(error.failures.values()))[0]
+        text = getattr(first, "strerror", None) or str(first) or type(first).__name__
+        raise OSError(getattr(first, "errno", None), text) from None

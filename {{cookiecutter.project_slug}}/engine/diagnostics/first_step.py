@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
 from engine import UserError, summarize
-from engine.backend import is_sharded, unwrap
+from engine.backend import is_sharded, local_shard, unwrap
 from engine.data.loading import TrainLoader
 from engine.optim import eval_mode
 
@@ -185,12 +185,11 @@ def _describe_shards(module: nn.Module, optimizer: Optimizer) -> str:
 
     Raises UserError on a rank whose parameters are not sharded.
     """
-    parameters: list[Any] = [*module.parameters()]
-    whole = [name for name, p in module.named_parameters() if not hasattr(p, "to_local")]
+    whole = [name for name, p in module.named_parameters() if local_shard(p) is p]
     if whole:
         raise UserError(f"{summarize(whole)} are not sharded: create them before fully_shard")
-    local = sum(parameter.to_local().numel() for parameter in parameters)
-    total = sum(parameter.numel() for parameter in parameters)
+    local = sum(local_shard(parameter).numel() for parameter in module.parameters())
+    total = sum(parameter.numel() for parameter in module.parameters())
     copies = 4 if "betas" in optimizer.param_groups[0] else 3  # weight, gradient, moments
     return (
         f"rank 0 holds {local:,} of {total:,} parameters: {4 * copies * local / 2**30:.2f} GiB "

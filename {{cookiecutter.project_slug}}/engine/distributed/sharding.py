@@ -63,14 +63,16 @@ class Sharding:
                 "another model, or generate the project with ddp torch"
             )
         blocks = find_blocks(model, class_names)
-        values = dict(model.named_parameters()) | dict(model.named_buffers())
+        parameters = dict(model.named_parameters())
+        buffers = dict(model.named_buffers(remove_duplicate=False))
         model.to("meta")
         self._shard(model, blocks)
         model.to_empty(device="cpu" if self.cpu_offload else self.device)
         for name, parameter in model.named_parameters():
-            _copy_shard(parameter, self._on_device(values[name]))
-        for name in [name for name, _ in model.named_buffers()]:
-            value = self._on_device(values[name])
+            _copy_shard(parameter, self._on_device(parameters[name]))
+        placed: dict[int, Tensor] = {}  # modules that share a buffer do so afterwards, too
+        for name, buffer in buffers.items():
+            value = placed.setdefault(id(buffer), self._on_device(buffer))
             dist.broadcast(value, src=0)
             prefix, _, own_name = name.rpartition(".")
             setattr(model.get_submodule(prefix), own_name, value)

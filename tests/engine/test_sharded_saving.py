@@ -1,0 +1,99 @@
+"""Saves of sharded checkpoints that fail."""
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from engine import UserError
+from engine.checkpoint import tensor_storage
+from processes import Processes
+from test_sharded_fuzzing import manager_of, train_a_step
+
+SIZES = {"few": 480, "one": 170}  # KiB; a checkpoint takes about 110
+
+
+@pytest.fixture(params=SIZES)
+def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """Mount a disk for a few checkpoints, or one."""
+    if os.geteuid():
+        pytest.skip("needs root, to mount a small disk")
+    folder = tmp_path / request.param
+    folder.mkdir()
+    options = ("-t", "tmpfs", "-o", f"size={SIZES[request.param]}k")
+    if subprocess.run(["mount", *options, "tmpfs", folder], check=False).returncode:
+        pytest.skip("can't mount here")
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def train_on(folder: str) -> tuple[list[str], list[str], list[str]]:
+    """Return files, messages and errors of a run whose first step is the best."""
+    manager = manager_of(Path(folder), keep=9)
+    problems = []
+    for _ in range(6):
+        try:
+            train_a_step(manager)
+        except UserError as error:
+            problems.append(str(error))
+    dist.barrier()
+    return sorted(one.name for one in Path(folder).iterdir()), list(manager.logger), problems
+
+
+def test_full_disk_costs_the_oldest_checkpoints(two_processes: Processes, disk: Path) -> None:
+    (files, messages, problems), (_, _, others) = two_processes(train_on, str(disk))
+    assert problems == others
+    if disk.name == "few":
+        assert not problems
+        removed = [message for message in messages if "the disk is full: removed" in message]
+        assert f"{disk}/step-2 to write" in removed[0]
+        assert {"best", "last", "step-1", "step-5", "step-6"} <= set(files)  # step-1 is the best
+    else:
+        assert "step-2 could not be written (No space left on device)" in problems[0]
+        assert len(problems) == 5
+        assert files == ["best", "last", "step-1"]  # nothing incomplete
+
+
+def fail_to_write(folder: str) -> str:
+    """Return the problem of a rank when another one cannot write."""
+    manager = manager_of(Path(folder))
+    if dist.get_rank() == 1:
+        tensor_storage._Writer.write_data = fail
+    with pytest.raises(UserError) as caught:
+        train_a_step(manager)
+    return str(caught.value)
+
+
+def fail(*_: object) -> None:
+    raise PermissionError(13, "Permission denied")
+
+
+def test_failure_of_one_rank_is_reported_by_all(tmp_path: Path) -> None:
+    processes = Processes("gloo")
+    try:
+        for problem in processes(fail_to_write, str(tmp_path)):
+            assert "step-1 could not be written (Permission denied)" in problem
+    finally:
+        processes.stop()
+    assert not list(tmp_path.iterdir())
+
+
+def tensors_of(rank: int) -> dict[str, torch.Tensor]:
+    return {"model.scalar": torch.tensor(3.0), "model.empty": torch.zeros(0, 4)}
+
+
+def save_and_load(folder: str) -> list[list[float]]:
+    tensors = tensors_of(dist.get_rank())
+    tensor_storage.save(Path(folder), tensors, dist.group.WORLD)
+    sizes = {one.name: one.stat().st_size for one in Path(folder).iterdir()}
+    index = tensor_storage.read_index(Path(folder), sizes)
+    found = {name: torch.empty_like(value) for name, value in tensors.items()}
+    tensor_storage.load(Path(folder), index, found, no_dist=False)
+    return [value.flatten().tolist() for value in found.values()]
+
+
+def test_scalars_and_empty_tensors_are_saved(two_processes: Processes, tmp_path: Path) -> None:
+    assert two_processes(save_and_load, str(tmp_path)) == [[[3.0], []]] * 2
