@@ -276,12 +276,12 @@ PYTHON_INSTEAD = "cd '{project}' && shift && set -- '{python}' {arguments} \"$@\
 
 
 def observe_listeners(host, one, is_done):
-    """Return the listening sockets that there were at any time until `is_done` holds."""
+    """Return the listening sockets that there were until `is_done` holds, or the run is over."""
     seen = set()
 
     def observe():
         seen.update(host.listeners())
-        return is_done()
+        return is_done() or one.process.poll() is not None
 
     one.wait_until(observe)
     return seen
@@ -340,7 +340,7 @@ def test_check_on_one_host_listens_on_loopback_only(hosts, project, named, tmp_p
     flags = ("--check", "--output", tmp_path / "run")
     variables = {"NNODES": "1", "NPROC": "2", "CHECK_WAIT": "120"}
     with hosts[0].start(project, *flags, before=named, **variables) as one:
-        seen = observe_listeners(hosts[0], one, lambda: one.process.poll() is not None)
+        seen = observe_listeners(hosts[0], one, lambda: False)
         assert one.end()[0] == 0, one.said
     assert len(seen) >= 3  # store, and gloo of each process
     assert all(is_loopback(address) for address, _, _ in seen), seen
@@ -499,10 +499,14 @@ def test_elastic_run_trains_each_sample_once(hosts, project, tmp_path):
     with contextlib.ExitStack() as stack:
         first, second = [stack.enter_context(start(host)) for host in hosts[1:]]
         wait_for_processes(first, 2)
+        first.wait_until((first.output / "step-4.pt").exists)
         lost_at = time.time()
         hosts[2].lose()
         first.wait_until(lambda: not first.ranks(), 30)
-        print(f"the lost host was noticed after {time.time() - lost_at:.1f} s")
+        noticed_at = time.time()
+        newest = max(int(path.stem[5:]) for path in first.output.glob("step-*.pt"))
+        first.wait_until(first.ranks, 60)
+        formed_at = time.time()
         wait_for_processes(first, 1)
         hosts[2].come_back()
         second = stack.enter_context(start(hosts[2]))
@@ -516,9 +520,15 @@ def test_elastic_run_trains_each_sample_once(hosts, project, tmp_path):
     assert re.fullmatch(r"process \d+ exited with status 1", restarts[0][0])
     joined = "a host has joined or left"
     assert restarts[1:] == [(joined, "1"), (joined, "0")]
-    resumed_at = min(record[0] for record in records() if record[0] > lost_at and record[3] == 1)
-    print(f"the first step without the lost host ended after {resumed_at - lost_at:.1f} s")
-    assert resumed_at - lost_at < 60
+    trained_at, step, *_ = min(one for one in records() if one[0] > formed_at)
+    assert step == newest + 1
+    times = [at - lost_at for at in (noticed_at, formed_at, trained_at)]
+    print("lost host noticed, job restarted, first step after", *(f"{s:.1f} s" for s in times))
+    # Timeouts: 9 s without an answer, 1 s for the launcher, 15 s until the rendezvous drops the
+    # host, 15 s for others that join. After that, the import of torch takes up to 10 s on two idle
+    # cores; the last limit is that of a busy machine.
+    for seconds, limit in zip(times, (15, 50, 120), strict=True):
+        assert seconds < limit, times
     steps = {}  # the records of each step, of the last time that it was trained
     for record in records():
         _, step, _, processes, _, _ = record
@@ -545,11 +555,11 @@ def test_elastic_run_trains_each_sample_once(hosts, project, tmp_path):
 
 @pytest.mark.slow
 def test_elastic_run_reaches_the_accuracy_of_an_undisturbed_one(hosts, project, tmp_path):
-    """With the default flags, on 2, 1, then 2 hosts; restarts cost 10 steps each at most.
+    """With a small model, on 2, 1, then 2 hosts; restarts cost 10 steps each at most.
 
     The host of rank 0 is lost and returns; their folder is on a shared disk.
     """
-    flags = ("--save-every", 10, "--output")
+    flags = ("--arch", "wrn10_2", "--lr", 0.005, "--save-every", 10, "--output")
     elastic = {"NNODES": "1:2", "MAX_RESTARTS": "2", "MASTER_ADDR": "10.0.0.2"}
     (tmp_path / "0").mkdir()
     (tmp_path / "1").symlink_to(tmp_path / "0")
@@ -658,14 +668,11 @@ def test_the_newest_checkpoint_of_another_host_is_resumed(hosts, project, tmp_pa
 
 @pytest.mark.slow
 def test_check(hosts, project, tmp_path):
-    with all_of(
-        *(
-            h.start(
-                project, "--check", "--output", tmp_path / f"{h.number}", NODE_RANK=str(h.number)
-            )
-            for h in hosts[:2]
-        )
-    ) as runs:
+    def start(host):
+        variables = {"NODE_RANK": str(host.number), "CHECK_WAIT": "120"}
+        return host.start(project, "--check", "--output", tmp_path / f"{host.number}", **variables)
+
+    with all_of(*map(start, hosts[:2])) as runs:
         ends_well(*runs)
     assert re.search(r"✓ rendezvous +2 hosts, at 10.0.0.1, port 29500", runs[0].said)
     assert re.search(r"✓ all-reduce .* over gloo in .* 2 ranks", runs[0].said)
