@@ -130,7 +130,7 @@ class Cluster:
         # Not at once: within a second, a node takes the new start for the old one.
         self.ask("scontrol", "update", f"JobId={job}", "StartTime=now+3seconds")
 
-    def wait_until(self, holds, seconds=120):
+    def wait_until(self, holds, seconds=300):
         deadline = time.monotonic() + seconds
         while not holds():
             assert time.monotonic() < deadline, self.logs()

@@ -295,6 +295,30 @@ def test_rows_of_the_checkpoint_complete_the_table(tmp_path, clock):
 
 
 @pytest.mark.usefixtures("no_curves")
+def test_events_are_complete_when_rank_0_returns_to_a_host_with_its_own_disk(tmp_path, meter):
+    """It logged epoch 2 before the host was lost; another host trained that epoch again, and 3."""
+    first, progress = open_logger(tmp_path / "host 0"), Progress(epoch=1, step=15)
+    for epoch in (1, 2):
+        first.log_epoch(row(epoch))
+    first._lock_file.close()
+    other = Logger(tmp_path / "host 1", 0, ACCURACY)
+    other.rows = first.rows[:1]
+    other.open({"resume": Path("auto")}, other.output / "step-15.pt", progress)
+    other.log_epoch(row(2, val_loss=0.25))
+    other.log_epoch(row(3))
+    for _ in range(2):  # the second time, nothing is missing
+        again = Logger(first.output, 0, ACCURACY)
+        again.rows = other.rows
+        progress = Progress(epoch=3, step=35)
+        again.open({"resume": Path("auto")}, first.output / "step-35.pt", progress)
+        again._lock_file.close()
+        assert events(first.output)["epoch/val_loss"] == [10, 20, 30]
+    again.log_step(again.progress_bar((), "epoch"), meter, 40, lr=0.1, loss_scale=1.0)
+    shown = EventAccumulator(str(first.output)).Reload().Scalars("epoch/val_loss")
+    assert [event.value for event in shown] == [row["val_loss"] for row in other.rows]
+
+
+@pytest.mark.usefixtures("no_curves")
 def test_rows_of_an_old_checkpoint_are_those_of_the_table(logger):
     for epoch in (1, 2, 3):
         logger.log_epoch(row(epoch))

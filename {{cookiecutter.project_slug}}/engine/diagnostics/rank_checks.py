@@ -22,6 +22,7 @@ from engine.diagnostics import preflight
 from engine.diagnostics.first_step import device_identity, find_shared_gpu
 from engine.diagnostics.preflight import ERROR, OK, WARNING
 from engine.distributed import consistency
+from engine.distributed.network import serve_store
 
 if TYPE_CHECKING:
     from engine.diagnostics.preflight import Results
@@ -178,14 +179,11 @@ def _time_all_reduce(store: dist.Store, rank: int, world_size: int, device: torc
 def rendezvous(rank: int, world_size: int, device: str) -> dist.Store:
     """Return a store that all ranks have joined. Raises UserError if their devices conflict."""
     timeout = timedelta(seconds=TIMEOUT_S)
-    store = dist.TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        world_size,
-        rank == 0,
-        timeout=timeout,
-        wait_for_workers=False,
-    )
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if rank == 0:
+        store = serve_store(address, port, timeout)
+    else:
+        store = dist.TCPStore(address, port, None, False, timeout, wait_for_workers=False)
     store.set(f"processes {os.environ.get('NODE_RANK') or 0}", os.environ["LOCAL_WORLD_SIZE"])
     store.set(f"device {rank}", device)
     if rank == 0:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from io import FileIO
-from itertools import chain, islice
+from itertools import chain, dropwhile, islice
 from pathlib import Path
 from textwrap import wrap
 from threading import Event, Thread
@@ -104,7 +104,8 @@ class Logger:
             with self._writing_output():
                 self.output.mkdir(parents=True, exist_ok=True)
                 self.lock()
-                self.rows = self._rows_to_keep(config, resume, progress.epoch)
+                table = self._read_table()
+                self.rows = self._rows_to_keep(table, config, resume, progress.epoch)
                 with replacing(self.output / CONFIG) as temporary:
                     metric = {METRIC: self.monitored.name, METRIC_MODE: self.monitored.mode}
                     temporary.write_text(cli.as_json(config | metric))
@@ -114,29 +115,37 @@ class Logger:
             raise UserError(f"{problem}: move it away, then resume again") from None
         if TENSORBOARD in self._trackers:
             with self._errors_as_warning("TensorBoard events are not written"):
-                self.events = self._open_events(progress.step)
+                self.events = self._open_events(progress.step, table)
         with self._errors_as_warning("nothing is logged to the trackers"):
             self._open_tracking(config, resume, progress.step)
         self._print_cells({name: HEADINGS.get(name, name) for name in self._main_columns()})
 
+    def _read_table(self) -> list[dict[str, float]]:
+        """Return the rows of the folder's metrics.csv."""
+        path = self.output / TABLE
+        return [_parse_row(row) for row in curves.read_rows(path)] if path.exists() else []
+
     def _rows_to_keep(
-        self, config: dict[str, object], resume: Path | None, epoch: int
+        self,
+        table: list[dict[str, float]],
+        config: dict[str, object],
+        resume: Path | None,
+        epoch: int,
     ) -> list[dict[str, Any]]:
         """Return the rows of the checkpoint and the folder's metrics.csv up to `epoch`.
 
-        The table has rows that an old checkpoint lacks; it lacks rows that did not fit on the disk.
+        The table has rows that an old checkpoint lacks. It lacks rows that did not fit on the disk,
+        and those of epochs in which rank 0 was on another host.
         """
-        table = self.output / TABLE
-        rows = curves.read_rows(table) if table.exists() else []
         is_resumed = self._is_own(resume)
         if not is_resumed and not distributed.is_restart():
             # A run that stopped before its first checkpoint may have written a row.
             has_no_checkpoint = config.get("resume") == Path("auto")
-            if any(self.output.glob("*.pt")) or rows and not has_no_checkpoint:
+            if any(self.output.glob("*.pt")) or table and not has_no_checkpoint:
                 fix = "add --resume auto to resume it, or --output with another folder"
                 raise UserError(f"{self.output} already holds a run: {fix}")
-            rows = []
-        by_epoch = {int(row["epoch"]): row for row in map(_parse_row, rows)}
+            table = []
+        by_epoch = {int(row["epoch"]): row for row in table}
         by_epoch |= {int(row["epoch"]): row for row in self.rows}
         return [by_epoch[one] for one in sorted(by_epoch) if one <= epoch]
 
@@ -144,12 +153,18 @@ class Logger:
         """Return whether a checkpoint is one of this run, and not of another folder's."""
         return checkpoint is not None and checkpoint.parent.resolve() == self.output.resolve()
 
-    def _open_events(self, step: int) -> EventWriter:
-        """Return the writer of new events; without older ones, it starts with those of the rows."""
-        is_first = not any(self.output.glob("events.out.tfevents.*"))
-        events = EventWriter(self.output, step)
-        if is_first:
-            self._add_rows(events)
+    def _open_events(self, step: int, table: list[dict[str, float]]) -> EventWriter:
+        """Return the writer of events after `step`; it starts with those of rows that have none.
+
+        These are the rows from the first one that is not in the folder's `table`, or all if the
+        folder has no events. Older events of these steps are hidden.
+        """
+        has_events = any(self.output.glob("events.out.tfevents.*"))
+        known = {_as_text(row) for row in table if has_events}
+        rows = list(dropwhile(lambda row: _as_text(row) in known, self.rows))
+        before_rows = int(rows[0]["step"]) - 1 if rows else step
+        events = EventWriter(self.output, min(step, before_rows))
+        self._add_rows(events, rows)
         return events
 
     def _open_tracking(self, config: dict[str, object], resume: Path | None, step: int) -> None:
@@ -162,12 +177,12 @@ class Logger:
         tracking = Tracking(self.output, names, self.info, self.warning)
         tracking.start(self.run_id if is_own else "", is_new, step, config)
         if tracking.is_first:
-            self._add_rows(tracking)
+            self._add_rows(tracking, self.rows)
         self.tracking = tracking
         self.run_id = tracking.run_id
 
-    def _add_rows(self, sink: EventWriter | Tracking) -> None:
-        for row in self.rows:
+    def _add_rows(self, sink: EventWriter | Tracking, rows: list[dict[str, Any]]) -> None:
+        for row in rows:
             values = {name: row[name] for name in row if name not in POSITION}
             sink.add_scalars("epoch", values, int(row["step"]))
 
@@ -445,6 +460,11 @@ def _parse_row(row: Mapping[str, str]) -> dict[str, float]:
     """Return the numbers in a row of metrics.csv."""
     position = {name: int(row[name]) for name in ("epoch", "step")}
     return {name: float(value) for name, value in row.items() if value} | position
+
+
+def _as_text(row: Mapping[str, float]) -> str:
+    """Return a text that is the same for the same row, also if it holds nan."""
+    return str(sorted(row.items()))
 
 
 class _LineStream:
