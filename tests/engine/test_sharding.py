@@ -8,10 +8,21 @@ from engine.blocks import checkpoint_activations, find_blocks
 from sharding_helpers import Classifier, batches, build, losses, train
 from torch import nn
 
-TOLERANCE = {"O0": 1e-4, "O4": 0.03, "O5": 0.05}  # of losses from 1.6 down to 0.1
+TOLERANCE = {"O0": 1e-5, "O4": 0.02}  # of the first losses, which are 1.6
+FEW = 10  # steps
+GROWTH = 100, 5  # of the differences in 50 steps, by which the losses fall to 0.1
 
 
-@pytest.fixture(params=["two_processes", "four_processes"])
+def assert_equal_within_rounding(found, expected, level, factor=1):
+    """Rounding differs with the processor, and its effect on the losses grows with each step."""
+    tolerance = factor * TOLERANCE[level]
+    assert found[:FEW] == pytest.approx(expected[:FEW], abs=tolerance)
+    assert found == pytest.approx(expected, abs=tolerance * GROWTH[level != "O0"])
+
+
+@pytest.fixture(
+    params=["two_processes", pytest.param("four_processes", marks=pytest.mark.extended)]
+)
 def processes(request):
     return request.getfixturevalue(request.param)
 
@@ -21,9 +32,10 @@ def test_losses_equal_those_of_ddp(processes, level):
     expected = processes(losses, level, sharded=False)[0]
     found = processes(losses, level, sharded=True)[0]
     assert expected[-1] < 0.6 * expected[0]
-    assert found == pytest.approx(expected, abs=TOLERANCE[level])
+    assert_equal_within_rounding(found, expected, level)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("level", "options"),
     [
@@ -39,15 +51,17 @@ def test_losses_with_options_equal_those_of_ddp(two_processes, level, options):
     expected = two_processes(losses, level, sharded=False, accumulate=accumulate)[0]
     found = two_processes(losses, level, sharded=True, **options)[0]
     # Gradients that are summed in bfloat16 are rounded more.
-    tolerance = TOLERANCE[level] * (2 if "compress_gradients" in options else 1)
-    assert found == pytest.approx(expected, abs=tolerance)
+    factor = 2 if "compress_gradients" in options else 1
+    assert_equal_within_rounding(found, expected, level, factor)
 
 
+@pytest.mark.extended
 def test_bfloat16_weights_train_as_at_o4(two_processes):
     expected = two_processes(losses, "O4", sharded=False)[0]
-    assert two_processes(losses, "O5", sharded=True)[0] == pytest.approx(expected, abs=0.05)
+    assert_equal_within_rounding(two_processes(losses, "O5", sharded=True)[0], expected, "O4", 2)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("level", ["O0", "O4", "O5"])
 def test_batch_norms_train_in_fp32(two_processes, level):
     expected = two_processes(losses, "O0", sharded=False, norm=True)

@@ -84,6 +84,7 @@ def trained(sharded, tmp_path_factory):
     return output
 
 
+@pytest.mark.extended
 def test_losses_and_metrics_equal_those_of_ddp(sharded, plain, tmp_path):
     flags = ("--steps", 30, "--accumulate", 2, "--lr", 3e-3, "--warmup-epochs", 0)
     for project, name in ((sharded, "sharded"), (plain, "plain")):
@@ -104,6 +105,7 @@ def test_checkpoint_is_a_folder_with_a_manifest(trained):
     assert not list(trained.glob("*.tmp")) and not list(trained.glob("*.pt"))
 
 
+@pytest.mark.extended
 def test_converted_checkpoint_is_that_of_ddp(plain, trained, tmp_path):
     train(plain, tmp_path, "--steps", 2, "--ema", 0.9)
     expected = torch.load(tmp_path / "last.pt", weights_only=True)
@@ -117,6 +119,7 @@ def test_converted_checkpoint_is_that_of_ddp(plain, trained, tmp_path):
     assert len(found["ranks"]) == 2 and found["results"]
 
 
+@pytest.mark.extended
 def test_predict_reads_the_folder_and_the_file(sharded, trained):
     load(sharded, trained / "best")
     image = sharded / "data" / "example.png"
@@ -128,6 +131,7 @@ def test_predict_reads_the_folder_and_the_file(sharded, trained):
     assert outputs[0] == outputs[1] and len(outputs[0]) == 5
 
 
+@pytest.mark.extended
 def test_resume_is_bit_identical(sharded, trained, tmp_path):
     flags = ("--deterministic", "--ema", 0.9)
     train(sharded, tmp_path, "--steps", 4, *flags)
