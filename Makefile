@@ -16,7 +16,7 @@ RUN_DOCS = NO_MKDOCS_2_WARNING=1 VENV= TORCH= REQUIREMENTS=requirements-docs.txt
 TESTS_OF_TORCH = tests/apex_native tests/package tests/engine tests/clusters/test_run_sh.py \
 	tests/training/test_checkpoints_0_9.py tests/training/test_faults.py tests/training/test_short_run.py
 
-.PHONY: help demo test test-torch slow results lint docs format setup clean distclean
+.PHONY: help demo test test-torch slow weekly results lint docs format setup clean distclean
 
 help: ## list the commands
 	@awk -F ' *## *' '/^[a-z-]+:.*## / { sub(/:.*/, "", $$1); printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -34,15 +34,18 @@ demo: ## generate the default project, train it on its own data, show the result
 # Tests that train belong to the xdist groups "train" and "faults", or "short" if it is mostly one
 # process for few steps. Each group has one worker, which keeps its fixtures. They often wait, so that
 # four workers suit two cores.
-test: ## run the tests, except the slow ones
+test: ## run the tests, except the slow and weekly ones
 	@$(RUN) python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
 
 test-torch: ## run the tests that depend on torch, with the version that TORCH names
 	@$(RUN) python -c 'import torch; print("torch", torch.__version__)'
 	@$(RUN) python -m pytest -n $(JOBS) --dist loadgroup $(ARGS) $(TESTS_OF_TORCH)
 
-slow: ## run the slow tests, one after the other
-	@$(RUN) python -m pytest -m slow -rs $(ARGS)
+slow: ## run the slow tests
+	@$(RUN) python -m pytest -m "slow and not weekly" -n $(JOBS) --dist loadgroup $(ARGS)
+
+weekly: ## run the weekly tests, one after the other, for hours
+	@$(RUN) python -m pytest -m weekly -rs $(ARGS)
 
 # Fashion-MNIST is in Debian's package dataset-fashion-mnist; ARGS="--data DIR" names another folder.
 results: ## train the recipes for Fashion-MNIST on a GPU, five seeds each, and print the table

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 # Levels to compile at: on the CPU, O4 and O5 are O1 and O2 with another loss scale.
-_O4_AND_O5 = [pytest.param(level, marks=pytest.mark.slow) for level in ("O4", "O5")]
+_O4_AND_O5 = [pytest.param(level, marks=pytest.mark.weekly) for level in ("O4", "O5")]
 COMPILED_LEVELS = ["O0", "O1", "O2", *_O4_AND_O5]
 OPTIMIZERS = {
     "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),

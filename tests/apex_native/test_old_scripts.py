@@ -248,7 +248,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("as_module", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("as_module", [False, pytest.param(True, marks=pytest.mark.weekly)])
 def test_spawned_processes_import_apex(start, tmp_path, as_module):
     (tmp_path / "spawning.py").write_text(SPAWNING)
     done = start(*(["-m", "spawning"] if as_module else ["spawning.py"]))
@@ -302,7 +302,7 @@ def test_script_gets_the_local_rank(start, tmp_path, arguments):
     assert done.stdout == "local rank 1\n"
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize(
     ("launcher", "arguments"),
     [

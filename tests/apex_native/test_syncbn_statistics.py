@@ -40,7 +40,7 @@ def on_each_rank_see_what_is_kept():
     return [(tensor.dtype, tensor.numel()) for tensor in kept if tensor.dim() == 4]
 
 
-@pytest.mark.extended
+@pytest.mark.slow
 def test_compiled_norm_saves_its_half_input_only(two_processes):
     output_and_input = [(BF16, 8 * 3 * 4 * 4)] * 2
     assert two_processes(on_each_rank_see_what_is_kept) == [output_and_input] * 2
@@ -118,7 +118,7 @@ def compiled(sizes, *marks):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "compiled"), [*EAGER, compiled((3, 5)), compiled((4, 4), pytest.mark.slow)]
+    ("sizes", "compiled"), [*EAGER, compiled((3, 5)), compiled((4, 4), pytest.mark.weekly)]
 )
 def test_processes_equal_one_large_batch(two_processes, sizes, compiled):
     """The reference formulas, which torch.compile uses; a mean far from 0 costs no digits."""

@@ -53,7 +53,7 @@ def compete(tmp_path):
     return compete
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_the_project_and_torch_take_turns(compete):
     done, table, turns = compete("project-O0", "torch-fp32", "apex-O1")
     assert done.returncode == 0, done.stderr
@@ -71,7 +71,7 @@ def test_the_project_and_torch_take_turns(compete):
         assert row["peak GiB"] == "–"  # of a CPU
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_the_others_go_on_when_a_contestant_ends(compete, tmp_path):
     scripts = tmp_path / "early.py", tmp_path / "late.py", tmp_path / "never.py"
     for script, steps in zip(scripts, (0, 7, 10**9), strict=True):
@@ -86,7 +86,7 @@ def test_the_others_go_on_when_a_contestant_ends(compete, tmp_path):
     assert table["never"]["ratio"] == "–"
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_what_trains_nothing_is_not_timed(compete, tmp_path):
     broken, whole = tmp_path / "broken.py", tmp_path / "whole.py"
     whole.write_text(TRAINS.format(steps=10**9))
@@ -101,7 +101,7 @@ def test_what_trains_nothing_is_not_timed(compete, tmp_path):
     assert list(table) == list(turns) == ["whole"]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_all_are_started_anew(compete, tmp_path):
     scripts, log = (tmp_path / "one.py", tmp_path / "other.py"), tmp_path / "starts"
     for script in scripts:
@@ -143,7 +143,7 @@ def test_a_name_that_is_none_is_refused(step, name):
         step.read_name(name, "sgd")
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("program", ["step.py", "scaling.py"])
 def test_turns_beyond_main_pys_first_epoch_are_refused(tmp_path, program):
     """Its validation and its save would be timed."""
@@ -172,7 +172,7 @@ def test_the_numbers_of_the_project_are_still_these(step):
         assert (project / files[task]).read_text().count(line) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_scaling_runs_each_contestant_in_each_place(tmp_path):
     script, output = tmp_path / "trains.py", tmp_path / "scaling.csv"
     script.write_text(TRAINS.format(steps=1000))
@@ -198,7 +198,7 @@ def test_scaling_runs_each_contestant_in_each_place(tmp_path):
         assert len(list(csv.DictReader(file))) == 16
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize(
     ("flags", "loaders"),
     [
@@ -224,7 +224,7 @@ def test_loaders_take_turns(tmp_path, flags, loaders):
     assert all(int(images_per_second) > 0 for _, images_per_second, *_ in rows[1:])
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_packing_is_timed_beside_encoding():
     pytest.importorskip("sklearn")
     done = subprocess.run(
@@ -242,7 +242,7 @@ def test_packing_is_timed_beside_encoding():
     assert all(int(rate) > 0 for _, rate in rates)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_the_demo_is_timed_beside_torch_by_hand():
     done = subprocess.run(
         [sys.executable, BENCHMARKS / "demo.py", "--rounds", "1", "--epochs", "1"],

@@ -8,7 +8,7 @@ import sys
 import pytest
 from fresh import ROOT
 
-pytestmark = [pytest.mark.xdist_group("faults"), pytest.mark.slow]
+pytestmark = [pytest.mark.xdist_group("faults"), pytest.mark.weekly]
 
 
 def run(name, *flags):

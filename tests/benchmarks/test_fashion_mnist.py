@@ -18,7 +18,7 @@ SOURCE = Path("/usr/share/datasets/fashion-mnist")  # Debian's dataset-fashion-m
 COUNTS = {True: 1000, False: 500}  # by whether the images are for training
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.weekly,
     pytest.mark.skipif(not idx.is_idx(SOURCE), reason="dataset-fashion-mnist is not installed"),
 ]
 

@@ -62,7 +62,7 @@ def test_the_longer_of_an_operators_two_times_is_its_roof(roofline):
     assert call.at_the_roof(100.0, 5.0) == 10.0
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_it_runs_on_the_cpu(tmp_path):
     small = ("--arch", "shufflenet_v2_x0_5", "--image-size", 32, "--batch-size", 4)
     flags = ("--device", "cpu", "--precision", "fp32", "--block", 1, "--rounds", 2)

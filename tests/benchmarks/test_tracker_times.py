@@ -8,7 +8,7 @@ from fresh import ROOT
 from running import SCREENED
 
 
-@pytest.mark.extended
+@pytest.mark.slow
 def test_a_call_is_timed_for_tensorboard():
     done = subprocess.run(
         [sys.executable, ROOT / "benchmarks" / "trackers.py", "--calls", "5", "--wait-s", "0"],

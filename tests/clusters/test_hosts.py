@@ -160,7 +160,7 @@ def test_hosts_that_do_not_join_are_reported(hosts, idle, tmp_path):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_signal_before_all_hosts_have_joined_is_delivered_later(hosts, idle, tmp_path):
     with hosts[0].start(idle, "--output", tmp_path / "0", 3) as first:
         first.wait_for("waiting for 2 hosts")
@@ -170,7 +170,7 @@ def test_signal_before_all_hosts_have_joined_is_delivered_later(hosts, idle, tmp
     assert "rank 0 0" in first.said
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_signal_between_two_starts_is_delivered_after_the_second(hosts, idle, tmp_path):
     with all_of(
         hosts[0].start(idle, "--output", tmp_path / "0", 9, MAX_RESTARTS="1"),
@@ -183,7 +183,7 @@ def test_signal_between_two_starts_is_delivered_after_the_second(hosts, idle, tm
     assert "rank 1 1" in second.said
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_host_that_has_finished_waits_for_the_other(hosts, idle, tmp_path):
     with all_of(
         hosts[0].start(idle, "--output", tmp_path / "0", 0),
@@ -206,7 +206,7 @@ def test_another_number_of_hosts_is_refused(hosts, idle, tmp_path):
     assert "on host1, but NNODES=2, torch " in said[0]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_port_in_use_is_refused(hosts, idle, tmp_path):
     with (
         hosts[0].start(idle, "--output", tmp_path / "0", 9) as first,
@@ -219,7 +219,7 @@ def test_port_in_use_is_refused(hosts, idle, tmp_path):
     assert said[0].startswith("MASTER_ADDR=10.0.0.1, MASTER_PORT=29500 can't be used on this host")
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_rank_0_of_the_hosts_need_not_serve_the_store(hosts, idle, tmp_path):
     runs = [
         host.start(idle, "--output", tmp_path / f"{host.number}", 3, MASTER_ADDR="10.0.0.2")
@@ -253,7 +253,7 @@ def test_strangers_at_the_port_of_the_store_do_not_disturb_a_job(hosts, idle, tm
             stranger.kill()
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize(("lost", "who"), [(0, "rank 0 on 10.0.0.1"), (1, "rank 1 on host1")])
 def test_lost_host_ends_the_job_with_one_message(hosts, project, tmp_path, lost, who):
     flags = (*SMALL, "--epochs", 50, "--output")
@@ -304,11 +304,11 @@ def named(tmp_path):
     "arguments",
     [
         pytest.param("", id="run.sh"),
-        pytest.param("main.py", id="main.py", marks=pytest.mark.slow),
+        pytest.param("main.py", id="main.py", marks=pytest.mark.weekly),
         pytest.param(
             "-m torch.distributed.run --standalone --nproc-per-node=2 main.py",
             id="torchrun",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.weekly,
         ),
     ],
 )
@@ -336,7 +336,7 @@ def test_training_on_one_host_listens_on_loopback_only(hosts, project, named, tm
         assert errors == [errno.ECONNREFUSED] * len(ports)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_check_on_one_host_listens_on_loopback_only(hosts, project, named, tmp_path):
     flags = ("--check", "--output", tmp_path / "run")
     variables = {"NNODES": "1", "NPROC": "2", "CHECK_WAIT": "120"}
@@ -364,7 +364,7 @@ def whole(project, tmp_path_factory):
     return output
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_two_hosts_started_as_the_readme_says(hosts, project, whole, tmp_path):
     """With one process each, they train what two processes of one host do."""
     lines = re.findall(r"^    (NNODES=.*? \./run\.sh)", (project / "README.md").read_text(), re.M)
@@ -390,7 +390,7 @@ def test_two_hosts_started_as_the_readme_says(hosts, project, whole, tmp_path):
     assert not (tmp_path / "1").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_three_hosts(hosts, project, tmp_path):
     flags = (*SMALL, "--steps", 11, "--output")
     with all_of(
@@ -403,7 +403,7 @@ def test_three_hosts(hosts, project, tmp_path):
     assert_same_run(tmp_path / "0", one)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("shared", [True, False], ids=["shared disk", "separate disks"])
 def test_run_resumes_when_lost_hosts_return(hosts, project, whole, tmp_path, shared):
     """First the host without checkpoints, then the one that serves the store.
@@ -472,7 +472,7 @@ def shown_scalars(output):
     return {tag: [event.step for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_elastic_run_trains_each_sample_once(hosts, project, tmp_path):
     """2, 1, 2, then 3 processes; the learning rate is proportional to them with --scale-lr.
 
@@ -554,7 +554,7 @@ def test_elastic_run_trains_each_sample_once(hosts, project, tmp_path):
         assert sorted(indices) == sorted(order[: len(indices)])
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_elastic_run_reaches_the_accuracy_of_an_undisturbed_one(hosts, project, tmp_path):
     """With a small model, on 2, 1, then 2 hosts; restarts cost 10 steps each at most.
 
@@ -592,7 +592,7 @@ def test_elastic_run_reaches_the_accuracy_of_an_undisturbed_one(hosts, project, 
     assert disturbed >= max(0.97, undisturbed - 0.02)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_run_resumes_after_the_network_was_partitioned(hosts, project, whole, tmp_path):
     """For 20 s: the launcher without the store ends, and is started again."""
     flags = (*SMALL, "--save-every", 4, "--resume", "auto", "--output")
@@ -614,7 +614,7 @@ def test_run_resumes_after_the_network_was_partitioned(hosts, project, whole, tm
     assert_same_run(tmp_path / "0", whole)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_signal_on_one_host_stops_the_run_on_all(hosts, project, tmp_path):
     flags = (*SMALL, "--epochs", 50, "--output")
     runs = [
@@ -628,7 +628,7 @@ def test_signal_on_one_host_stops_the_run_on_all(hosts, project, tmp_path):
     assert "stopped after step" in runs[0].said
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize(
     ("file", "line", "words"),
     [
@@ -653,7 +653,7 @@ def test_different_hosts_are_refused(hosts, project, tmp_path, file, line, words
     assert [text.startswith(words) for text in said].count(True) == 1  # the first one logs it
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_the_newest_checkpoint_of_another_host_is_resumed(hosts, project, tmp_path):
     alone = run(project, *SMALL, "--output", tmp_path / "1", "--steps", 7, nproc=0)
     assert alone.returncode == 0, alone.stderr
@@ -667,7 +667,7 @@ def test_the_newest_checkpoint_of_another_host_is_resumed(hosts, project, tmp_pa
     assert (tmp_path / "0" / "step-9.pt").exists()  # rank 0 writes
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_check(hosts, project, tmp_path):
     def start(host):
         variables = {"NODE_RANK": str(host.number), "CHECK_WAIT": "120"}

@@ -113,7 +113,7 @@ def kubelet(words, variables):
     return [re.sub(r"\$\((\w+)\)", lambda found: variables[found[1]], word) for word in words]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.xdist_group("train")
 def test_an_evicted_pod_saves_and_all_go_on(project, tmp_path):
     """Two pods as processes on this machine, with what Kubeflow Trainer tells them."""

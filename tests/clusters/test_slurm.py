@@ -190,7 +190,7 @@ def test_submitted_from_elsewhere(project, tmp_path):
 
 
 def real(test):
-    for mark in (pytest.mark.slurm, pytest.mark.slow, pytest.mark.xdist_group("train")):
+    for mark in (pytest.mark.slurm, pytest.mark.weekly, pytest.mark.xdist_group("train")):
         test = mark(test)
     return test
 

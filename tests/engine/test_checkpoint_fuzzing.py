@@ -35,7 +35,7 @@ EXAMPLES = [
     pytest.param(
         int(CASES or 0),
         marks=[
-            pytest.mark.slow,
+            pytest.mark.weekly,
             pytest.mark.skipif(not CASES, reason="FUZZ_CASES, the number of cases, is not set"),
         ],
         id="random",

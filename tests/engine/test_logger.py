@@ -136,7 +136,7 @@ def test_progress_bars_are_shown_on_a_terminal(
     assert is_shown or not said
 
 
-@pytest.mark.extended
+@pytest.mark.slow
 def test_run_writes_events_and_curves(logger, meter, capsys, tmp_path):
     picture = tmp_path / "validation" / "epoch_001.png"
     picture.parent.mkdir()

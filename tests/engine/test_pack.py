@@ -172,7 +172,7 @@ def test_index_has_at_most_32_bytes_a_sample(folder, tmp_path, run_pack):
     assert (size - shards.HEADER_LENGTH) / 10 <= 32
 
 
-@pytest.mark.extended
+@pytest.mark.slow
 def test_killed_pack_is_continued_with_the_same_bytes(tmp_path, run_pack):
     root = write_images(tmp_path / "in", 300)
     flags = ("--short-side=50", "--shard-size=10KB")

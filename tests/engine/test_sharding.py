@@ -21,7 +21,7 @@ def assert_equal_within_rounding(found, expected, level, factor=1):
 
 
 @pytest.fixture(
-    params=["two_processes", pytest.param("four_processes", marks=pytest.mark.extended)]
+    params=["two_processes", pytest.param("four_processes", marks=pytest.mark.slow)]
 )
 def processes(request):
     return request.getfixturevalue(request.param)
@@ -35,7 +35,7 @@ def test_losses_equal_those_of_ddp(processes, level):
     assert_equal_within_rounding(found, expected, level)
 
 
-@pytest.mark.extended
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("level", "options"),
     [
@@ -55,13 +55,13 @@ def test_losses_with_options_equal_those_of_ddp(two_processes, level, options):
     assert_equal_within_rounding(found, expected, level, factor)
 
 
-@pytest.mark.extended
+@pytest.mark.slow
 def test_bfloat16_weights_train_as_at_o4(two_processes):
     expected = two_processes(losses, "O4", sharded=False)[0]
     assert_equal_within_rounding(two_processes(losses, "O5", sharded=True)[0], expected, "O4", 2)
 
 
-@pytest.mark.extended
+@pytest.mark.slow
 @pytest.mark.parametrize("level", ["O0", "O4", "O5"])
 def test_batch_norms_train_in_fp32(two_processes, level):
     expected = two_processes(losses, "O0", sharded=False, norm=True)

@@ -58,7 +58,7 @@ def test_metadata_of_the_wheel(wheel):
     assert metadata.get_payload().startswith("# apex_native")
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_package_installed_by_pip_in_a_new_environment(wheel, tmp_path):
     """The environment has pip and this one's torch, and nothing of this repository."""
     folder = tmp_path / "environment"

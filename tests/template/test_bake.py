@@ -134,7 +134,7 @@ def leftovers(name, text):
 
 @pytest.mark.parametrize(
     ("level", "every"),
-    [("O1", 7), *(pytest.param(one, 1, marks=pytest.mark.slow) for one in LEVELS)],
+    [("O1", 7), *(pytest.param(one, 1, marks=pytest.mark.weekly) for one in LEVELS)],
 )
 def test_every_combination(template, bake, tmp_path, level, every):
     """Generate projects with all combinations of answers, or with every seventh one."""

@@ -89,7 +89,7 @@ def test_listed_tests_exist():
     assert all(reason.strip() for reason in entries()["reasons"].values())
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.xdist_group("train")
 def test_commands_for_a_project_work(bake, image_folder, tmp_path):
     project = bake()

@@ -163,7 +163,7 @@ def test_generated_readme_is_within_its_limit(bake, task, answers):
     assert "{%" not in readme and "{{" not in readme and "\n\n\n" not in readme
 
 
-@pytest.mark.extended
+@pytest.mark.slow
 def test_page_of_flags_is_that_of_the_parser():
     """`python tools/flags.py --write` updates it."""
     command = [sys.executable, ROOT / "tools" / "flags.py"]

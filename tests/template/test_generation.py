@@ -227,7 +227,7 @@ def test_template_by_relative_path(run, template, bake):
     assert read(run.work / "out" / "ddp_training") == read(bake())
 
 
-@pytest.mark.extended
+@pytest.mark.slow
 def test_cruft_update_of_an_edited_project(run, repository, bake):
     run("git", "tag", "v1", cwd=repository)
     task = Path("{{cookiecutter.project_slug}}", "task.py")

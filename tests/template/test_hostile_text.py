@@ -122,7 +122,7 @@ def check(bake, plain, name, description, author, **answers):
     return project
 
 
-@pytest.mark.extended
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(hostile, hostile, hostile)
 @example("", "", "")
@@ -161,7 +161,7 @@ COMMON = (
 
 @pytest.mark.parametrize(
     "fragment",
-    [pytest.param(f, marks=() if f in COMMON else pytest.mark.slow) for f in FRAGMENTS],
+    [pytest.param(f, marks=() if f in COMMON else pytest.mark.weekly) for f in FRAGMENTS],
 )
 def test_each_fragment_alone(bake, plain, fragment):
     check(bake, plain, fragment, fragment, fragment)
@@ -176,7 +176,7 @@ for folder in sys.argv[1:]:
 """
 
 
-@pytest.mark.extended
+@pytest.mark.slow
 def test_project_with_hostile_text_is_installable(bake):
     characters = [*"\n\r\t\0\x0b\x0c\x1b\x1c\x7f\x85\u2028\ufeff\u202e,;:@<%\\\"'", "\r\n", "😀"]
     texts = ["", " ", "\n", "{{ 7*7 }}", *(f"a{character}b: c" for character in characters)]

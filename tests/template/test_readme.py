@@ -20,7 +20,7 @@ import torch
 import torchvision
 from running import SCREENED
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("train")]
+pytestmark = [pytest.mark.weekly, pytest.mark.xdist_group("train")]
 # Without a GPU these end with an error message. --compile takes minutes; tests/training has it.
 FOR_GPUS = ("--decode gpu", "--cuda-graphs")
 ELSEWHERE = ("--compile", "--tracker tensorboard mlflow")  # MLflow is not installed

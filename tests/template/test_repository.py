@@ -78,7 +78,7 @@ def test_constraints_fix_a_version_of_each_dependency(bake):
         assert requirement.specifier.contains(fixed[requirement.name]), requirement
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_pre_commit_passes_and_fixes_style(project):
     done = commit_hooks(project)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -7,7 +7,7 @@ pytestmark = pytest.mark.xdist_group("short")
 SMALL = ("--arch", "shufflenet_v2_x0_5", "--batch-size", 4, "--workers", 0)
 
 
-@pytest.mark.extended
+@pytest.mark.slow
 def test_renamed_class_is_an_error_and_replaces_the_head_of_weights(bake, image_folder, tmp_path):
     """A new name can change the labels of all classes, which follow the sorted names."""
     project, checkpoint = bake(), tmp_path / "run" / "last.pt"

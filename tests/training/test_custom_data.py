@@ -73,7 +73,7 @@ def test_readme_folder_layout_trains(project, tmp_path):
         trains(task, project, text, folder, tmp_path / "timm", command=1)
 
 
-@pytest.mark.extended
+@pytest.mark.slow
 def test_example_of_array_data_trains(project, source, tmp_path):
     task, project, text = project
     page = (ROOT / "docs" / "tutorials" / "own_data.md").read_text(encoding="utf-8")

@@ -42,7 +42,7 @@ def project(bake):
     return bake()
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize(
     ("flags", "goal"),
     [pytest.param((), 0.97, id="default"), pytest.param(("--epochs", 3), 0.9, id="short")],
@@ -79,7 +79,7 @@ for number in range(len(canvases)):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_segmentation_training_reaches_the_goal(bake, tmp_path):
     project, (flags, metric, goal) = bake(task="segmentation"), IN_SHORT["segmentation"]
     done = run_two(project, *flags, "--output", tmp_path)
@@ -113,7 +113,7 @@ def test_segmentation_training_reaches_the_goal(bake, tmp_path):
         assert one.tobytes() == two.tobytes()
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_contrastive_training_reaches_the_goal(bake, tmp_path):
     project = bake(task="contrastive")
     flags, metric, goal = IN_SHORT["contrastive"]
@@ -134,7 +134,7 @@ def test_contrastive_training_reaches_the_goal(bake, tmp_path):
     assert found == pytest.approx(best(tmp_path, metric), abs=0.01)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_dataparallel_runs_in_one_process(bake, tmp_path):
     project = bake(ddp="dataparallel", sync_bn=False)
     variables = {name: value for name, value in SCREENED.items() if name != "NPROC"}
@@ -151,7 +151,7 @@ def test_dataparallel_runs_in_one_process(bake, tmp_path):
     assert done.returncode == 0, done.stdout  # with other flags than the other projects have
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("task", IN_SHORT)
 def test_other_tasks_reach_the_goal_at_o2(bake, tmp_path, task):
     flags, metric, goal = IN_SHORT[task]
@@ -160,7 +160,7 @@ def test_other_tasks_reach_the_goal_at_o2(bake, tmp_path, task):
     assert best(tmp_path, metric) >= goal
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize(
     ("task", "answers"),
     [
@@ -177,7 +177,7 @@ def test_other_tasks_reach_the_goal(bake, tmp_path, task, answers):
 
 
 @pytest.mark.parametrize("level", ["O0", "O2", "O3"])  # O4 and O5 are O1 and O2 on most CPUs
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_every_opt_level_reaches_the_accuracy(project, tmp_path, level):
     done = run_two(project, "--opt-level", level, "--epochs", 3, "--output", tmp_path)
     assert done.returncode == 0, done.stderr
@@ -185,7 +185,7 @@ def test_every_opt_level_reaches_the_accuracy(project, tmp_path, level):
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_ema_of_every_opt_level_predicts(project, tmp_path, level):
     flags = ("--opt-level", level, "--ema", 0.9, "--epochs", 1, "--warmup-epochs", 0)
     done = run(project, *flags, "--output", tmp_path, nproc=0)
@@ -194,14 +194,14 @@ def test_ema_of_every_opt_level_predicts(project, tmp_path, level):
     assert found == pytest.approx(best_accuracy(tmp_path), abs=0.01)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_sgd_with_torchs_ddp_reaches_the_accuracy(bake, tmp_path):
     done = run(bake(fused_adam=False, ddp="torch", sync_bn=False), "--output", tmp_path)
     assert done.returncode == 0, done.stderr
     assert best_accuracy(tmp_path) >= 0.97
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_compiled_model_trains_and_saves(project, tmp_path):
     flags = ("--arch", "squeezenet1_1", "--batch-size", 16, "--output", tmp_path)
     done = run(project, *flags, "--steps", 5, "--compile", nproc=0)
@@ -219,7 +219,7 @@ def test_compiled_model_trains_and_saves(project, tmp_path):
         pytest.param([], id="python"),  # and --local_rank by hand; that of launch has no underscore
         pytest.param(["torch.distributed.run", "--nproc-per-node=2"], id="torchrun"),
         pytest.param(
-            ["torch.distributed.launch", "--nproc-per-node=2"], id="launch", marks=pytest.mark.slow
+            ["torch.distributed.launch", "--nproc-per-node=2"], id="launch", marks=pytest.mark.weekly
         ),
     ],
 )
@@ -255,7 +255,7 @@ def test_training_on_a_folder_of_images(project, image_folder, tmp_path):
     assert found["data"] == str(image_folder)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_resume_with_loader_workers_is_exact(project, image_folder, tmp_path):
     small = (*SHORT[:2], "--data", image_folder, "--batch-size", 4, "--workers", 1, "--epochs", 2)
     for steps in ((6,), (3, 6)):  # at once, and with a stop after the first epoch
@@ -373,7 +373,7 @@ def in_apexs_form(state, prefix=""):
     scope="module",
     params=[
         pytest.param(True, id="FusedAdam"),
-        pytest.param(False, id="SGD", marks=pytest.mark.extended),
+        pytest.param(False, id="SGD", marks=pytest.mark.slow),
     ],
 )
 def epochs(request, bake, tmp_path_factory):
@@ -466,7 +466,7 @@ def test_dummy_data_needs_no_files(project, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.extended
+@pytest.mark.slow
 def test_report_of_a_run_and_of_a_checkpoint(project, tmp_path):
     """Both are of the whole validation set, in one process and in two."""
     assert run_two(project, *SHORT, "--report", "--output", tmp_path / "run").returncode == 0

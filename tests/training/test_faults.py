@@ -45,9 +45,9 @@ def started(project, output, *flags, **variables):
     ("name", "delay"),
     [
         ("SIGTERM", 1.0),
-        pytest.param("SIGINT", 1.8, marks=pytest.mark.slow),
-        pytest.param("SIGHUP", 0.6, marks=pytest.mark.slow),
-        pytest.param("SIGUSR1", 0.3, marks=pytest.mark.slow),
+        pytest.param("SIGINT", 1.8, marks=pytest.mark.weekly),
+        pytest.param("SIGHUP", 0.6, marks=pytest.mark.weekly),
+        pytest.param("SIGUSR1", 0.3, marks=pytest.mark.weekly),
     ],
 )
 def test_resume_after_a_signal_is_bit_identical(project, whole, tmp_path, name, delay):
@@ -68,7 +68,7 @@ def test_resume_after_a_signal_is_bit_identical(project, whole, tmp_path, name, 
     assert_same_run(output, whole)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_second_ctrl_c_exits_at_once(project, breaking, tmp_path):
     breaking("print('now', flush=True); time.sleep(600)")  # so that the processes can't agree
     with started(project, tmp_path / "run", "--epochs", 50) as stopped:
@@ -99,7 +99,7 @@ time.sleep(600)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_launcher_waits_for_a_slow_save(project, tmp_path):
     folder = tmp_path / "project"
     shutil.copytree(project / "engine", folder / "engine")
@@ -113,7 +113,7 @@ def test_launcher_waits_for_a_slow_save(project, tmp_path):
     assert (status, (tmp_path / "run" / "saved").exists()) == (128 + signal.SIGTERM, True)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_slurm_job_is_requeued_after_sigusr1(project, tmp_path):
     (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\n')
     (tmp_path / "scontrol").chmod(0o755)
@@ -131,7 +131,7 @@ def test_slurm_job_is_requeued_after_sigusr1(project, tmp_path):
     assert f"resumed {tmp_path}/run/last.pt" in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_restart_after_a_killed_rank_is_bit_identical(project, whole, tmp_path):
     flags = ("--save-every", 4)
     with started(project, tmp_path / "run", *flags, MAX_RESTARTS="2") as killed:
@@ -171,9 +171,9 @@ def breaking(project):
     kept.rename(main)
 
 
-@pytest.mark.extended
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "error", ["ValueError", pytest.param("RuntimeError", marks=pytest.mark.slow)]
+    "error", ["ValueError", pytest.param("RuntimeError", marks=pytest.mark.weekly)]
 )
 def test_first_exception_is_reported_first(project, breaking, tmp_path, error):
     breaking(f"print('now', flush=True); raise {error}('the cause')")
@@ -215,7 +215,7 @@ runpy.run_path("{main}", run_name="__main__")
     ("trains", "where"),
     [(True, "epoch 1/2, batch 1"), (False, "validating, batch 1")],
 )
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_hanging_data_loader_is_reported(project, breaking, tmp_path, trains, where):
     main = project / "main.py"
     main.write_text(LOADS_FOR_LONG.format(trains=trains, main=project / "kept.py"))
@@ -228,7 +228,7 @@ def test_hanging_data_loader_is_reported(project, breaking, tmp_path, trains, wh
     assert "time.sleep(600)" in hung.said
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_hanging_data_loader_of_eval_only_is_reported(project, breaking, whole, tmp_path):
     main = project / "main.py"
     main.write_text(LOADS_FOR_LONG.format(trains=False, main=project / "kept.py"))
@@ -246,7 +246,7 @@ runpy.run_path("{main}", run_name="__main__")
 """
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_hanging_disk_at_the_start_is_reported(project, breaking, tmp_path):
     main = project / "main.py"
     main.write_text(LISTS_FOR_LONG.format(main=project / "kept.py"))
@@ -257,7 +257,7 @@ def test_hanging_disk_at_the_start_is_reported(project, breaking, tmp_path):
     assert "time.sleep(600)" in hung.said
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_exception_after_a_signal_is_reported(project, breaking, tmp_path):
     breaking("print('now', flush=True); time.sleep(3); raise RuntimeError('the cause')")
     with started(project, tmp_path / "run", "--epochs", 50) as failed:
@@ -271,7 +271,7 @@ def test_exception_after_a_signal_is_reported(project, breaking, tmp_path):
 @pytest.mark.parametrize(
     ("moment", "seconds"),
     [
-        pytest.param("importing torch", 3 * IN_TIME, marks=pytest.mark.slow),
+        pytest.param("importing torch", 3 * IN_TIME, marks=pytest.mark.weekly),
         ("training", IN_TIME),
     ],
 )
@@ -285,7 +285,7 @@ def test_processes_exit_when_the_launcher_dies(project, tmp_path, moment, second
         orphaned.wait_until(lambda: not orphaned.ranks(), seconds)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_interpreter_may_be_a_wrapper_script(project, tmp_path):
     script = tmp_path / "python.sh"
     script.write_text(f'#!/bin/sh\nsetsid -w {sys.executable} "$@"\nexit $?\n')
@@ -316,7 +316,7 @@ def test_nan_weights_stop_the_run_and_keep_the_last_checkpoint(project, breaking
     assert torch.load(tmp_path / "run" / "last.pt", weights_only=True)["step"] == 3
 
 
-@pytest.mark.extended
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a small disk")
 @pytest.mark.parametrize("size", ["60m", "20m"])
 def test_full_disk_does_not_stop_training(project, tmp_path, size):
@@ -348,7 +348,7 @@ def test_full_disk_does_not_stop_training(project, tmp_path, size):
         subprocess.run(["umount", "--lazy", disk], check=True)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_random_kills_are_bit_identical(project, whole, tmp_path, capsys):
     """Killed and stopped at random moments, during saves too, runs end as if nothing had been."""
     kills, seed = 0, int(os.environ.get("CHAOS_SEED", random.randrange(2**32)))

@@ -84,7 +84,7 @@ def trained(sharded, tmp_path_factory):
     return output
 
 
-@pytest.mark.extended
+@pytest.mark.slow
 def test_losses_and_metrics_equal_those_of_ddp(sharded, plain, tmp_path):
     flags = ("--steps", 30, "--accumulate", 2, "--lr", 3e-3, "--warmup-epochs", 0)
     for project, name in ((sharded, "sharded"), (plain, "plain")):
@@ -105,7 +105,7 @@ def test_checkpoint_is_a_folder_with_a_manifest(trained):
     assert not list(trained.glob("*.tmp")) and not list(trained.glob("*.pt"))
 
 
-@pytest.mark.extended
+@pytest.mark.slow
 def test_converted_checkpoint_is_that_of_ddp(plain, trained, tmp_path):
     train(plain, tmp_path, "--steps", 2, "--ema", 0.9)
     expected = torch.load(tmp_path / "last.pt", weights_only=True)
@@ -119,7 +119,7 @@ def test_converted_checkpoint_is_that_of_ddp(plain, trained, tmp_path):
     assert len(found["ranks"]) == 2 and found["results"]
 
 
-@pytest.mark.extended
+@pytest.mark.slow
 def test_predict_reads_the_folder_and_the_file(sharded, trained):
     load(sharded, trained / "best")
     image = sharded / "data" / "example.png"
@@ -131,7 +131,7 @@ def test_predict_reads_the_folder_and_the_file(sharded, trained):
     assert outputs[0] == outputs[1] and len(outputs[0]) == 5
 
 
-@pytest.mark.extended
+@pytest.mark.slow
 def test_resume_is_bit_identical(sharded, trained, tmp_path):
     flags = ("--deterministic", "--ema", 0.9)
     train(sharded, tmp_path, "--steps", 4, *flags)
@@ -149,7 +149,7 @@ def assert_bit_identical(project, output, whole):
         assert all(found["optimizer"]["state"][index][k].equal(v) for k, v in state.items())
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_resume_on_other_numbers_of_processes(sharded, tmp_path):
     train(sharded, tmp_path, "--steps", 2, nproc=4)
     said = train(sharded, tmp_path, "--steps", 4, "--resume", "auto", nproc=2)
@@ -161,7 +161,7 @@ def test_resume_on_other_numbers_of_processes(sharded, tmp_path):
     assert load(sharded, tmp_path / "last")["step"] == 6
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_ddp_and_fsdp_continue_each_other(sharded, plain, tmp_path):
     train(plain, tmp_path / "whole", "--steps", 6, "--deterministic")
     output = tmp_path / "mixed"
@@ -177,7 +177,7 @@ def test_ddp_and_fsdp_continue_each_other(sharded, plain, tmp_path):
         torch.testing.assert_close(found[name], expected[name], rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("seed", range(3))
 def test_kills_during_saves_are_bit_identical(sharded, trained, tmp_path, seed):
     """Each kill leaves the checkpoint before it, or the complete new one."""
@@ -219,7 +219,7 @@ def test_tensorboard_gets_the_losses_once(trained):
         assert len(steps) == len(set(steps))
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_contrastive_task_resumes_bit_identically(bake, tmp_path):
     project = bake(task="contrastive", ddp="fsdp", opt_level="O0", sync_bn=False)
     flags = ("--deterministic", "--ema", 0.9)

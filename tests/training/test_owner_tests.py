@@ -37,16 +37,16 @@ def failed_tests(done: subprocess.CompletedProcess) -> set[str]:
     return set(re.findall(r"^(?:FAILED|ERROR) tests/\w+\.py::(\w+)", done.stdout, re.MULTILINE))
 
 
-@pytest.mark.extended
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "task", ["classification", *(pytest.param(t, marks=pytest.mark.slow) for t in TASKS[1:])]
+    "task", ["classification", *(pytest.param(t, marks=pytest.mark.weekly) for t in TASKS[1:])]
 )
 def test_owner_tests_pass_in_a_fresh_project(shared_project, task):
     done = run_tests(shared_project(task=task))
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize(
     "answers",
     [
@@ -144,7 +144,7 @@ def rename_metric(project: Path) -> None:
     replace(project / "task.py", ('METRIC = "val_accuracy"', 'METRIC = "val_top1"'))
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize(
     "edit", [turn_into_regression, add_auxiliary_loss, use_timm, use_plain_module, rename_metric]
 )
@@ -179,7 +179,7 @@ def resume_nothing(project: Path) -> None:
     path.write_text(source, encoding="utf-8")
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize(
     ("error", "file", "expected"),
     [

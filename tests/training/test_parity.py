@@ -43,7 +43,7 @@ def test_apex_native_trains_as_real_apex_does(tmp_path):
         assert row[-1].startswith("yes"), f"other loss scales: {row}"
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_parity_benchmark_detects_differences(tmp_path):
     small = ("--models", "transformer", "--optimizers", "SGD", "--gpus", 1, "--steps", 3)
     runs = ("native", "native-other", "native")

@@ -244,7 +244,7 @@ def test_usage_errors(
         predicted(checkpoint, *flags)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_model_is_exported(
     generated: Project,
     model: Model,

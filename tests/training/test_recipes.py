@@ -113,7 +113,7 @@ def test_idx_files_are_learned(default_project: Path, tmp_path: Path, idx_folder
     assert len(answer["found"]) == 5
 
 
-@pytest.mark.extended
+@pytest.mark.slow
 def test_growing_images_resume_bit_identically(
     default_project: Path, tmp_path: Path, image_folder: Path
 ) -> None:
@@ -136,7 +136,7 @@ def test_growing_images_resume_bit_identically(
     assert (image["size"], image["eval_size"]) == (64, 48)
 
 
-@pytest.mark.extended
+@pytest.mark.slow
 def test_flip_average_is_the_mean_of_both_predictions(
     default_project: Path, tmp_path: Path, image_folder: Path
 ) -> None:

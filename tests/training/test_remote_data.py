@@ -41,7 +41,7 @@ def weights(folder):
     return torch.load(folder / "last.pt", weights_only=True)["model"]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_training_resumes_exactly_and_evaluates_by_url(bake, server, tmp_path):
     project, url = bake(), f"{server.url}/packed"
     common = (*SMALL, "--data", url, "--epochs", 1, "--workers", 1)
@@ -68,7 +68,7 @@ def test_predict_takes_no_url(bake):
     assert done.returncode == 2 and "is a URL, which only --data takes" in done.stderr
 
 
-@pytest.mark.extended
+@pytest.mark.slow
 def test_two_processes_share_a_cache_and_the_check_counts_samples(bake, server, tmp_path):
     project = bake()
     data = ("--data", f"{server.url}/packed", "--cache-dir", tmp_path / "cache")
@@ -93,7 +93,7 @@ def test_errors_in_workers_are_one_message(bake, packed, server, tmp_path):
         assert "/packed/train/shard-" in done.stderr and "is missing" in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_training_from_a_faulty_server(bake, server, tmp_path):
     faults = ["cut", "", "", "error", "", "", "refuse", "", ""] * 14
     proxy = FaultyProxy(server.port, faults)

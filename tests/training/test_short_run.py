@@ -15,10 +15,10 @@ pytestmark = pytest.mark.xdist_group("train")
 BATCH_SIZE = 64
 PROJECTS = [
     pytest.param({"task": "classification"}, id="classification"),
-    pytest.param({"task": "segmentation"}, id="segmentation", marks=pytest.mark.slow),
-    pytest.param({"task": "contrastive"}, id="contrastive", marks=pytest.mark.slow),
+    pytest.param({"task": "segmentation"}, id="segmentation", marks=pytest.mark.weekly),
+    pytest.param({"task": "contrastive"}, id="contrastive", marks=pytest.mark.weekly),
     pytest.param(
-        {"ddp": "dataparallel", "sync_bn": False}, id="dataparallel", marks=pytest.mark.slow
+        {"ddp": "dataparallel", "sync_bn": False}, id="dataparallel", marks=pytest.mark.weekly
     ),
 ]
 RECORDER = """

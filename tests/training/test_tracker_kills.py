@@ -32,7 +32,7 @@ def start(project, output, epochs, variables):
     return process
 
 
-@pytest.mark.parametrize("kills", [4, pytest.param(30, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [4, pytest.param(30, marks=pytest.mark.weekly)])
 def test_random_kills_leave_one_run_with_each_step_once(bake, tmp_path, kills):
     """Either all processes are killed, or the one that delivers the points survives a while."""
     mlflow = pytest.importorskip("mlflow")

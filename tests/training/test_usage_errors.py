@@ -181,7 +181,7 @@ def test_output_folder_of_a_run_is_not_overwritten(project, checkpoint):
     (checkpoint.parent / "kept.pt").rename(checkpoint.parent / "last.pt")
 
 
-@pytest.mark.extended
+@pytest.mark.slow
 def test_output_folder_of_a_running_job_is_locked(project, tmp_path):
     flags = (*SMALL[:4], "--output", tmp_path / "run")
     with Run(project, *flags) as first:
