@@ -58,8 +58,8 @@ class Host:
         """Return the address, the port and the process id of each listening socket here."""
         command = ["ip", "netns", "exec", self.space, "ss", "-Hlntup"]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
-        line = r"^(?:\S+ +){4}(\S+):(\d+) .*?(?:pid=(\d+)|$)"
-        found = re.findall(line, done.stdout, re.MULTILINE)
+        pattern = r"^(?:\S+ +){4}(\S+):(\d+) .*?(?:pid=(\d+)|$)"
+        found = re.findall(pattern, done.stdout, re.MULTILINE)
         assert len(found) == done.stdout.count("\n"), done.stdout
         return {(address, int(port), process) for address, port, process in found}
 
