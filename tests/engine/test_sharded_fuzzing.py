@@ -185,6 +185,7 @@ alterations = st.tuples(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("examples", EXAMPLES)
 def test_altered_files_are_resumed_or_refused(
@@ -209,6 +210,7 @@ VALUES: list[Any] = [None, True, -1, 0, 1, 3, 0.5, 2**40, 10**30, math.nan, "", 
 VALUES += ["../state.pt", "/dev/zero", "state.pt", "__0_0.distcp", "int8", "float64", "qint8", "\0"]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("examples", EXAMPLES)
 @pytest.mark.parametrize("name", ["index.json", "manifest.json"])
@@ -230,6 +232,7 @@ def test_altered_json_is_resumed_or_refused(
     check(examples, changes, test)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("examples", EXAMPLES)
 def test_altered_values_are_resumed_or_refused(
