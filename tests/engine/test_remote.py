@@ -27,7 +27,17 @@ from engine.data.remote import Mirror, RemoteFolder
 from engine.data.store import Store
 from fresh import UNCHANGED
 from nginx import NGINX, FaultyProxy, serving
-from test_pack import LARGE, contents, run_pack, write_images  # noqa: F401 - a fixture
+from test_pack import (  # noqa: F401 - fixtures, too
+    LARGE,
+    caption_datasets,
+    captions_folder,
+    contents,
+    mask_datasets,
+    masks_folder,
+    require_equal_samples,
+    run_pack,
+    write_images,
+)
 
 CPU = torch.device("cpu")
 needs_nginx = pytest.mark.skipif(NGINX is None, reason="nginx is missing (apt-get install nginx)")
@@ -87,6 +97,30 @@ def test_samples_are_those_of_the_local_pack(server, packed, tmp_path):
         assert path.read_bytes() == (packed / path.parent.name / path.name).read_bytes()
     parts = [line for line in server.requests() if "shard" in line]
     assert parts and all('HTTP/1.1" 206 ' in line for line in parts)
+
+
+@needs_nginx
+@pytest.mark.parametrize(
+    ("folder", "read"),
+    [("masks_folder", mask_datasets), ("captions_folder", caption_datasets)],
+    ids=["masks", "captions"],
+)
+def test_masks_and_captions_are_those_of_the_local_pack(
+    request,
+    server,
+    tmp_path,
+    run_pack,  # noqa: F811
+    folder,
+    read,
+):
+    packed = tmp_path / "served" / "pairs"
+    assert run_pack(request.getfixturevalue(folder), packed, LARGE, "--shard-size=16KB") == 0
+    url = RemoteFolder(f"{server.url}/pairs", tmp_path / "cache", MANY)
+    for original, other in zip(read(packed), read(url), strict=True):
+        assert getattr(other, "classes", None) == getattr(original, "classes", None)
+        assert other.fingerprint == original.fingerprint
+        require_equal_samples(other, original)
+    assert any("/pairs/" in line and "shard" in line for line in server.requests())
 
 
 @needs_nginx
