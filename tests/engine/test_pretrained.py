@@ -14,6 +14,12 @@ from engine.checkpoint import pretrained
 from torch import nn
 
 
+@pytest.fixture(autouse=True)
+def safe_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide an older version of torch, which adds a warning to each message."""
+    monkeypatch.setattr(torch, "__version__", "2.10.0")
+
+
 def load_pretrained(model: nn.Module, source: str, arch: str, *known: object) -> str:
     classes, build_model = known or ([], mock.Mock())
     return pretrained.load_pretrained(model, source, arch, classes, build_model)
