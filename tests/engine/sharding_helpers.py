@@ -1,11 +1,15 @@
 """A small transformer, trained in the processes of a test, sharded or not."""
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 STEPS = 50
+needs_fsdp_on_cpu = pytest.mark.skipif(
+    not hasattr(torch.cpu.Stream, "record_event"), reason="FSDP of this torch needs a GPU"
+)
 
 
 class Classifier(nn.Module):

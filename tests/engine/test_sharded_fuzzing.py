@@ -23,6 +23,7 @@ from engine.monitoring.meter import Meter
 from engine.optim import Ema
 from hypothesis import strategies as st
 from library_fixtures import begin_afresh
+from sharding_helpers import needs_fsdp_on_cpu
 from test_checkpoint_fuzzing import (
     EXAMPLES,
     altered,
@@ -34,6 +35,8 @@ from test_checkpoint_fuzzing import (
 )
 from test_checkpoint_manager import Messages
 from torch import nn
+
+pytestmark = needs_fsdp_on_cpu
 
 NATIVE = backend.load_backend("native", "O0")
 

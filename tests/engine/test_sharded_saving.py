@@ -11,7 +11,10 @@ import torch.distributed as dist
 from engine import UserError
 from engine.checkpoint import tensor_storage
 from processes import Processes
+from sharding_helpers import needs_fsdp_on_cpu
 from test_sharded_fuzzing import manager_of, train_a_step
+
+pytestmark = needs_fsdp_on_cpu
 
 SIZES = {"few": 480, "one": 170}  # KiB; a checkpoint takes about 110
 

@@ -1,13 +1,16 @@
 """FSDP against DistributedDataParallel on the CPU: losses, gradients, averages, what is sharded."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
 from engine import UserError
 from engine.blocks import checkpoint_activations, find_blocks
-from sharding_helpers import Classifier, batches, build, losses, train
+from sharding_helpers import Classifier, batches, build, losses, needs_fsdp_on_cpu, train
 from torch import nn
 
+pytestmark = needs_fsdp_on_cpu
 TOLERANCE = {"O0": 1e-5, "O4": 0.02}  # of the first losses, which are 1.6
 FEW = 10  # steps
 GROWTH = 100, 5  # of the differences in 50 steps, by which the losses fall to 0.1
@@ -20,9 +23,7 @@ def assert_equal_within_rounding(found, expected, level, factor=1):
     assert found == pytest.approx(expected, abs=tolerance * GROWTH[level != "O0"])
 
 
-@pytest.fixture(
-    params=["two_processes", pytest.param("four_processes", marks=pytest.mark.slow)]
-)
+@pytest.fixture(params=["two_processes", pytest.param("four_processes", marks=pytest.mark.slow)])
 def processes(request):
     return request.getfixturevalue(request.param)
 
@@ -96,6 +97,17 @@ def test_each_rank_holds_a_shard_of_weights_and_moments(two_processes, level, ou
     for name, shape in whole.items():
         assert sum(one[name][0] for one in shards) == shape[0]
         assert {one[name][1:] for one in shards} == {shape[1:]}
+
+
+def apply_with_old_torch():
+    with mock.patch.object(torch.cpu, "Stream", object), pytest.raises(UserError) as raised:
+        build()
+    return str(raised.value)
+
+
+def test_old_torch_without_a_gpu_is_an_error(two_processes):
+    said = two_processes(apply_with_old_torch)
+    assert all("cannot shard on the CPU; use a GPU, or a newer torch" in one for one in said)
 
 
 def initial_weights():

@@ -31,7 +31,8 @@ def relative_error(
 
 
 NAMES = [
-    name if name in FAST else pytest.param(name, marks=pytest.mark.weekly) for name in RECORD["runs"]
+    name if name in FAST else pytest.param(name, marks=pytest.mark.weekly)
+    for name in RECORD["runs"]
 ]
 
 

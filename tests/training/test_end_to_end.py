@@ -219,7 +219,9 @@ def test_compiled_model_trains_and_saves(project, tmp_path):
         pytest.param([], id="python"),  # and --local_rank by hand; that of launch has no underscore
         pytest.param(["torch.distributed.run", "--nproc-per-node=2"], id="torchrun"),
         pytest.param(
-            ["torch.distributed.launch", "--nproc-per-node=2"], id="launch", marks=pytest.mark.weekly
+            ["torch.distributed.launch", "--nproc-per-node=2"],
+            id="launch",
+            marks=pytest.mark.weekly,
         ),
     ],
 )

@@ -55,8 +55,14 @@ class Sharding:
             model: on the CPU of rank 0; on the meta device, without memory, of the others.
             class_names: of its blocks; see `find_blocks`.
 
-        Raises UserError if modules share a parameter, which the meta device would separate.
+        Raises UserError if modules share a parameter, which the meta device would separate, or
+        this torch cannot shard on the CPU.
         """
+        if self.device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
+            raise UserError(
+                f"ddp fsdp: torch {torch.__version__} cannot shard on the CPU; use a GPU, or a newer "
+                "torch, such as 2.9"
+            )
         if len([*model.parameters()]) < len([*model.named_parameters(remove_duplicate=False)]):
             raise UserError(
                 "--arch: modules of this model share a parameter, which FSDP can't load; choose "
