@@ -60,8 +60,8 @@ class Sharding:
         """
         if self.device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
             raise UserError(
-                f"ddp fsdp: torch {torch.__version__} cannot shard on the CPU; use a GPU, or a newer "
-                "torch, such as 2.9"
+                f"ddp fsdp: torch {torch.__version__} cannot shard on the CPU; use a GPU, or a "
+                "newer torch, such as 2.9"
             )
         if len([*model.parameters()]) < len([*model.named_parameters(remove_duplicate=False)]):
             raise UserError(
