@@ -152,7 +152,7 @@ LEFT = [
     ("from apex.optimizers import FusedAdam\no = FusedAdam(p, **options)", "unpacked"),
     (
         "from apex import amp\nm, o = amp.initialize(m, o, opt_level='O0')\n"
-        "amp._amp_state.loss_scalers[0]._loss_scale = 2**20",
+        "amp._amp_state.loss_scalers[0]._loss_scale = scale",
         "amp._amp_state has no equivalent here",
     ),
     (

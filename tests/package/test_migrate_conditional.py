@@ -162,12 +162,44 @@ for step in range(6):
             model.zero_grad()
     print(loss.item())
 """
+INVERTED = """
+from apex import amp
+
+def train(model, optimizer):
+    for step in range(6):
+        first = nn.functional.cross_entropy(model(x[step::6]), y[step::6])
+        second = model(x[step::6]).pow(2).mean()
+        loss = first + second
+        if not args.fp16:
+            loss.backward()
+        else:
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+        optimizer.step()
+        model.zero_grad()
+        print(loss.item())
+
+def main(model, ema):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if args.fp16:
+        assert amp is not None, "no apex"
+        (model), optimizer = amp.initialize(model, optimizer, opt_level=args.fp16_opt_level)
+        amp._amp_state.loss_scalers[0]._loss_scale = 2**10
+        if ema:
+            ema, optimizer_ema = amp.initialize(
+                ema, torch.optim.SGD(ema.parameters(), lr=0.0), opt_level=args.fp16_opt_level
+            )
+    train(model, optimizer)
+
+main(nn.Linear(8, 3).to(device), nn.Linear(8, 3).to(device))
+"""
 SCRIPTS = {
     "local import": LOCAL_IMPORT,
     "amp is None": NONE,
     "trainer": TRAINER,
     "two optimizers": TWO_OPTIMIZERS,
     "enabled": ENABLED,
+    "inverted condition": INVERTED,
 }
 
 
@@ -237,6 +269,7 @@ def test_second_name_for_the_scaler(run, tmp_path):
 
 
 LEFT = [
+    (ENABLED, "for step in", "print(amp)\ncall(amp)\nfor step in", "amp is passed as a value"),
     (
         LOCAL_IMPORT,
         "            optimizer.step()\n",
@@ -264,6 +297,12 @@ LEFT = [
         "amp.initialize is in an else or an elif",
     ),
 ]
+
+
+def test_initial_scale_is_kept(run, tmp_path):
+    code, _ = migrate(run, tmp_path, START + INVERTED, "--opt-level", "O1")
+    assert 'GradScaler("cuda", init_scale=2**10, enabled=args.fp16)' in code
+    assert "_amp_state" not in code
 
 
 @pytest.mark.parametrize(("script", "old", "new", "why"), LEFT, ids=[case[3] for case in LEFT])

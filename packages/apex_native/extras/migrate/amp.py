@@ -4,25 +4,23 @@ amp is rewritten as a whole or not at all: its calls depend on each other.
 """
 
 import re
-from typing import Any
 
 import libcst as cst
-from libcst.metadata import PositionProvider, QualifiedNameProvider
+from libcst.metadata import QualifiedNameProvider
 
 from .calls import split
+from .gradients import Gradients
 from .places import (
     apex_name,
     as_bool,
     availability_flags,
     forward_range,
     names_in,
-    new_name,
     none_fallbacks,
     simplify,
     source,
 )
-from .tree import Tree
-from .usage import Loss, Usage
+from .usage import Loss
 
 HANDLED = ("initialize", "scale_loss", "master_params", "state_dict", "load_state_dict")
 NO_MASTERS = "O2, O3 and O5 cast the model; --opt-level O1 or O4 replaces them by autocast"
@@ -38,19 +36,26 @@ def models_and_optimizers(call: cst.Call) -> list[cst.BaseExpression]:
     return given + [keywords[name] for name in names if name in keywords]
 
 
-class Analysis(Tree):
+def _negated(test: cst.BaseExpression) -> cst.BaseExpression:
+    if isinstance(test, cst.UnaryOperation) and isinstance(test.operator, cst.Not):
+        return test.expression
+    return cst.parse_expression(f"not ({source(test)})")
+
+
+def _line(node: cst.CSTNode) -> str:
+    body = node.body if isinstance(node, cst.SimpleStatementLine) else []
+    return source(body[0]) if len(body) == 1 else ""
+
+
+class Analysis(Gradients):
     """Collects `usage` from a module."""
 
     def __init__(self, level: str = "", loss_scale: str = "") -> None:
         super().__init__()
         self.level, self.loss_scale = level, loss_scale  # in place of the script's
-        self.usage = Usage()
-        self.start: cst.Call | None = None
+        self.starts: list[cst.Call] = []
         self.enabled: cst.BaseExpression | None = None
         self.flags: set[str] = set()
-        self.steps: list[tuple[str, cst.Call]] = []
-        self.readers: list[tuple[cst.CSTNode, str]] = []  # statements that read gradients
-        self.states: list[cst.Call] = []
 
     def visit_Module(self, node: cst.Module) -> None:
         """Find names that stand for a failed import."""
@@ -88,26 +93,48 @@ class Analysis(Tree):
             self.states.append(node)
 
     def visit_Attribute(self, node: cst.Attribute) -> None:
-        """Find amp's state, which scripts read and set directly, and gradients."""
+        """Find amp's state, which scripts read and set directly, amp as a value, and gradients."""
+        self._check_value(node)
         if self.name(node) == "apex.amp._amp_state":
-            self.usage.reasons.append("amp._amp_state has no equivalent here")
+            self._set_scale(node)
         parent = self.parent(node)
         is_reset = isinstance(parent, cst.AssignTarget) or source(parent).endswith(".grad.zero_")
         if node.attr.value == "grad" and not is_reset:
             self.readers.append((self.statement(node), source(node)))
 
+    def visit_Name(self, node: cst.Name) -> None:
+        """Find amp as a value."""
+        self._check_value(node)
+
+    def _check_value(self, node: cst.Attribute | cst.Name) -> None:
+        """Reject ``amp`` where it is passed to a function or assigned."""
+        parent = self.parent(node)
+        plain = isinstance(parent, (cst.Arg, cst.Assign, cst.DictElement, cst.Element, cst.Return))
+        if plain and self.name(node) in ("apex", "apex.amp"):
+            self.usage.reasons.append("amp is passed as a value, to what may call it")
+
+    def _set_scale(self, node: cst.Attribute) -> None:
+        """Accept a statement that sets the loss scale to a constant."""
+        statement = self.statement(node)
+        code = re.fullmatch(r".*\.loss_scalers\[0\]\._loss_scale = (\d[\d*. ]*)", _line(statement))
+        if code:
+            self.usage.init_scale, self.usage.init_scale_statement = code[1], statement
+        else:
+            self.usage.reasons.append("amp._amp_state has no equivalent here")
+
     def _initialize(self, node: cst.Call) -> None:
         usage, parts = self.usage, split(node)
-        if self.start:
-            usage.reasons.append("amp.initialize is called more than once")
-        self.start = node
+        self.starts.append(node)
         if isinstance(parts, str):
             usage.reasons.append(parts)
             return
         _, keywords = parts
         stated = keywords.get("opt_level")
         written = source(stated.value) if stated else "O1"
-        usage.level = self.level or written.strip("\"'")
+        level = self.level or written.strip("\"'")
+        if usage.level not in ("", level):
+            usage.reasons.append("amp.initialize is called with more than one level")
+        usage.level = level
         if self.level and written.strip("\"'") == written != "O1":
             usage.ignored_level = written
         if usage.level in ("O2", "O3", "O5"):
@@ -154,11 +181,13 @@ class Analysis(Tree):
     def leave_Module(self, original_node: cst.Module) -> None:
         """Check what takes knowledge of the whole module."""
         usage = self.usage
-        if not self.start:
+        if not self.starts:
             usage.reasons.append("amp.initialize is not in this file")
-        if usage.reasons or self.start is None:
+        if usage.reasons:
             return
-        test = self._condition(self.start)
+        test = self._condition(self.starts[0])
+        for other in self.starts[1:]:
+            self._check_repeated(other)
         if self.enabled and test:
             usage.reasons.append("amp.initialize is conditional, and has an argument enabled")
         test = test or self.enabled
@@ -166,11 +195,11 @@ class Analysis(Tree):
         for loss in usage.losses:
             self._add_autocast(loss)
         if usage.scaled and not usage.reasons:
-            self._name_scalers(original_node)
-            self._check_steps()
+            self.name_scalers(original_node)
+            self.check_steps()
         users = [loss.statement for loss in usage.losses] + [node for _, node in self.steps]
         functions = {self.function(node) for node in (*users, *self.states)}
-        here = self.function(self.start)
+        here = self.function(self.starts[0])
         usage.is_global = isinstance(here, cst.FunctionDef) and functions != {here}
 
     def _simplified(self, test: cst.BaseExpression) -> cst.BaseExpression | bool:
@@ -199,6 +228,15 @@ class Analysis(Tree):
             self.usage.reasons.append("amp.initialize has more than one condition")
         return found[0] if found else None
 
+    def _check_repeated(self, node: cst.Call) -> None:
+        """Require that another ``amp.initialize`` follows the first one."""
+        first = self.starts[0]
+        is_plain = isinstance(self.parent(node), (cst.Assign, cst.Expr))
+        around = {each for each, holds in self.conditions(first) if holds}
+        follows = self.function(node) is self.function(first) and around <= {*self.parents(node)}
+        if not is_plain or not follows or self.enabled:
+            self.usage.reasons.append("amp.initialize is called in more than one place")
+
     def _add_autocast(self, loss: Loss) -> None:
         """Record the statements that compute a loss, and the condition of autocast there."""
         usage, wanted = self.usage, names_in(loss.value)
@@ -220,11 +258,13 @@ class Analysis(Tree):
         It must not depend on the names `computed` in the forward pass.
         """
         usage, same, own = self.usage, not self.usage.condition, ""
-        for each, _ in self.conditions(loss.statement):
-            test = self._simplified(each.test)
+        for each, holds in self.conditions(loss.statement):
+            test = self._simplified(each.test if holds else _negated(each.test))
             is_same = not isinstance(test, bool) and as_bool(test, self.flags) == usage.condition
             same = same or is_same
-            if each.orelse is None or ".backward(" not in source(each.orelse):
+            other = each.orelse if holds else each.body
+            has_amp = any(other in {*self.parents(one.statement)} for one in usage.losses)
+            if other is None or has_amp or ".backward(" not in source(other):
                 continue
             if self._becomes_equal(each, loss):
                 usage.merged.add(each)
@@ -240,103 +280,17 @@ class Analysis(Tree):
 
     def _becomes_equal(self, node: cst.If, loss: Loss) -> bool:
         """Return whether the other branch is the same backward pass without amp."""
-        if [*node.body.body] != [loss.statement] or not isinstance(node.orelse, cst.Else):
+        if not isinstance(node.orelse, cst.Else) or isinstance(self.parent(node), cst.If):
             return False
-        if isinstance(self.parent(node), cst.If):
+        branches = [node.body, node.orelse.body]
+        with_amp = [block for block in branches if [*block.body] == [loss.statement]]
+        if len(with_amp) != 1:
             return False
+        branches.remove(with_amp[0])
         scaled = source(loss.statement.body).strip()
         value = source(loss.value)
         value = (
             value if value.isidentifier() or isinstance(loss.value, cst.Attribute) else f"({value})"
         )
         plain = re.sub(rf"\b{re.escape(loss.alias)}\b", lambda _: value, scaled)
-        return plain == source(node.orelse.body).strip()
-
-    def _name_scalers(self, module: cst.Module) -> None:
-        usage = self.usage
-        optimizers = list(dict.fromkeys(loss.optimizer for loss in usage.losses))
-        for optimizer in optimizers:
-            suffix = "" if len(optimizers) == 1 else "_" + re.sub(r"\W+", "_", optimizer).strip("_")
-            name = new_name(module, [f"scaler{suffix}", f"grad_scaler{suffix}"])
-            usage.scalers[optimizer] = name
-        if not optimizers:
-            usage.reasons.append("amp.scale_loss is not in this file")
-        if not all(usage.scalers.values()):
-            usage.reasons.append("the script has variables called scaler and grad_scaler")
-        if len(optimizers) > 1 and self.states:
-            usage.reasons.append("amp.state_dict has one entry for several optimizers")
-        first = next(iter(usage.scalers.values()), "")
-        for lines in usage.autocast.values():
-            for line, enabled in lines.items():
-                lines[line] = enabled.replace("scaler.is_enabled", f"{first}.is_enabled")
-
-    def _check_steps(self) -> None:
-        """Require one step for each backward pass, and gradients that are read only before it."""
-        covered: set[cst.CSTNode] = set()
-        for optimizer in self.usage.scalers:
-            steps = [node for owner, node in self.steps if owner == optimizer]
-            if not steps or any(
-                not self._exclude(one, other, optimizer)
-                for index, one in enumerate(steps)
-                for other in steps[:index]
-            ):
-                self.usage.reasons.append(f"GradScaler needs one {optimizer}.step() in this file")
-            for step in steps:
-                line = self.statement(step)
-                is_alone = isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1
-                if step.args or not is_alone or not isinstance(self.parent(step), cst.Expr):
-                    self.usage.reasons.append(f"{optimizer}.step() is not a statement of its own")
-                covered |= self._place_unscale(optimizer, step)
-        for loss in self.usage.losses:
-            for statement, grad in self.readers:
-                if not self._follows(statement, loss):
-                    continue
-                if grad:
-                    self.usage.reasons.append(f"{grad} is read, which GradScaler keeps scaled")
-                elif statement not in covered:
-                    self.usage.reasons.append("gradients are clipped in another block than step()")
-
-    def _exclude(self, one: cst.Call, other: cst.Call, optimizer: str) -> bool:
-        """Return whether two steps never follow the same backward pass."""
-        functions = {self.function(one), self.function(other)}
-        if len(functions) > 1:
-            losses = [loss for loss in self.usage.losses if loss.optimizer == optimizer]
-            return functions <= {self.function(loss.statement) for loss in losses}
-        around = set(self.parents(other))
-        return isinstance(next(each for each in self.parents(one) if each in around), cst.If)
-
-    def _follows(self, statement: cst.CSTNode, loss: Loss) -> bool:
-        """Return whether a statement comes after a backward pass in the same function."""
-        if self.function(statement) is not self.function(loss.statement):
-            return False
-        start = self.get_metadata(PositionProvider, statement).start.line
-        return bool(start > self.get_metadata(PositionProvider, loss.statement).end.line)
-
-    def _place_unscale(self, optimizer: str, step: cst.Call) -> set[cst.CSTNode]:
-        """Unscale before gradients are read, and return the statements that read them."""
-        block, end = next(iter(self.levels(self.statement(step))))
-        covered: set[cst.CSTNode] = set()
-        for statement, grad in self.readers:
-            around = {statement, *self.parents(statement)}
-            index = next((i for i, line in enumerate(block.body) if line in around), None)
-            if grad or index is None:
-                continue
-            covered.add(statement)
-            losses = [each for each in self.usage.losses if each.optimizer == optimizer]
-            inside = [each for each in losses if block.body[index] in self.parents(each.statement)]
-            before = block.body[: index + 1]
-            if index > end or optimizer in self._unscaled(before):
-                continue
-            here = [each for each in losses if self.function(each.statement) is self.function(step)]
-            if here and not any(self._follows(statement, each) for each in here):
-                continue
-            self.usage.unscale[statement if inside else block.body[index]] = optimizer
-        return covered
-
-    def _unscaled(self, lines: Any) -> set[str]:
-        """Return the optimizers whose gradients these statements already unscale."""
-        found = set()
-        for statement, optimizer in self.usage.unscale.items():
-            if {statement, *self.parents(statement)} & set(lines):
-                found.add(optimizer)
-        return found
+        return plain == source(branches[0]).strip()

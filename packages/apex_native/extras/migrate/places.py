@@ -50,9 +50,9 @@ def forward_range(body: Sequence[Any], end: int, wanted: set[str]) -> range:
     first = end
     for index in range(end - 1, -1, -1):
         line = body[index]
-        if assigned(line) & wanted and "(" in source(line):
+        if assigned(line) & wanted:
             wanted |= names_in(line)
-            first = index
+            first = index if "(" in source(line) else first
     return range(first, end)
 
 

@@ -12,6 +12,8 @@ from .report import PREFIX, Report
 from .tree import STATEMENTS
 from .usage import Usage
 
+PARENTHESES = str.maketrans("[]", "()")
+
 
 class Rewrite(cst.CSTTransformer):
     """Applies the rules, and records in `report` what it changed and left."""
@@ -79,6 +81,9 @@ class Rewrite(cst.CSTTransformer):
         short = name.removeprefix("apex.")
         if name.startswith("apex.amp."):
             return self._amp_call(original_node, updated_node, short)
+        if name.endswith(" or another"):
+            self._leave_as_is(original_node, f"{short.split()[0]}, or what another import provides")
+            return updated_node
         if name not in RULES:
             self._leave_as_is(original_node, f"torch has no {short}; apex_native has it")
             return updated_node
@@ -114,10 +119,16 @@ class Rewrite(cst.CSTTransformer):
         if self.usage.reasons or len(original_node.body) != 1:
             return updated_node
         small = original_node.body[0]
+        if original_node is self.usage.init_scale_statement:
+            what = (
+                "init_scale of GradScaler" if self.usage.scaled else "removed: there is no scaler"
+            )
+            self._changed(original_node, f"amp._amp_state's loss scale → {what}")
+            return cst.RemoveFromParent()
         if isinstance(small, (cst.Assign, cst.Expr)) and isinstance(small.value, cst.Call):
             name = self._amp_name(small.value)
             if name == "initialize":
-                return self._initialize(small, updated_node)
+                return self._initialize(original_node, updated_node)
             if name == "load_state_dict" and not self.usage.scaled:
                 self._changed(original_node, "amp.load_state_dict removed: there is no scaler")
                 return cst.RemoveFromParent()
@@ -129,15 +140,19 @@ class Rewrite(cst.CSTTransformer):
                 return cst.FlattenSentinel([step, cst.parse_statement(f"{scaler}.update()")])
         return updated_node
 
-    def _initialize(self, small: cst.Assign | cst.Expr, updated: cst.SimpleStatementLine) -> Any:
+    def _initialize(
+        self, original: cst.SimpleStatementLine, updated: cst.SimpleStatementLine
+    ) -> Any:
+        small = original.body[0]
+        assert isinstance(small, (cst.Assign, cst.Expr))
         assert isinstance(small.value, cst.Call)
         given = ", ".join(source(value) for value in models_and_optimizers(small.value))
-        target = (
-            source(small.targets[0].target).strip("()") if isinstance(small, cst.Assign) else ""
-        )
+        target = ""
+        if isinstance(small, cst.Assign):
+            target = source(small.targets[0].target.with_changes(lpar=[], rpar=[]))
         self._changed(small, f"amp.initialize removed ({self.usage.level})")
         lines: list[Any] = []
-        if target and target != given:
+        if target and target.translate(PARENTHESES) != given.translate(PARENTHESES):
             lines.append(cst.parse_statement(f"{target} = {given}"))
         if self.usage.ignored_level:
             what = f"{self.usage.ignored_level} is not read: the level is {self.usage.level}"
@@ -145,7 +160,7 @@ class Rewrite(cst.CSTTransformer):
         if self.usage.level != "O0":
             what = "forward passes that compute no scaled loss, as in validation, run in float32"
             self._changed(small, what)
-        if isinstance(self.usage.start, cst.SimpleStatementLine):
+        if original is self.usage.start:
             lines += self._conditional_scalers()
         if not lines:
             return cst.RemoveFromParent()
@@ -158,9 +173,23 @@ class Rewrite(cst.CSTTransformer):
             return []
         names = list(usage.scalers.values())
         lines = [f"global {', '.join(names)}"] if usage.is_global else []
-        code = f'torch.amp.GradScaler("cuda", enabled={usage.condition})'
-        lines += [f"{name} = {code}" for name in names]
+        lines += [f"{name} = {usage.grad_scaler()}" for name in names]
         return [cst.parse_statement(line) for line in lines]
+
+    def leave_Comparison(self, original_node: cst.Comparison, updated_node: cst.Comparison) -> Any:
+        """Resolve the question whether Apex can be imported, which no longer matters."""
+        result = simplify(original_node, self._is_available)
+        if self.usage.reasons or not isinstance(result, bool):
+            return updated_node
+        return cst.Name(str(result))
+
+    def leave_Assert(self, original_node: cst.Assert, updated_node: cst.Assert) -> Any:
+        """Remove an assertion that Apex can be imported."""
+        result = simplify(original_node.test, self._is_available)
+        return cst.RemoveFromParent() if result is True and not self.usage.reasons else updated_node
+
+    def _is_available(self, node: cst.CSTNode) -> bool:
+        return self.usage.is_available(node, self._name(node))
 
     def leave_If(self, original_node: cst.If, updated_node: cst.If) -> Any:
         """Rewrite ifs about amp: whether to initialize it, to scale a loss, or its import."""
@@ -168,14 +197,15 @@ class Rewrite(cst.CSTTransformer):
         if usage.reasons:
             return updated_node
         is_elif = isinstance(self.get_metadata(ParentNodeProvider, original_node), cst.If)
-        test = simplify(original_node.test, lambda node: usage.is_available(node, self._name(node)))
+        test = simplify(original_node.test, self._is_available)
         if isinstance(test, bool):
             name = cst.Name(str(test))
             return updated_node.with_changes(test=name) if is_elif else _branch(updated_node, test)
         if test is not original_node.test:
             updated_node = updated_node.with_changes(test=test)
         if original_node in usage.merged:
-            return _branch(updated_node, True)
+            losses = [loss.statement for loss in usage.losses]
+            return _branch(updated_node, original_node.body.body[0] in losses)
         if original_node is usage.start:
             lines = self._conditional_scalers()
             if lines:
@@ -214,9 +244,8 @@ class Rewrite(cst.CSTTransformer):
         if self.usage.reasons or self.usage.condition or not self.usage.scalers:
             return module
         # At the top level, since a function may initialize amp and another one train.
-        code = 'torch.amp.GradScaler("cuda")'
-        names = self.usage.scalers.values()
-        scalers = [cst.parse_statement(f"{name} = {code}") for name in names]
+        code = self.usage.grad_scaler()
+        scalers = [cst.parse_statement(f"{name} = {code}") for name in self.usage.scalers.values()]
         lines = list(module.body)
         place = next((i for i, line in enumerate(lines) if not _is_import(line)), len(lines))
         scalers[0] = scalers[0].with_changes(leading_lines=[cst.EmptyLine(indent=False)])

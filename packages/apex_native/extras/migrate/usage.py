@@ -23,6 +23,8 @@ class Usage:
     reasons: list[str] = field(default_factory=list)
     fallbacks: set[str] = field(default_factory=set)  # names with None in place of Apex
     flags: set[str] = field(default_factory=set)  # names that are True if Apex can be imported
+    init_scale: str = ""  # to which the script sets the scale of amp
+    init_scale_statement: cst.CSTNode | None = None
     condition: str = ""  # of amp.initialize, "" if it always runs
     start: cst.CSTNode | None = None  # the statement before which a conditional scaler is created
     is_global: bool = False  # the conditional scaler is used in another function
@@ -47,6 +49,12 @@ class Usage:
     def has_autocast(self) -> bool:
         """Return whether forward passes run under autocast."""
         return self.level in ("O1", "O4")
+
+    def grad_scaler(self) -> str:
+        """Return the expression that creates a GradScaler."""
+        init_scale = self.init_scale and f", init_scale={self.init_scale}"
+        enabled = self.condition and f", enabled={self.condition}"
+        return f'torch.amp.GradScaler("cuda"{init_scale}{enabled})'
 
     def context(self, enabled: str) -> str:
         """Return the expression of the context manager for forward passes."""
