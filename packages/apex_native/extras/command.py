@@ -7,7 +7,7 @@ from apex_native import __main__ as runner
 
 USAGE = """usage: apex-native run [--fill] SCRIPT.py [its arguments]
        apex-native run [--fill] -m MODULE [its arguments]
-       apex-native migrate SCRIPT.py [--opt-level O1] [--write]
+       apex-native migrate SCRIPT.py [--opt-level O1] [--loss-scale dynamic] [--write]
        apex-native --version
 
 Run a script that was written for NVIDIA Apex, unchanged, on PyTorch alone;

@@ -9,15 +9,15 @@ from pathlib import Path
 
 from .report import Report
 
-USAGE = "apex-native migrate SCRIPT.py [--opt-level O1] [--write]"
+USAGE = "apex-native migrate SCRIPT.py [--opt-level O1] [--loss-scale dynamic] [--write]"
 EPILOG = """Exit status: 0 all calls were rewritten; 1 some were left, each below a comment;
 2 nothing was done (usage, no such file, invalid Python, no Apex in it)."""
 
 
-def migrate(code: bytes, level: str = "") -> tuple[bytes, Report]:
+def migrate(code: bytes, level: str = "", loss_scale: str = "") -> tuple[bytes, Report]:
     """Return the rewritten source code, in the same encoding, and the report.
 
-    `level` is an optimization level in place of the script's.
+    `level` is an optimization level, and `loss_scale` "dynamic", in place of the script's.
 
     Raises libcst.ParserSyntaxError for invalid Python.
     """
@@ -30,7 +30,7 @@ def migrate(code: bytes, level: str = "") -> tuple[bytes, Report]:
 
     report = Report()
     wrapper = MetadataWrapper(cst.parse_module(code))
-    analysis = Analysis(level)
+    analysis = Analysis(level, loss_scale)
     wrapper.visit(analysis)
     module = clean(wrapper.visit(Rewrite(analysis.usage, report)))
     return module.bytes, report
@@ -60,6 +60,12 @@ def main(arguments: list[str]) -> int:
         default="",
         help="in place of the script's, which may come from its command line",
     )
+    parser.add_argument(
+        "--loss-scale",
+        choices=("dynamic",),
+        default="",
+        help="in place of the script's, at O1",
+    )
     parser.add_argument("--write", action="store_true", help="write the file, not a diff")
     args = parser.parse_args(arguments)
     try:
@@ -68,7 +74,7 @@ def main(arguments: list[str]) -> int:
         return _fail("needs libcst: pip install 'apex-native[migrate]'")
     try:
         old = args.script.read_bytes()
-        new, report = migrate(old, args.opt_level)
+        new, report = migrate(old, args.opt_level, args.loss_scale)
     except OSError as error:
         return _fail(f"cannot read {args.script}: {error.strerror}")
     except (cst.ParserSyntaxError, UnicodeDecodeError) as error:

@@ -3,22 +3,29 @@
 amp is rewritten as a whole or not at all: its calls depend on each other.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+import re
 
 import libcst as cst
-from libcst.metadata import ParentNodeProvider, QualifiedNameProvider
+from libcst.metadata import QualifiedNameProvider
 
 from .calls import split
+from .gradients import Gradients
+from .places import (
+    apex_name,
+    as_bool,
+    availability_flags,
+    forward_range,
+    names_in,
+    none_fallbacks,
+    simplify,
+    source,
+)
+from .usage import Loss
 
 HANDLED = ("initialize", "scale_loss", "master_params", "state_dict", "load_state_dict")
 NO_MASTERS = "O2, O3 and O5 cast the model; --opt-level O1 or O4 replaces them by autocast"
-
-
-def source(node: cst.CSTNode) -> str:
-    """Return the source code of `node`."""
-    return cst.Module(body=[]).code_for_node(node)
+IGNORED = {"opt_level", "verbosity", "models", "optimizers", "num_losses"}
+IGNORED |= {"keep_batchnorm_fp32"}  # must be None where weights are not cast
 
 
 def models_and_optimizers(call: cst.Call) -> list[cst.BaseExpression]:
@@ -29,189 +36,261 @@ def models_and_optimizers(call: cst.Call) -> list[cst.BaseExpression]:
     return given + [keywords[name] for name in names if name in keywords]
 
 
-@dataclass
-class Usage:
-    """Facts about amp in a script. It stays unchanged if there is a reason in `reasons`."""
-
-    level: str = ""
-    reasons: list[str] = field(default_factory=list)
-    optimizers: set[str] = field(default_factory=set)
-    steps: int = 0
-    master_params: int = 0
-
-    @property
-    def scaled(self) -> bool:
-        """Return whether the losses are scaled, as at O1."""
-        return self.level == "O1"
-
-    def autocast(self) -> str:
-        """Return the expression of the context manager for forward passes."""
-        if self.scaled:
-            return 'torch.autocast("cuda", torch.float16)'
-        device = '"cuda" if torch.cuda.is_available() else "cpu"'
-        return f"torch.autocast({device}, torch.bfloat16)"
+def _negated(test: cst.BaseExpression) -> cst.BaseExpression:
+    if isinstance(test, cst.UnaryOperation) and isinstance(test.operator, cst.Not):
+        return test.expression
+    return cst.parse_expression(f"not ({source(test)})")
 
 
-class Analysis(cst.CSTVisitor):
+def _line(node: cst.CSTNode) -> str:
+    body = node.body if isinstance(node, cst.SimpleStatementLine) else []
+    return source(body[0]) if len(body) == 1 else ""
+
+
+class Analysis(Gradients):
     """Collects `usage` from a module."""
 
-    METADATA_DEPENDENCIES = (QualifiedNameProvider, ParentNodeProvider)
-
-    def __init__(self, level: str = "") -> None:
+    def __init__(self, level: str = "", loss_scale: str = "") -> None:
         super().__init__()
-        self.level = level  # in place of the script's
-        self.usage = Usage()
-        self.step_targets: list[str] = []
-        self.elsewhere = False
-        self.has_scaler = False
+        self.level, self.loss_scale = level, loss_scale  # in place of the script's
+        self.starts: list[cst.Call] = []
+        self.enabled: cst.BaseExpression | None = None
+        self.flags: set[str] = set()
+
+    def visit_Module(self, node: cst.Module) -> None:
+        """Find names that stand for a failed import."""
+        self.usage.fallbacks = none_fallbacks(node)
+        self.usage.flags = availability_flags(node)
+
+    def name(self, node: cst.CSTNode) -> str:
+        """Return the name of Apex that `node` has, or ""."""
+        return apex_name(
+            self.get_metadata(QualifiedNameProvider, node, set()), self.usage.fallbacks
+        )
 
     def visit_Call(self, node: cst.Call) -> None:
-        names = {each.name for each in self.get_metadata(QualifiedNameProvider, node.func, set())}
-        name = next(iter(names), "")
-        if isinstance(node.func, cst.Attribute) and node.func.attr.value == "step":
-            self.step_targets.append(source(node.func.value))
+        name = self.name(node.func)
+        attribute = node.func.attr.value if isinstance(node.func, cst.Attribute) else ""
+        if attribute == "step" and isinstance(node.func, cst.Attribute):
+            self.steps.append((source(node.func.value), node))
+        elif attribute == "add_argument" and "store_true" in source(node):
+            texts = [source(arg.value).strip("\"'") for arg in node.args if arg.keyword is None]
+            self.flags |= {text.lstrip("-").replace("-", "_") for text in texts}
+        elif "clip_grad" in source(node.func):
+            self.readers.append((self.statement(node), ""))
         if not name.startswith("apex.amp."):
             return
         short = name.removeprefix("apex.amp.")
-        if len(names) > 1 or short not in HANDLED:
+        if short not in HANDLED:
             self.usage.reasons.append(f"amp.{short} has no equivalent here")
         elif short == "initialize":
             self._initialize(node)
         elif short == "scale_loss":
             self._scale_loss(node)
         elif short == "master_params":
-            self.usage.master_params += 1
+            self.readers.append((self.statement(node), ""))
+        else:
+            self.states.append(node)
 
     def visit_Attribute(self, node: cst.Attribute) -> None:
-        """Find amp's state, which scripts read and set directly."""
-        names = self.get_metadata(QualifiedNameProvider, node, set())
-        if any(each.name == "apex.amp._amp_state" for each in names):
+        """Find amp's state, which scripts read and set directly, amp as a value, and gradients."""
+        self._check_value(node)
+        if self.name(node) == "apex.amp._amp_state":
+            self._set_scale(node)
+        parent = self.parent(node)
+        is_reset = isinstance(parent, cst.AssignTarget) or source(parent).endswith(".grad.zero_")
+        if node.attr.value == "grad" and not is_reset:
+            self.readers.append((self.statement(node), source(node)))
+
+    def visit_Name(self, node: cst.Name) -> None:
+        """Find amp as a value."""
+        self._check_value(node)
+
+    def _check_value(self, node: cst.Attribute | cst.Name) -> None:
+        """Reject ``amp`` where it is passed to a function or assigned."""
+        parent = self.parent(node)
+        plain = isinstance(parent, (cst.Arg, cst.Assign, cst.DictElement, cst.Element, cst.Return))
+        if plain and self.name(node) in ("apex", "apex.amp"):
+            self.usage.reasons.append("amp is passed as a value, to what may call it")
+
+    def _set_scale(self, node: cst.Attribute) -> None:
+        """Accept a statement that sets the loss scale to a constant."""
+        statement = self.statement(node)
+        code = re.fullmatch(r".*\.loss_scalers\[0\]\._loss_scale = (\d[\d*. ]*)", _line(statement))
+        if code:
+            self.usage.init_scale, self.usage.init_scale_statement = code[1], statement
+        else:
             self.usage.reasons.append("amp._amp_state has no equivalent here")
 
     def _initialize(self, node: cst.Call) -> None:
         usage, parts = self.usage, split(node)
-        if usage.level:
-            usage.reasons.append("amp.initialize is called more than once")
+        self.starts.append(node)
         if isinstance(parts, str):
             usage.reasons.append(parts)
             return
         _, keywords = parts
         stated = keywords.get("opt_level")
-        level = self.level or (source(stated.value).strip("\"'") if stated else "O1")
+        written = source(stated.value) if stated else "O1"
+        level = self.level or written.strip("\"'")
+        if usage.level not in ("", level):
+            usage.reasons.append("amp.initialize is called with more than one level")
         usage.level = level
-        if level in ("O2", "O3", "O5"):
+        if self.level and written.strip("\"'") == written != "O1":
+            usage.ignored_level = written
+        if usage.level in ("O2", "O3", "O5"):
             usage.reasons.append(NO_MASTERS)
-        elif level not in ("O0", "O1", "O4"):
+        elif usage.level not in ("O0", "O1", "O4"):
             usage.reasons.append(
-                f"opt_level is {level}, known only when the script runs; give --opt-level"
+                f"opt_level is {usage.level}, known only when the script runs; "
+                "give --opt-level O0, O1 or O4"
             )
-        other = set(keywords) - {"opt_level", "verbosity", "models", "optimizers", "loss_scale"}
-        other.discard("keep_batchnorm_fp32")  # must be None where weights are not cast
-        if "loss_scale" in keywords and "dynamic" not in source(keywords["loss_scale"].value):
-            other.add("loss_scale")
-        given = models_and_optimizers(node)
-        if other or not 1 <= len(given) <= 2:
+        self._check_loss_scale(keywords)
+        self.enabled = keywords["enabled"].value if "enabled" in keywords else None
+        other = set(keywords) - IGNORED - {"loss_scale", "enabled"}
+        if other or not 1 <= len(models_and_optimizers(node)) <= 2:
             usage.reasons.append(f"amp.initialize has arguments of its own: {sorted(other)}")
-        if len(given) == 2:
-            self._add_optimizer(given[1])
-        self._check_place(node)
 
-    def _add_optimizer(self, node: cst.BaseExpression) -> None:
-        self.usage.optimizers.add(source(node))
-
-    def _check_place(self, node: cst.CSTNode) -> None:
-        """Require an assignment or a statement that always runs."""
-        parent = self.get_metadata(ParentNodeProvider, node)
-        if not isinstance(parent, (cst.Assign, cst.Expr)):
-            self.usage.reasons.append("amp.initialize is part of an expression")
-        while not isinstance(parent, (cst.Module, cst.FunctionDef)):
-            if isinstance(parent, cst.If) and "__name__" not in source(parent.test):
-                self.usage.reasons.append("amp.initialize is conditional")
-            if isinstance(parent, (cst.For, cst.While, cst.Try)):
-                self.usage.reasons.append("amp.initialize is in a loop or a try")
-            parent = self.get_metadata(ParentNodeProvider, parent)
+    def _check_loss_scale(self, keywords: dict[str, cst.Arg]) -> None:
+        """Require a dynamic loss scale at O1, the only level with one."""
+        if "loss_scale" not in keywords or not self.usage.scaled or self.loss_scale:
+            return
+        scale = source(keywords["loss_scale"].value)
+        if scale.strip("\"'") not in ("dynamic", "None"):
+            self.usage.reasons.append(
+                f"loss_scale is {scale}; --loss-scale dynamic replaces it by GradScaler's"
+            )
 
     def _scale_loss(self, node: cst.Call) -> None:
-        item = self.get_metadata(ParentNodeProvider, node)
+        item = self.parent(node)
         parts = split(node)
         is_name = isinstance(item, cst.WithItem) and item.asname is not None
-        if not is_name or isinstance(parts, str) or len(parts[0]) != 2:
+        if not is_name or isinstance(parts, str) or len(parts[0]) not in (2, 3):
             self.usage.reasons.append("amp.scale_loss is not of the form of Apex's documentation")
             return
-        self._add_optimizer(parts[0][1].value)
-        statement = self.get_metadata(ParentNodeProvider, item)
+        statement = self.parent(item)
         assert isinstance(statement, cst.With)
+        assert isinstance(item, cst.WithItem)
+        assert item.asname is not None
         if len(statement.items) > 1 or not isinstance(statement.body, cst.IndentedBlock):
             self.usage.reasons.append("amp.scale_loss shares its statement with something else")
-        self._check_forward(statement, parts[0][0].value)
+        if isinstance(parts[0][1].value, (cst.List, cst.Tuple)):
+            self.usage.reasons.append("amp.scale_loss has several optimizers")
+        value, optimizer = parts[0][0].value, source(parts[0][1].value)
+        self.usage.losses.append(Loss(statement, value, source(item.asname.name), optimizer))
 
-    def _check_forward(self, statement: cst.With, loss: cst.BaseExpression) -> None:
-        """Require the forward pass in the block of the backward pass."""
-        block = self.get_metadata(ParentNodeProvider, statement)
-        owner = self.get_metadata(ParentNodeProvider, block, None)
-        loops = (cst.For, cst.While, cst.FunctionDef)
-        is_block = isinstance(block, cst.Module) or isinstance(owner, loops)
-        assert isinstance(block, cst.Module | cst.IndentedBlock)
-        if not is_block or not forward_range(block.body, block.body.index(statement), loss):
-            self.elsewhere = True
-
-    def visit_Name(self, node: cst.Name) -> None:
-        """Find a name that the rewritten script needs for itself."""
-        self.has_scaler |= node.value == "scaler"
-
-    def leave_Module(self, original_node: cst.Module) -> None:  # noqa: ARG002
+    def leave_Module(self, original_node: cst.Module) -> None:
         """Check what takes knowledge of the whole module."""
         usage = self.usage
-        usage.steps = sum(name in usage.optimizers for name in self.step_targets)
-        if not usage.level:
+        if not self.starts:
             usage.reasons.append("amp.initialize is not in this file")
-        if usage.scaled and (len(usage.optimizers) != 1 or usage.steps != 1):
-            usage.reasons.append("GradScaler needs one optimizer, with one step() in this file")
-        if usage.level in ("O1", "O4") and self.elsewhere:
-            usage.reasons.append("the loss is not computed in the block of its amp.scale_loss")
-        if usage.scaled and self.has_scaler:
-            usage.reasons.append("the script has a variable called scaler, GradScaler's name")
-        if usage.scaled and usage.master_params > 1:
-            usage.reasons.append("GradScaler unscales gradients once a step")
+        if usage.reasons:
+            return
+        test = self._condition(self.starts[0])
+        for other in self.starts[1:]:
+            self._check_repeated(other)
+        if self.enabled and test:
+            usage.reasons.append("amp.initialize is conditional, and has an argument enabled")
+        test = test or self.enabled
+        usage.condition = as_bool(test, self.flags) if test else ""
+        for loss in usage.losses:
+            self._add_autocast(loss)
+        if usage.scaled and not usage.reasons:
+            self.name_scalers(original_node)
+            self.check_steps()
+        users = [loss.statement for loss in usage.losses] + [node for _, node in self.steps]
+        functions = {self.function(node) for node in (*users, *self.states)}
+        here = self.function(self.starts[0])
+        usage.is_global = isinstance(here, cst.FunctionDef) and functions != {here}
 
+    def _simplified(self, test: cst.BaseExpression) -> cst.BaseExpression | bool:
+        return simplify(test, lambda node: self.usage.is_available(node, self.name(node)))
 
-def names_in(node: cst.CSTNode) -> set[str]:
-    """Return all names in `node`, and ``self.x`` as ``x``."""
-    found: set[str] = set()
+    def _condition(self, node: cst.Call) -> cst.BaseExpression | None:
+        """Return the condition of ``amp.initialize`` which its uses do not share."""
+        parent = self.parent(node)
+        if not isinstance(parent, (cst.Assign, cst.Expr)):
+            self.usage.reasons.append("amp.initialize is part of an expression")
+        if any(isinstance(each, (cst.For, cst.While, cst.Try)) for each in self.parents(node)):
+            self.usage.reasons.append("amp.initialize is in a loop or a try")
+        self.usage.start = self.statement(node)
+        found: list[cst.BaseExpression] = []
+        for each, holds in self.conditions(node):
+            shared = all(each in self.parents(loss.statement) for loss in self.usage.losses)
+            test = self._simplified(each.test)
+            if (shared and self.usage.losses) or "__name__" in source(each.test):
+                continue
+            if not holds or test is False or isinstance(self.parent(each), cst.If):
+                self.usage.reasons.append("amp.initialize is in an else or an elif")
+            elif not isinstance(test, bool):
+                found.append(test)
+                self.usage.start = each
+        if len(found) > 1:
+            self.usage.reasons.append("amp.initialize has more than one condition")
+        return found[0] if found else None
 
-    class Names(cst.CSTVisitor):
-        def visit_Name(self, node: cst.Name) -> None:
-            found.add(node.value)
+    def _check_repeated(self, node: cst.Call) -> None:
+        """Require that another ``amp.initialize`` follows the first one."""
+        first = self.starts[0]
+        is_plain = isinstance(self.parent(node), (cst.Assign, cst.Expr))
+        around = {each for each, holds in self.conditions(first) if holds}
+        follows = self.function(node) is self.function(first) and around <= {*self.parents(node)}
+        if not is_plain or not follows or self.enabled:
+            self.usage.reasons.append("amp.initialize is called in more than one place")
 
-    node.visit(Names())
-    return found - {"self"}
+    def _add_autocast(self, loss: Loss) -> None:
+        """Record the statements that compute a loss, and the condition of autocast there."""
+        usage, wanted = self.usage, names_in(loss.value)
+        ranges = [
+            (block, forward_range(block.body, index, wanted))
+            for block, index in self.levels(loss.statement)
+        ]
+        enabled = self._enabled(loss, wanted) if usage.has_autocast else ""
+        for block, lines in ranges:
+            for line in lines:
+                if usage.autocast.setdefault(block, {}).setdefault(line, enabled) != enabled:
+                    usage.reasons.append("losses of the same statements have different conditions")
+        if usage.has_autocast and not any(lines for _, lines in ranges):
+            usage.reasons.append("the loss is not computed in the function of its amp.scale_loss")
 
+    def _enabled(self, loss: Loss, computed: set[str]) -> str:
+        """Return the condition of autocast, and merge branches that become equal.
 
-def assigned(node: cst.CSTNode) -> set[str]:
-    """Return the names that a statement assigns, also in its blocks."""
-    found: set[str] = set()
+        It must not depend on the names `computed` in the forward pass.
+        """
+        usage, same, own = self.usage, not self.usage.condition, ""
+        for each, holds in self.conditions(loss.statement):
+            test = self._simplified(each.test if holds else _negated(each.test))
+            is_same = not isinstance(test, bool) and as_bool(test, self.flags) == usage.condition
+            same = same or is_same
+            other = each.orelse if holds else each.body
+            has_amp = any(other in {*self.parents(one.statement)} for one in usage.losses)
+            if other is None or has_amp or ".backward(" not in source(other):
+                continue
+            if self._becomes_equal(each, loss):
+                usage.merged.add(each)
+                if not isinstance(test, bool) and not names_in(test) & computed:
+                    own = own or as_bool(test, self.flags)
+            elif not is_same and test is not True:
+                usage.reasons.append(f"amp.initialize lacks the condition {source(each.test)}")
+        if same:
+            return usage.condition
+        if not usage.scaled and not own:
+            usage.reasons.append("amp.scale_loss lacks the condition of amp.initialize")
+        return "scaler.is_enabled()" if usage.scaled else own
 
-    class Targets(cst.CSTVisitor):
-        def visit_AssignTarget(self, node: cst.AssignTarget) -> None:
-            found.update(names_in(node.target))
-
-        def visit_AugAssign(self, node: cst.AugAssign) -> None:
-            found.update(names_in(node.target))
-
-    node.visit(Targets())
-    return found
-
-
-def forward_range(body: Sequence[Any], end: int, loss: cst.BaseExpression) -> range:
-    """Return the statements before `end` that compute `loss`, from the first to the last.
-
-    The range is empty if the loss is computed elsewhere.
-    """
-    wanted, first, last = names_in(loss), end, end - 1
-    for index in range(end - 1, -1, -1):
-        line = body[index]
-        targets = assigned(line)
-        if targets & wanted and "(" in source(line):
-            wanted |= names_in(line)
-            first = index
-    return range(first, last + 1)
+    def _becomes_equal(self, node: cst.If, loss: Loss) -> bool:
+        """Return whether the other branch is the same backward pass without amp."""
+        if not isinstance(node.orelse, cst.Else) or isinstance(self.parent(node), cst.If):
+            return False
+        branches = [node.body, node.orelse.body]
+        with_amp = [block for block in branches if [*block.body] == [loss.statement]]
+        if len(with_amp) != 1:
+            return False
+        branches.remove(with_amp[0])
+        scaled = source(loss.statement.body).strip()
+        value = source(loss.value)
+        value = (
+            value if value.isidentifier() or isinstance(loss.value, cst.Attribute) else f"({value})"
+        )
+        plain = re.sub(rf"\b{re.escape(loss.alias)}\b", lambda _: value, scaled)
+        return plain == source(branches[0]).strip()

@@ -1,5 +1,6 @@
 """Imports: those of Apex that nothing uses any longer are removed, torch is added if missing."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +21,9 @@ class _Used(cst.CSTVisitor):
 
     def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:  # noqa: ARG002
         return False
+
+    def visit_AssignTarget(self, node: cst.AssignTarget) -> bool:
+        return not isinstance(node.target, cst.Name)
 
     def visit_Attribute(self, node: cst.Attribute) -> bool:
         node.value.visit(self)
@@ -51,12 +55,27 @@ class _Remove(cst.CSTTransformer):
         return _with_names(updated_node, self._keep(original_node.names, module))
 
     def leave_Try(self, original_node: cst.Try, updated_node: cst.Try) -> Any:
-        """Remove a try whose imports are gone, if its handlers only report or raise."""
-        emptied = original_node.body.body and not updated_node.body.body
-        if emptied and not updated_node.orelse and not updated_node.finalbody:
-            handlers = [line for each in updated_node.handlers for line in each.body.body]
-            if all(_only_reports(line) for line in handlers):
-                return cst.RemoveFromParent()
+        """Remove a try whose imports are gone, if the rest only reports, or sets flags."""
+        lines = list(updated_node.body.body)
+        if updated_node.finalbody or len(lines) == len(original_node.body.body):
+            return updated_node
+        if isinstance(updated_node.orelse, cst.Else):
+            lines += updated_node.orelse.body.body
+        lines = [line for line in lines if not _flags(line) or self.used & set(_flags(line))]
+        rest = [line for each in updated_node.handlers for line in each.body.body]
+        flags = {name for line in rest for name in _flags(line)}
+        kept = {name for line in lines for name in _flags(line)}
+        if not all(_flags(line) for line in lines) or not all(_is_harmless(line) for line in rest):
+            return updated_node
+        if not lines and not flags & self.used:
+            return cst.RemoveFromParent()
+        return cst.FlattenSentinel(lines) if lines and flags & self.used <= kept else updated_node
+
+    def leave_If(self, original_node: cst.If, updated_node: cst.If) -> Any:  # noqa: ARG002
+        """Remove an if about an import or a statement that is gone."""
+        is_name = re.fullmatch(r"[\w.]+|\w*apex\w*\(\)", _code(updated_node.test))
+        if is_name and not updated_node.orelse and not updated_node.body.body:
+            return cst.RemoveFromParent()
         return updated_node
 
 
@@ -70,9 +89,21 @@ def _with_names(node: cst.Import | cst.ImportFrom, names: list[cst.ImportAlias])
     return node.with_changes(names=names)
 
 
-def _only_reports(line: cst.BaseStatement | cst.BaseSmallStatement) -> bool:
+def _code(node: cst.CSTNode) -> str:
+    return cst.Module(body=[]).code_for_node(node)
+
+
+def _flags(line: cst.CSTNode) -> list[str]:
+    """Return the names to which a statement assigns True, False or None."""
+    match = re.fullmatch(r"(\w+) *= *(True|False|None)", _code(line).split("#")[0].strip())
+    return [match[1]] if match else []
+
+
+def _is_harmless(line: cst.CSTNode) -> bool:
+    """Return whether a handler's statement only reports, raises or sets a flag."""
     small = line.body if isinstance(line, cst.SimpleStatementLine) else [line]
-    return all(isinstance(each, (cst.Expr, cst.Pass, cst.Raise)) for each in small)
+    plain = (cst.Expr, cst.Pass, cst.Raise)
+    return all(isinstance(each, plain) for each in small) or bool(_flags(line))
 
 
 def clean(module: cst.Module) -> cst.Module:

@@ -5,11 +5,14 @@ from typing import Any
 import libcst as cst
 from libcst.metadata import ParentNodeProvider, PositionProvider, QualifiedNameProvider
 
-from .amp import Usage, forward_range, models_and_optimizers, source
+from .amp import models_and_optimizers
 from .calls import RULES
+from .places import apex_name, simplify, source
 from .report import PREFIX, Report
+from .tree import STATEMENTS
+from .usage import Usage
 
-STATEMENTS = (cst.SimpleStatementLine, cst.BaseCompoundStatement)
+PARENTHESES = str.maketrans("[]", "()")
 
 
 class Rewrite(cst.CSTTransformer):
@@ -31,15 +34,26 @@ class Rewrite(cst.CSTTransformer):
             lines = [cst.EmptyLine(comment=cst.Comment(PREFIX + note)) for note in notes]
             if lines and isinstance(result, STATEMENTS) and PREFIX not in source(original_node):
                 result = result.with_changes(leading_lines=[*result.leading_lines, *lines])
+            if original_node in self.usage.unscale and not self.usage.reasons:
+                result = self._after(self._unscale(original_node), result)
             self.results[original_node] = result
         return result
 
     def _name(self, node: cst.CSTNode) -> str:
-        names = {each.name for each in self.get_metadata(QualifiedNameProvider, node, set())}
-        apex = [name for name in names if name.startswith("apex.")]
-        if apex and len(names) > 1:
-            return f"{apex[0]} or another"  # a fallback after a failed import
-        return apex[0] if apex else ""
+        names = self.get_metadata(QualifiedNameProvider, node, set())
+        name = apex_name(names, self.usage.fallbacks)
+        return name
+
+    def _after(self, lines: list[Any], result: Any) -> Any:
+        """Return `lines`, followed by what a statement became."""
+        if isinstance(result, cst.RemovalSentinel):
+            return cst.FlattenSentinel(lines)
+        return cst.FlattenSentinel([*lines, *_nodes(result)])
+
+    def _unscale(self, node: cst.CSTNode) -> list[Any]:
+        optimizer = self.usage.unscale[node]
+        scaler = self.usage.scalers[optimizer]
+        return [cst.parse_statement(f"{scaler}.unscale_({optimizer})")]
 
     def _amp_name(self, node: cst.CSTNode) -> str:
         name = self._name(node.func) if isinstance(node, cst.Call) else ""
@@ -62,11 +76,14 @@ class Rewrite(cst.CSTTransformer):
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> Any:
         """Apply the rule for a call of a name of Apex."""
         name = self._name(original_node.func)
-        if not name:
+        if not name.startswith("apex."):
             return updated_node
         short = name.removeprefix("apex.")
         if name.startswith("apex.amp."):
             return self._amp_call(original_node, updated_node, short)
+        if name.endswith(" or another"):
+            self._leave_as_is(original_node, f"{short.split()[0]}, or what another import provides")
+            return updated_node
         if name not in RULES:
             self._leave_as_is(original_node, f"torch has no {short}; apex_native has it")
             return updated_node
@@ -86,72 +103,130 @@ class Rewrite(cst.CSTTransformer):
             code = f'[p for group in {owner}.param_groups for p in group["params"]]'
             self._changed(original, f"{short} → the optimizer's parameters")
             return cst.parse_expression(code)
+        scaler = next(iter(self.usage.scalers.values()), "")
         if short == "amp.state_dict":
             self._changed(original, f"{short} → GradScaler's, or an empty one without a scaler")
-            return cst.parse_expression("scaler.state_dict()" if self.usage.scaled else "{}")
-        if short == "amp.load_state_dict" and self.usage.scaled:
-            self._changed(original, f"{short} → scaler.load_state_dict")
-            return updated.with_changes(func=cst.parse_expression("scaler.load_state_dict"))
+            return cst.parse_expression(f"{scaler}.state_dict()" if scaler else "{}")
+        if short == "amp.load_state_dict" and scaler:
+            self._changed(original, f"{short} → {scaler}.load_state_dict")
+            return updated.with_changes(func=cst.parse_expression(f"{scaler}.load_state_dict"))
         return updated
 
     def leave_SimpleStatementLine(
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
     ) -> Any:
-        """Rewrite statements that initialize amp, clip gradients or step an optimizer."""
+        """Rewrite statements that initialize amp or step an optimizer."""
         if self.usage.reasons or len(original_node.body) != 1:
             return updated_node
         small = original_node.body[0]
+        if original_node is self.usage.init_scale_statement:
+            what = (
+                "init_scale of GradScaler" if self.usage.scaled else "removed: there is no scaler"
+            )
+            self._changed(original_node, f"amp._amp_state's loss scale → {what}")
+            return cst.RemoveFromParent()
         if isinstance(small, (cst.Assign, cst.Expr)) and isinstance(small.value, cst.Call):
             name = self._amp_name(small.value)
             if name == "initialize":
-                return self._initialize(small, updated_node)
+                return self._initialize(original_node, updated_node)
             if name == "load_state_dict" and not self.usage.scaled:
                 self._changed(original_node, "amp.load_state_dict removed: there is no scaler")
                 return cst.RemoveFromParent()
-        if not self.usage.scaled:
-            return updated_node
-        (optimizer,) = self.usage.optimizers
-        if source(small) == f"{optimizer}.step()":
-            self._changed(original_node, "step() → scaler.step() and scaler.update()")
-            step = cst.parse_statement(f"scaler.step({optimizer})")
-            step = step.with_changes(leading_lines=updated_node.leading_lines)
-            return cst.FlattenSentinel([step, cst.parse_statement("scaler.update()")])
-        if "master_params(" in source(small):
-            unscale = cst.parse_statement(f"scaler.unscale_({optimizer})")
-            return cst.FlattenSentinel([unscale, updated_node])
+        for optimizer, scaler in self.usage.scalers.items():
+            if source(small) == f"{optimizer}.step()":
+                self._changed(original_node, f"step() → {scaler}.step() and {scaler}.update()")
+                step = cst.parse_statement(f"{scaler}.step({optimizer})")
+                step = step.with_changes(leading_lines=updated_node.leading_lines)
+                return cst.FlattenSentinel([step, cst.parse_statement(f"{scaler}.update()")])
         return updated_node
 
-    def _initialize(self, small: cst.Assign | cst.Expr, updated: cst.SimpleStatementLine) -> Any:
+    def _initialize(
+        self, original: cst.SimpleStatementLine, updated: cst.SimpleStatementLine
+    ) -> Any:
+        small = original.body[0]
+        assert isinstance(small, (cst.Assign, cst.Expr))
         assert isinstance(small.value, cst.Call)
         given = ", ".join(source(value) for value in models_and_optimizers(small.value))
-        target = (
-            source(small.targets[0].target).strip("()") if isinstance(small, cst.Assign) else ""
-        )
+        target = ""
+        if isinstance(small, cst.Assign):
+            target = source(small.targets[0].target.with_changes(lpar=[], rpar=[]))
         self._changed(small, f"amp.initialize removed ({self.usage.level})")
         lines: list[Any] = []
-        if target and target != given:
+        if target and target.translate(PARENTHESES) != given.translate(PARENTHESES):
             lines.append(cst.parse_statement(f"{target} = {given}"))
+        if self.usage.ignored_level:
+            what = f"{self.usage.ignored_level} is not read: the level is {self.usage.level}"
+            self._changed(small, what)
         if self.usage.level != "O0":
             what = "forward passes that compute no scaled loss, as in validation, run in float32"
             self._changed(small, what)
+        if original is self.usage.start:
+            lines += self._conditional_scalers()
         if not lines:
             return cst.RemoveFromParent()
         lines[0] = lines[0].with_changes(leading_lines=updated.leading_lines)
         return cst.FlattenSentinel(lines)
 
+    def _conditional_scalers(self) -> list[Any]:
+        usage = self.usage
+        if not usage.condition or not usage.scaled:
+            return []
+        names = list(usage.scalers.values())
+        lines = [f"global {', '.join(names)}"] if usage.is_global else []
+        lines += [f"{name} = {usage.grad_scaler()}" for name in names]
+        return [cst.parse_statement(line) for line in lines]
+
+    def leave_Comparison(self, original_node: cst.Comparison, updated_node: cst.Comparison) -> Any:
+        """Resolve the question whether Apex can be imported, which no longer matters."""
+        result = simplify(original_node, self._is_available)
+        if self.usage.reasons or not isinstance(result, bool):
+            return updated_node
+        return cst.Name(str(result))
+
+    def leave_Assert(self, original_node: cst.Assert, updated_node: cst.Assert) -> Any:
+        """Remove an assertion that Apex can be imported."""
+        result = simplify(original_node.test, self._is_available)
+        return cst.RemoveFromParent() if result is True and not self.usage.reasons else updated_node
+
+    def _is_available(self, node: cst.CSTNode) -> bool:
+        return self.usage.is_available(node, self._name(node))
+
+    def leave_If(self, original_node: cst.If, updated_node: cst.If) -> Any:
+        """Rewrite ifs about amp: whether to initialize it, to scale a loss, or its import."""
+        usage = self.usage
+        if usage.reasons:
+            return updated_node
+        is_elif = isinstance(self.get_metadata(ParentNodeProvider, original_node), cst.If)
+        test = simplify(original_node.test, self._is_available)
+        if isinstance(test, bool):
+            name = cst.Name(str(test))
+            return updated_node.with_changes(test=name) if is_elif else _branch(updated_node, test)
+        if test is not original_node.test:
+            updated_node = updated_node.with_changes(test=test)
+        if original_node in usage.merged:
+            losses = [loss.statement for loss in usage.losses]
+            return _branch(updated_node, original_node.body.body[0] in losses)
+        if original_node is usage.start:
+            lines = self._conditional_scalers()
+            if lines:
+                lead = updated_node.leading_lines
+                lines[0] = lines[0].with_changes(leading_lines=lead)
+                updated_node = updated_node.with_changes(leading_lines=[])
+            return cst.FlattenSentinel([*lines, updated_node])
+        return updated_node
+
     def leave_With(self, original_node: cst.With, updated_node: cst.With) -> Any:
         """Replace a with statement of scale_loss by its body."""
-        item = original_node.items[0]
-        if self.usage.reasons or self._amp_name(item.item) != "scale_loss":
+        losses = [loss for loss in self.usage.losses if loss.statement is original_node]
+        if self.usage.reasons or not losses:
             return updated_node
-        assert isinstance(item.item, cst.Call)
-        assert item.asname is not None
-        assert isinstance(updated_node.body, cst.IndentedBlock)
-        loss, alias = source(item.item.args[0].value), source(item.asname.name)
-        plain = isinstance(item.item.args[0].value, (cst.Name, cst.Attribute, cst.Call))
-        new = f"scaler.scale({loss})" if self.usage.scaled else loss if plain else f"({loss})"
+        (loss,) = losses
+        value = source(loss.value)
+        plain = isinstance(loss.value, (cst.Name, cst.Attribute, cst.Call))
+        scaler = self.usage.scalers.get(loss.optimizer)
+        new = f"{scaler}.scale({value})" if scaler else value if plain else f"({value})"
         self._changed(original_node, f"scale_loss → {new}")
-        body: Any = updated_node.body.visit(_Rename(alias, cst.parse_expression(new)))
+        body: Any = updated_node.body.visit(_Rename(loss.alias, cst.parse_expression(new)))
         lines = list(body.body)
         lead = [*updated_node.leading_lines, *lines[0].leading_lines]
         lines[0] = lines[0].with_changes(leading_lines=lead)
@@ -166,46 +241,59 @@ class Rewrite(cst.CSTTransformer):
     def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> Any:
         """Do the same at the top level."""
         module = self._wrap(original_node, updated_node)
-        if self.usage.reasons or not self.usage.scaled:
+        if self.usage.reasons or self.usage.condition or not self.usage.scalers:
             return module
         # At the top level, since a function may initialize amp and another one train.
-        scaler = cst.parse_statement('scaler = torch.amp.GradScaler("cuda")')
+        code = self.usage.grad_scaler()
+        scalers = [cst.parse_statement(f"{name} = {code}") for name in self.usage.scalers.values()]
         lines = list(module.body)
         place = next((i for i, line in enumerate(lines) if not _is_import(line)), len(lines))
-        scaler = scaler.with_changes(leading_lines=[cst.EmptyLine(indent=False)])
-        return module.with_changes(body=[*lines[:place], scaler, *lines[place:]])
+        scalers[0] = scalers[0].with_changes(leading_lines=[cst.EmptyLine(indent=False)])
+        return module.with_changes(body=[*lines[:place], *scalers, *lines[place:]])
 
     def _wrap(self, original: Any, updated: Any) -> Any:
-        if self.usage.reasons or self.usage.level == "O0":
+        lines = self.usage.autocast.get(original, {})
+        if self.usage.reasons or not self.usage.has_autocast or not lines:
             return updated
-        inside: set[int] = set()
-        for index, line in enumerate(original.body):
-            item: Any = line.items[0].item if isinstance(line, cst.With) else line
-            if self._amp_name(item) == "scale_loss":
-                inside |= set(forward_range(original.body, index, item.args[0].value))
-        boundaries = {i for i, line in enumerate(original.body) if _is_boundary(line)}
         body: list[Any] = []
         group: list[Any] = []
+        enabled = next(iter(lines.values()))
         for index, line in enumerate(original.body):
             result = self.results[line]
-            if isinstance(result, cst.RemovalSentinel):
-                continue
-            nodes = list(result) if isinstance(result, cst.FlattenSentinel) else [result]
-            if index in inside - boundaries:
+            nodes = [] if isinstance(result, cst.RemovalSentinel) else _nodes(result)
+            if index in lines and not _is_boundary(line):
                 group += nodes
                 continue
-            body += self._autocast(group)
+            body += self._autocast(group, enabled)
             group = []
             body += nodes
-        return updated.with_changes(body=[*body, *self._autocast(group)])
+        return updated.with_changes(body=[*body, *self._autocast(group, enabled)])
 
-    def _autocast(self, group: list[Any]) -> list[Any]:
+    def _autocast(self, group: list[Any], enabled: str) -> list[Any]:
         if not group:
             return []
-        item = cst.WithItem(cst.parse_expression(self.usage.autocast()))
+        item = cst.WithItem(cst.parse_expression(self.usage.context(enabled)))
         lead = group[0].leading_lines
         inner = cst.IndentedBlock([group[0].with_changes(leading_lines=[]), *group[1:]])
         return [cst.With([item], inner, leading_lines=lead)]
+
+
+def _nodes(result: Any) -> list[Any]:
+    """Return the statements that a statement became."""
+    return list(result) if isinstance(result, cst.FlattenSentinel) else [result]
+
+
+def _branch(node: cst.If, holds: bool) -> Any:
+    """Return the statements of a branch in place of the if."""
+    orelse = node.orelse
+    if not holds and isinstance(orelse, cst.If):
+        return orelse.with_changes(leading_lines=node.leading_lines)
+    block = node.body if holds else orelse.body if isinstance(orelse, cst.Else) else None
+    lines: list[Any] = list(block.body) if isinstance(block, cst.IndentedBlock) else []
+    if not lines:
+        return cst.RemoveFromParent()
+    lead = [*node.leading_lines, *lines[0].leading_lines]
+    return cst.FlattenSentinel([lines[0].with_changes(leading_lines=lead), *lines[1:]])
 
 
 class _Rename(cst.CSTTransformer):

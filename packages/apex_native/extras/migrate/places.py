@@ -1,0 +1,153 @@
+"""Places in a script: names, conditions, and the statements that compute a loss."""
+
+import re
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import libcst as cst
+from libcst.metadata import QualifiedName, QualifiedNameSource
+
+NONE = "None"
+
+
+def source(node: cst.CSTNode) -> str:
+    """Return the source code of `node`."""
+    return cst.Module(body=[]).code_for_node(node)
+
+
+def names_in(node: cst.CSTNode) -> set[str]:
+    """Return all names in `node`, and ``self.x`` as ``x``."""
+    found: set[str] = set()
+
+    class Names(cst.CSTVisitor):
+        def visit_Name(self, node: cst.Name) -> None:
+            found.add(node.value)
+
+    node.visit(Names())
+    return found - {"self"}
+
+
+def assigned(node: cst.CSTNode) -> set[str]:
+    """Return the names that a statement assigns, also in its blocks."""
+    found: set[str] = set()
+
+    class Targets(cst.CSTVisitor):
+        def visit_AssignTarget(self, node: cst.AssignTarget) -> None:
+            found.update(names_in(node.target))
+
+        def visit_AugAssign(self, node: cst.AugAssign) -> None:
+            found.update(names_in(node.target))
+
+    node.visit(Targets())
+    return found
+
+
+def forward_range(body: Sequence[Any], end: int, wanted: set[str]) -> range:
+    """Return the statements before `end` from the first that computes one of the names `wanted`.
+
+    The range is empty if none does. Adds the names that these are computed from to `wanted`.
+    """
+    first = end
+    for index in range(end - 1, -1, -1):
+        line = body[index]
+        if assigned(line) & wanted:
+            wanted |= names_in(line)
+            first = index if "(" in source(line) else first
+    return range(first, end)
+
+
+def none_fallbacks(module: cst.Module) -> set[str]:
+    """Return the names that a module assigns only None, as after a failed import."""
+    values: dict[str, set[str]] = {}
+
+    class Values(cst.CSTVisitor):
+        def visit_Assign(self, node: cst.Assign) -> None:
+            for target in node.targets:
+                values.setdefault(source(target.target), set()).add(source(node.value))
+
+    module.visit(Values())
+    return {name for name, given in values.items() if given == {NONE}}
+
+
+def availability_flags(module: cst.Module) -> set[str]:
+    """Return the names that are True where Apex can be imported, and False elsewhere."""
+    found: dict[str, set[str]] = {}
+
+    class Flags(cst.CSTVisitor):
+        def visit_Try(self, node: cst.Try) -> None:
+            code = source(node.body) + (source(node.orelse) if node.orelse else "")
+            if re.search(r"^\s*(import|from) apex\b", code, re.MULTILINE):
+                for name in re.findall(r"^\s*(\w+) = True\b", code, re.MULTILINE):
+                    found.setdefault(name, set()).add("True")
+
+        def visit_Assign(self, node: cst.Assign) -> None:
+            for target in node.targets:
+                found.setdefault(source(target.target), set()).add("=" + source(node.value))
+
+    module.visit(Flags())
+    return {
+        name
+        for name, given in found.items()
+        if given <= {"True", "=True", "=False"} and "True" in given
+    }
+
+
+def apex_name(names: Collection[QualifiedName], fallbacks: set[str]) -> str:
+    """Return the name of Apex among those a node may have, or "".
+
+    None in place of a failed import is no other name: the script does not call it.
+    """
+    known = {
+        each.name
+        for each in names
+        if each.source is not QualifiedNameSource.LOCAL
+        or each.name.split("<locals>.")[-1].split(".")[0] not in fallbacks
+    }
+    apex = sorted(name for name in known if name.split(".")[0] == "apex")
+    if apex and len(known) > 1:
+        return f"{apex[0]} or another"  # a fallback after a failed import
+    return apex[0] if apex else ""
+
+
+def simplify(
+    test: cst.BaseExpression, is_apex: Callable[[cst.CSTNode], bool]
+) -> cst.BaseExpression | bool:
+    """Return a condition as it is where Apex can be imported, without the question for it."""
+    if is_apex(test):
+        return True
+    if isinstance(test, cst.Comparison) and is_apex(test.left):
+        if source(test.comparisons[0].comparator) == NONE:
+            return isinstance(test.comparisons[0].operator, cst.IsNot | cst.NotEqual)
+        return test
+    if isinstance(test, cst.UnaryOperation) and isinstance(test.operator, cst.Not):
+        inner = simplify(test.expression, is_apex)
+        return not inner if isinstance(inner, bool) else test
+    if not isinstance(test, cst.BooleanOperation):
+        return test
+    left, right = simplify(test.left, is_apex), simplify(test.right, is_apex)
+    decisive = isinstance(test.operator, cst.Or)  # `True or x` is True, `False and x` False
+    for one, other in ((left, right), (right, left)):
+        if isinstance(one, bool):
+            return one if one is decisive else other
+    return test.with_changes(left=left, right=right)
+
+
+def as_bool(test: cst.BaseExpression, flags: set[str]) -> str:
+    """Return a condition as an expression of type bool, which autocast requires.
+
+    `flags` are the names of command-line flags without a value.
+    """
+    code = source(test)
+    if isinstance(test, cst.Comparison) or code in ("True", "False"):
+        return code
+    if isinstance(test, cst.UnaryOperation) and isinstance(test.operator, cst.Not):
+        return code
+    if isinstance(test, cst.Attribute) and test.attr.value in flags:
+        return code
+    return f"bool({code})"
+
+
+def new_name(module: cst.Module, names: Sequence[str]) -> str:
+    """Return the first of `names` that a module does not use, or "" if it uses all."""
+    used = names_in(module)
+    return next((name for name in names if name not in used), "")

@@ -1,0 +1,50 @@
+"""Positions of statements in a module: blocks, functions and conditions around them."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import libcst as cst
+from libcst.metadata import ParentNodeProvider, PositionProvider, QualifiedNameProvider
+
+STATEMENTS = (cst.SimpleStatementLine, cst.BaseCompoundStatement)
+BLOCKS = (cst.IndentedBlock, cst.Module)
+
+
+class Tree(cst.CSTVisitor):
+    """A visitor that finds what is around a node."""
+
+    METADATA_DEPENDENCIES = (ParentNodeProvider, PositionProvider, QualifiedNameProvider)
+
+    def parent(self, node: cst.CSTNode) -> cst.CSTNode:
+        """Return the node around `node`."""
+        return self.get_metadata(ParentNodeProvider, node)
+
+    def parents(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+        """Yield the nodes around `node`, to the function or the module that it belongs to."""
+        while not isinstance(node, (cst.Module, cst.FunctionDef)):
+            node = self.parent(node)
+            yield node
+
+    def function(self, node: cst.CSTNode) -> cst.CSTNode:
+        """Return the function or the module that `node` belongs to."""
+        return [node, *self.parents(node)][-1]
+
+    def statement(self, node: cst.CSTNode) -> cst.CSTNode:
+        """Return the innermost statement that contains `node`."""
+        return next(each for each in (node, *self.parents(node)) if isinstance(each, STATEMENTS))
+
+    def levels(self, node: cst.CSTNode) -> Iterator[tuple[Any, int]]:
+        """Yield the blocks around a statement and its index, to the loop or the function."""
+        for parent in self.parents(node):
+            if isinstance(parent, BLOCKS):
+                yield parent, list(parent.body).index(node)  # type: ignore[arg-type]
+            if isinstance(parent, (cst.For, cst.While)):
+                return
+            node = parent
+
+    def conditions(self, node: cst.CSTNode) -> Iterator[tuple[cst.If, bool]]:
+        """Yield the ifs around `node`, and whether it is in the branch where the test holds."""
+        for parent in self.parents(node):
+            if isinstance(parent, cst.If):
+                yield parent, node is parent.body
+            node = parent

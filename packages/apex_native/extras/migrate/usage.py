@@ -1,0 +1,64 @@
+"""Facts about amp in a script, which the analysis collects and the rewriting uses."""
+
+from dataclasses import dataclass, field
+
+import libcst as cst
+
+
+@dataclass
+class Loss:
+    """A call of ``amp.scale_loss``."""
+
+    statement: cst.With
+    value: cst.BaseExpression
+    alias: str
+    optimizer: str
+
+
+@dataclass
+class Usage:
+    """Facts about amp in a script. It stays unchanged if there is a reason in `reasons`."""
+
+    level: str = ""
+    reasons: list[str] = field(default_factory=list)
+    fallbacks: set[str] = field(default_factory=set)  # names with None in place of Apex
+    flags: set[str] = field(default_factory=set)  # names that are True if Apex can be imported
+    init_scale: str = ""  # to which the script sets the scale of amp
+    init_scale_statement: cst.CSTNode | None = None
+    condition: str = ""  # of amp.initialize, "" if it always runs
+    start: cst.CSTNode | None = None  # the statement before which a conditional scaler is created
+    is_global: bool = False  # the conditional scaler is used in another function
+    ignored_level: str = ""  # the variable in place of which --opt-level stands
+    losses: list[Loss] = field(default_factory=list)
+    scalers: dict[str, str] = field(default_factory=dict)  # by optimizer
+    autocast: dict[cst.CSTNode, dict[int, str]] = field(default_factory=dict)  # by block, line
+    unscale: dict[cst.CSTNode, str] = field(default_factory=dict)  # the optimizer, by statement
+    merged: set[cst.CSTNode] = field(default_factory=set)  # ifs whose branches become equal
+
+    def is_available(self, node: cst.CSTNode, name: str) -> bool:
+        """Return whether `node`, with this name of Apex, asks whether Apex can be imported."""
+        is_flag = isinstance(node, cst.Name) and node.value in self.flags
+        return is_flag or name in ("apex", "apex.amp")
+
+    @property
+    def scaled(self) -> bool:
+        """Return whether the losses are scaled, as at O1."""
+        return self.level == "O1"
+
+    @property
+    def has_autocast(self) -> bool:
+        """Return whether forward passes run under autocast."""
+        return self.level in ("O1", "O4")
+
+    def grad_scaler(self) -> str:
+        """Return the expression that creates a GradScaler."""
+        init_scale = self.init_scale and f", init_scale={self.init_scale}"
+        enabled = self.condition and f", enabled={self.condition}"
+        return f'torch.amp.GradScaler("cuda"{init_scale}{enabled})'
+
+    def context(self, enabled: str) -> str:
+        """Return the expression of the context manager for forward passes."""
+        device, dtype = '"cuda"', "torch.float16"
+        if not self.scaled:
+            device, dtype = '"cuda" if torch.cuda.is_available() else "cpu"', "torch.bfloat16"
+        return f"torch.autocast({device}, {dtype}{enabled and f', enabled={enabled}'})"

@@ -1,0 +1,313 @@
+"""``apex-native migrate`` on scripts that use amp only if a flag or an import allows it."""
+
+import pytest
+from migrated_scripts import COMMAND, losses, migrate
+
+pytest.importorskip("libcst", reason="needs libcst, which the extra `migrate` installs")
+
+pytestmark = pytest.mark.xdist_group("package")
+
+START = """\
+import argparse
+import torch
+from torch import nn
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--fp16", action="store_true")
+parser.add_argument("--fp16_opt_level", default="O1")
+args = parser.parse_args()
+device = "cuda" if torch.cuda.is_available() else "cpu"
+torch.manual_seed(0)
+x, y = torch.randn(48, 8, device=device), torch.randint(3, (48,), device=device)
+"""
+LOCAL_IMPORT = """
+def train(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    if args.fp16:
+        try:
+            from apex import amp
+        except ImportError:
+            raise ImportError("install apex")
+        model, optimizer = amp.initialize(model, optimizer, opt_level=args.fp16_opt_level)
+    for step in range(12):
+        loss = nn.functional.cross_entropy(model(x[step::12]), y[step::12])
+        if step >= 0:
+            loss = loss / 2
+        if args.fp16:
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+        else:
+            loss.backward()
+        if step % 2:
+            if args.fp16:
+                nn.utils.clip_grad_norm_(amp.master_params(optimizer), 0.1)
+            else:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        print(loss.item())
+
+train(nn.Linear(8, 3).to(device))
+"""
+NONE = """
+try:
+    from apex import amp
+    has_apex = True
+except ImportError:
+    amp = None
+    has_apex = False
+
+def train_one_epoch(model, optimizer, use_amp):
+    for step in range(6):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x[step::6]), y[step::6])
+        if use_amp:
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+        else:
+            loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        print(loss.item())
+
+def main(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    if amp is not None and args.fp16:
+        model, optimizer = amp.initialize(model, optimizer, opt_level=args.fp16_opt_level)
+    elif not has_apex:
+        raise ValueError("no apex")
+    train_one_epoch(model, optimizer, args.fp16 and has_apex)
+    if args.fp16:
+        torch.save(amp.state_dict(), "amp.pt")
+
+main(nn.Linear(8, 3).to(device))
+"""
+TRAINER = """
+from apex import amp
+
+class Trainer:
+    def __init__(self, model, use_amp):
+        self.model = model
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        self.amp = use_amp
+        if self.amp:
+            self.model, self.optimizer = amp.initialize(
+                self.model, self.optimizer, opt_level=args.fp16_opt_level
+            )
+
+    def step(self, x, y):
+        loss = nn.functional.cross_entropy(self.model(x), y)
+        if self.amp:
+            with amp.scale_loss(loss, self.optimizer) as scaled_loss:
+                scaled_loss.backward()
+            nn.utils.clip_grad_norm_(amp.master_params(self.optimizer), 0.1)
+            self.optimizer.step()
+        else:
+            loss.backward()
+            nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item()
+
+trainer = Trainer(nn.Linear(8, 3).to(device), args.fp16)
+for step in range(6):
+    print(trainer.step(x[step::6], y[step::6]))
+"""
+TWO_OPTIMIZERS = """
+from apex import amp
+
+G, D = nn.Linear(8, 8).to(device), nn.Linear(8, 1).to(device)
+optimizer_g = torch.optim.SGD(G.parameters(), lr=0.1)
+optimizer_d = torch.optim.SGD(D.parameters(), lr=0.1)
+if args.fp16:
+    [G, D], [optimizer_g, optimizer_d] = amp.initialize(
+        [G, D], [optimizer_g, optimizer_d], opt_level=args.fp16_opt_level, num_losses=2
+    )
+for step in range(6):
+    optimizer_d.zero_grad()
+    fake = G(x[step::6])
+    loss_d = D(fake.detach()).pow(2).mean() - D(x[step::6]).mean()
+    if args.fp16:
+        with amp.scale_loss(loss_d, optimizer_d, loss_id=0) as scaled_loss:
+            scaled_loss.backward()
+    else:
+        loss_d.backward()
+    nn.utils.clip_grad_norm_(D.parameters(), 0.1)
+    optimizer_d.step()
+    optimizer_g.zero_grad()
+    loss_g = -D(fake).mean()
+    if args.fp16:
+        with amp.scale_loss(loss_g, optimizer_g, loss_id=1) as scaled_loss:
+            scaled_loss.backward()
+    else:
+        loss_g.backward()
+    optimizer_g.step()
+    print(loss_d.item())
+    print(loss_g.item())
+"""
+ENABLED = """
+from apex import amp
+
+model = nn.Linear(8, 3).to(device)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+model, optimizer = amp.initialize(model, optimizer, enabled=args.fp16, loss_scale="dynamic")
+for step in range(6):
+    with torch.set_grad_enabled(step < 5):
+        loss = nn.functional.cross_entropy(model(x[step::6]), y[step::6])
+        if step < 5:
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            model.zero_grad()
+    print(loss.item())
+"""
+INVERTED = """
+from apex import amp
+
+def train(model, optimizer):
+    for step in range(6):
+        first = nn.functional.cross_entropy(model(x[step::6]), y[step::6])
+        second = model(x[step::6]).pow(2).mean()
+        loss = first + second
+        if not args.fp16:
+            loss.backward()
+        else:
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+        optimizer.step()
+        model.zero_grad()
+        print(loss.item())
+
+def main(model, ema):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if args.fp16:
+        assert amp is not None, "no apex"
+        (model), optimizer = amp.initialize(model, optimizer, opt_level=args.fp16_opt_level)
+        amp._amp_state.loss_scalers[0]._loss_scale = 2**10
+        if ema:
+            ema, optimizer_ema = amp.initialize(
+                ema, torch.optim.SGD(ema.parameters(), lr=0.0), opt_level=args.fp16_opt_level
+            )
+    train(model, optimizer)
+
+main(nn.Linear(8, 3).to(device), nn.Linear(8, 3).to(device))
+"""
+SCRIPTS = {
+    "local import": LOCAL_IMPORT,
+    "amp is None": NONE,
+    "trainer": TRAINER,
+    "two optimizers": TWO_OPTIMIZERS,
+    "enabled": ENABLED,
+    "inverted condition": INVERTED,
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_losses_are_equal_with_a_scaler(run, tmp_path, name):
+    (tmp_path / "script.py").write_text(START + SCRIPTS[name])
+    plain = losses(run(*COMMAND, "run", "script.py"))
+    code, _ = migrate(run, tmp_path, START + SCRIPTS[name], "--opt-level", "O1")
+    assert "import amp" not in code
+    assert 'torch.autocast("cuda", torch.float16, enabled=' in code
+    assert losses(run("script.py")) == plain
+    # On a CPU, GradScaler for CUDA is disabled. This one scales by powers of 2, which is exact.
+    (tmp_path / "script.py").write_text(code.replace('GradScaler("cuda"', 'GradScaler("cpu"'))
+    assert losses(run("script.py", "--fp16")) == plain
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_losses_are_equal_within_rounding_at_o1_on_a_gpu(run, tmp_path, name):
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    (tmp_path / "script.py").write_text(START + SCRIPTS[name])
+    expected = losses(run(*COMMAND, "run", "script.py", "--fp16"))
+    migrate(run, tmp_path, START + SCRIPTS[name], "--opt-level", "O1")
+    assert losses(run("script.py", "--fp16")) == pytest.approx(expected, rel=2e-2, abs=2e-3)
+
+
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if name != "enabled"])
+def test_losses_are_equal_at_o4(run, tmp_path, name):
+    script = START.replace('default="O1"', 'default="O4"') + SCRIPTS[name]
+    (tmp_path / "script.py").write_text(script)
+    plain = losses(run(*COMMAND, "run", "script.py"))
+    mixed = losses(run(*COMMAND, "run", "script.py", "--fp16"))
+    code, _ = migrate(run, tmp_path, script, "--opt-level", "O4")
+    assert "import amp" not in code
+    assert losses(run("script.py")) == plain
+    assert losses(run("script.py", "--fp16")) == pytest.approx(mixed, rel=2e-2, abs=2e-3)
+
+
+def test_level_of_a_flag_is_asked_for(run, tmp_path):
+    code, report = migrate(run, tmp_path, START + LOCAL_IMPORT, status=1)
+    assert "GradScaler" not in code
+    assert "give --opt-level" in report
+    report = migrate(run, tmp_path, START + LOCAL_IMPORT, "--opt-level", "O1")[1]
+    assert "args.fp16_opt_level is not read: the level is O1" in report
+
+
+def test_branches_are_merged_if_they_become_equal(run, tmp_path):
+    code, _ = migrate(run, tmp_path, START + LOCAL_IMPORT, "--opt-level", "O1")
+    assert "            loss = loss / 2\n        scaler.scale(loss).backward()\n" in code
+    assert "scaler.unscale_(optimizer)\n            if args.fp16:\n" in code
+
+
+def test_static_loss_scale_is_replaced_on_request(run, tmp_path):
+    script = START + ENABLED.replace('"dynamic"', "128.0")
+    report = migrate(run, tmp_path, script, status=1)[1]
+    assert "loss_scale is 128.0; --loss-scale dynamic" in report
+    assert "GradScaler" in migrate(run, tmp_path, script, "--loss-scale", "dynamic")[0]
+
+
+def test_second_name_for_the_scaler(run, tmp_path):
+    code, _ = migrate(run, tmp_path, f"{START}scaler = None{ENABLED}")
+    assert "\ngrad_scaler.update()\n" in code.replace("            ", "")
+    assert "enabled=grad_scaler.is_enabled()" in code or "enabled=args.fp16" in code
+
+
+LEFT = [
+    (ENABLED, "for step in", "print(amp)\ncall(amp)\nfor step in", "amp is passed as a value"),
+    (
+        LOCAL_IMPORT,
+        "            optimizer.step()\n",
+        "            optimizer.step()\n            optimizer.step()\n",
+        "GradScaler needs one optimizer.step()",
+    ),
+    (
+        LOCAL_IMPORT,
+        "        if step % 2:\n",
+        "        nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n        if step % 2:\n",
+        "gradients are clipped in another block than step()",
+    ),
+    (ENABLED, "model.zero_grad()", "print(model.weight.grad)", "model.weight.grad is read"),
+    (ENABLED, "optimizer.step()", "optimizer.step(None)", "not a statement of its own"),
+    (
+        TRAINER,
+        "        if self.amp:\n            self.model",
+        "        if True:\n            self.model",
+        "amp.initialize lacks the condition self.amp",
+    ),
+    (
+        LOCAL_IMPORT,
+        "    if args.fp16:\n        try",
+        "    if not args.fp16:\n        pass\n    else:\n        try",
+        "amp.initialize is in an else or an elif",
+    ),
+]
+
+
+def test_initial_scale_is_kept(run, tmp_path):
+    code, _ = migrate(run, tmp_path, START + INVERTED, "--opt-level", "O1")
+    assert 'GradScaler("cuda", init_scale=2**10, enabled=args.fp16)' in code
+    assert "_amp_state" not in code
+
+
+@pytest.mark.parametrize(("script", "old", "new", "why"), LEFT, ids=[case[3] for case in LEFT])
+def test_unsure_case_is_left(run, tmp_path, script, old, new, why):
+    script = START + script.replace(old, new)
+    code, report = migrate(run, tmp_path, script, "--opt-level", "O1", status=1)
+    assert why in report
+    assert "torch.amp.GradScaler" not in code
