@@ -354,7 +354,7 @@ def test_answer_that_takes_too_long_is_an_error(server, tmp_path, monkeypatch):
     monkeypatch.setattr(store, "ATTEMPT_S", 0.2)
     monkeypatch.setattr(store, "ATTEMPTS", 2)
     proxy = FaultyProxy(server.port, ["stall"] * 4)
-    with pytest.raises(UserError, match=r"pack.json can't be read \(TimeoutError; 2 attempts\)"):
+    with pytest.raises(UserError, match=r"pack.json can't be read \(TimeoutError; attempts: 2\)"):
         datasets(RemoteFolder(f"{proxy.url}/packed", tmp_path / "cache", MANY))
     proxy.close()
 

@@ -1,4 +1,4 @@
-"""The names of Apex that apex_native covers, in the one list that docs/migration.md repeats."""
+"""Names of Apex that apex_native covers; docs/reference/apex_names.md has the same list."""
 
 # For each module of Apex: the modules of apex_native that have its names, and these names. A script
 # gets a name from the last of them that has it.
