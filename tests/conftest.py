@@ -15,6 +15,9 @@ from fresh import copy_template
 # And runs that are compared to the last bit have the same number of them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# --check imports torch, which takes long while other tests have the cores.
+os.environ.setdefault("CHECK_WAIT", "100")
+
 # Under nohup it is ignored, also by the processes that tests start and send it to.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
