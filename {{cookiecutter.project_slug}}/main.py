@@ -215,16 +215,7 @@ def build_data(
         repeated = RepeatedBatch(batch, DUMMY_STEPS, dist.get_world_size())
         classes = [str(number) for number in range(task.DUMMY_CLASSES)]
         sample = [tensor[:2].cpu() for tensor in batch]
-        return Data(
-            train_loader=repeated,
-            sampler=repeated,
-            batches_per_epoch=DUMMY_STEPS,
-            val_loader=[batch],
-            data_sets={},
-            classes=classes,
-            sample=sample,
-            val_sample=sample,
-        )
+        return Data(repeated, repeated, DUMMY_STEPS, [batch], {}, classes, sample, sample)
     title = "reading the data"
     with logger.timer(title), time_limit(title, args.timeout):
         train_set, val_set = (

@@ -4,6 +4,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from functools import partial
 
 import pytest
 from extras_path import add_extras
@@ -56,9 +57,15 @@ def two_package_processes(two_processes):
 
 @pytest.fixture
 def run(installed, tmp_path):
-    """Run Python with these arguments in tmp_path, where the wheel's contents can be imported."""
+    """Run Python without a GPU in tmp_path, where the wheel's contents can be imported."""
 
-    def run(*arguments, path=()):
-        return run_python(tmp_path, *arguments, path=[installed, *path])
+    def run(*arguments, path=(), **variables):
+        return run_python(tmp_path, *arguments, path=[installed, *path], **variables)
 
     return run
+
+
+@pytest.fixture
+def run_on_gpu(run):
+    """Do what `run` does, with a GPU."""
+    return partial(run, CUDA_VISIBLE_DEVICES="0")

@@ -93,14 +93,10 @@ def test_losses_are_equal_within_rounding_at_o4(run, tmp_path, train):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("train", [TRAIN, ACCUMULATE], ids=["clipping", "accumulation"])
-def test_losses_are_equal_within_rounding_at_o1(run, tmp_path, train):
-    import torch
-
-    if not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
+def test_losses_are_equal_within_rounding_at_o1(run_on_gpu, tmp_path, train):
     script = f"{START}x, y = x.cuda(), y.cuda()\n"
     script = f"{script}model.cuda()\noptimizer = {OPTIMIZERS[0]}{train}".replace("LEVEL", "O1")
-    compare(run, tmp_path, script, 2e-2)
+    compare(run_on_gpu, tmp_path, script, 2e-2)
 
 
 def test_o1_gets_a_scaler(run, tmp_path):

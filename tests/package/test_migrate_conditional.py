@@ -218,15 +218,13 @@ def test_losses_are_equal_with_a_scaler(run, tmp_path, name):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_losses_are_equal_within_rounding_at_o1_on_a_gpu(run, tmp_path, name):
-    import torch
-
-    if not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
-    (tmp_path / "script.py").write_text(START + SCRIPTS[name])
-    expected = losses(run(*COMMAND, "run", "script.py", "--fp16"))
-    migrate(run, tmp_path, START + SCRIPTS[name], "--opt-level", "O1")
-    assert losses(run("script.py", "--fp16")) == pytest.approx(expected, rel=2e-2, abs=2e-3)
+def test_losses_are_equal_within_rounding_at_o1_on_a_gpu(run_on_gpu, tmp_path, name):
+    script = START.replace('"cuda" if torch.cuda.is_available() else "cpu"', '"cuda"')
+    assert script != START
+    (tmp_path / "script.py").write_text(script + SCRIPTS[name])
+    expected = losses(run_on_gpu(*COMMAND, "run", "script.py", "--fp16"))
+    migrate(run_on_gpu, tmp_path, script + SCRIPTS[name], "--opt-level", "O1")
+    assert losses(run_on_gpu("script.py", "--fp16")) == pytest.approx(expected, rel=2e-2, abs=2e-3)
 
 
 @pytest.mark.parametrize("name", [name for name in SCRIPTS if name != "enabled"])
