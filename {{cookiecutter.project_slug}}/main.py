@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 import task
-from engine import cli, distributed, optim
+from engine import cli, distributed, flags, optim
 from engine.backend import Backend, load_backend, unwrap
 from engine.blocks import checkpoint_activations
 from engine.checkpoint import CheckpointManager, Progress, TrainingState
@@ -68,12 +68,12 @@ def parse_args() -> argparse.Namespace:
         "Train, and validate after each epoch. The flags that are used most: --data, --arch, "
         "--epochs, --batch-size, --lr, --output, --resume.",
     )
-    cli.add_data_arguments(parser, task.LAYOUT)
-    cli.add_model_arguments(parser)
+    flags.add_data_arguments(parser, task.LAYOUT)
+    flags.add_model_arguments(parser)
     # % if ddp == "fsdp"
-    cli.add_sharding_arguments(parser)
+    flags.add_sharding_arguments(parser)
     # % elif ddp != "dataparallel"
-    cli.add_compile_arguments(parser)
+    flags.add_compile_arguments(parser)
     # % endif
     # % if sync_bn
     parser.group("model").add_argument(
@@ -94,18 +94,18 @@ def parse_args() -> argparse.Namespace:
     add("--momentum", type=cli.non_negative_float, default=0.9, help="of SGD")
     add("--weight-decay", type=cli.non_negative_float, default=1e-4, help="added to the gradient")
     # % endif
-    cli.add_optimization_arguments(parser, task.WARMUP_EPOCHS)
-    cli.add_precision_arguments(parser, opt_level="«opt_level»", backend="«backend»")
+    flags.add_optimization_arguments(parser, task.WARMUP_EPOCHS)
+    flags.add_precision_arguments(parser, opt_level="«opt_level»", backend="«backend»")
     add = parser.group("distributed").add_argument
     add("--local-rank", "--local_rank", type=int, help="of old launchers; LOCAL_RANK wins")
     # % if ddp == "apex"
     add("--delay-allreduce", action="store_true", help="accept parameters without a gradient")
     # % endif
-    cli.add_run_arguments(parser, OUTPUT)
+    flags.add_run_arguments(parser, OUTPUT)
     task.add_arguments(parser)
 
     args = parser.parse_args()
-    cli.complete_arguments(parser, args, DDP, OUTPUT)
+    flags.complete_arguments(parser, args, DDP, OUTPUT)
     task.check_arguments(parser, args)
     return args
 
@@ -184,7 +184,7 @@ def init_distributed(args: argparse.Namespace) -> tuple[torch.device, Backend]:
     if args.deterministic:
         distributed.make_deterministic()
     # Real Apex if it is installed and still has the calls, else apex_native: `backend.apex`.
-    backend = load_backend(args.backend, args.opt_level, **cli.backend_needs(args, DDP))
+    backend = load_backend(args.backend, args.opt_level, **flags.backend_needs(args, DDP))
     timeout = timedelta(seconds=args.timeout + 60)  # the watchdog reports a slow step first
     # Also compares versions and flags of all processes, which env:// would not.
     store = distributed.rendezvous(device, cli.settings(args), backend.name, timeout)
@@ -688,10 +688,10 @@ def main() -> None:
                 data=args.data,
                 dummy=args.dummy,
                 skip_broken=args.skip_broken,
-                needs=cli.backend_needs(args, DDP),
+                needs=flags.backend_needs(args, DDP),
             ),
             partial(task.build_datasets, args),
-            partial(check_memory, cli.memory_plan(args, DDP, task.BLOCKS), build_untrained),
+            partial(check_memory, flags.memory_plan(args, DDP, task.BLOCKS), build_untrained),
         )
         return
     run = build(args)

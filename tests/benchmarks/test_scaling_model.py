@@ -225,7 +225,7 @@ def test_the_numbers_in_the_pages_sentences_are_still_these():
 def test_the_page_names_flags_that_exist():
     project = ROOT / "{{cookiecutter.project_slug}}"
     program = (BENCHMARKS / "scaling_model.py").read_text(encoding="utf-8")
-    sources = (project / "main.py", project / "task.py", project / "engine" / "cli.py")
+    sources = (project / "main.py", project / "task.py", project / "engine" / "flags.py")
     known = program + "".join(path.read_text(encoding="utf-8") for path in sources)
     flags = set(re.findall(r"(?<=[`\s])--[a-z][a-z-]+", PAGE.read_text(encoding="utf-8")))
     assert len(flags) > 10

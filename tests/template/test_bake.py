@@ -46,7 +46,7 @@ FILES += [
     for path in sorted((TEMPLATE / library).rglob("*"))
     if path.is_file() and "__pycache__" not in path.parts
 ]
-WITH_FLAGS = ("main.py", "task.py", "engine/cli.py")
+WITH_FLAGS = ("main.py", "task.py", "engine/flags.py")
 JOBS = {"slurm": {"launch/slurm.sbatch"}, "kubernetes": {"launch/trainjob.yaml"}, "none": set()}
 RECIPES = {
     f"recipes/{name}.json"

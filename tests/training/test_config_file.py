@@ -179,7 +179,7 @@ def readme_flags(folder):
 
 def test_readme_commands_parse(parse, generated, monkeypatch):
     monkeypatch.chdir(generated.folder)
-    monkeypatch.setattr("engine.cli.find_spec", lambda name: name)  # all trackers are installed
+    monkeypatch.setattr("engine.flags.find_spec", lambda name: name)  # all trackers are installed
     commands = readme_flags(generated.folder)
     assert len(commands) > 12
     for flags in commands:
@@ -192,7 +192,7 @@ def test_readme_commands_parse(parse, generated, monkeypatch):
 
 
 def test_tracker_without_its_package_is_an_error(parse, monkeypatch):
-    monkeypatch.setattr("engine.cli.find_spec", lambda name: None)
+    monkeypatch.setattr("engine.flags.find_spec", lambda name: None)
     assert parse().tracker == parse("--tracker", "tensorboard").tracker == ["tensorboard"]
     flags = ("--tracker", "tensorboard", "mlflow")
     with pytest.raises(UserError, match="--tracker mlflow: its package .*: pip install mlflow"):

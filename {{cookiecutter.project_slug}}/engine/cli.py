@@ -11,20 +11,15 @@ import shutil
 import sys
 from argparse import BooleanOptionalAction
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from difflib import get_close_matches
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any, NoReturn, TypeVar
 
 from engine import distributed
-from engine.data.remote import RemoteFolder
-from engine.diagnostics.memory import MemoryPlan
 from engine.monitoring.curves import METRIC, METRIC_MODE
-from engine.monitoring.trackers import NAMES as TRACKERS
-from engine.monitoring.trackers import TENSORBOARD
 
 Value = TypeVar("Value", int, float)
 # They differ at each start, or follow from other flags.
@@ -40,7 +35,6 @@ NOT_SETTINGS = (
 MAX_WORKERS = 256  # of a process: a mistyped number would exhaust the machine
 MAX_WIDTH = 100  # columns of the help text
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
-LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 
 
 def number_type(
@@ -302,193 +296,3 @@ def settings(args: argparse.Namespace) -> dict[str, object]:
 def as_json(config: dict[str, object]) -> str:
     """Return `config` as the content of a file for ``--config``."""
     return json.dumps(config, indent=2, default=str) + "\n"
-
-
-def add_data_arguments(parser: ArgumentParser, layout: str) -> None:
-    """Add the flags of the data; `layout` describes the folder that --data takes."""
-    add = parser.group("data").add_argument
-    help = f"{layout}, or a URL of packed data (default: the included digits)"
-    add("--data", type=data_location, metavar="DIR", help=help)
-    help = "folder for shards of a URL (default: ~/.cache/packed_data)"
-    add("--cache-dir", type=Path, default=Path("~/.cache/packed_data"), help=help)
-    help = "of the shards in --cache-dir (default: 64GB)"
-    add("--cache-size", type=size_type, default=64 * 10**9, metavar="SIZE", help=help)
-    add("--dummy", action="store_true", help="train on one synthetic batch, made on the device")
-    add("--workers", type=worker_count, help="data-loading processes for each process")
-    help = "unreadable files to skip at most; broken_files.txt in --output lists them"
-    add("--skip-broken", type=non_negative_int, default=0, help=help)
-
-
-def add_model_arguments(parser: ArgumentParser) -> None:
-    """Add --weights, --freeze and --channels-last."""
-    add = parser.group("model").add_argument
-    add("--weights", help="initial weights: a file, or torchvision's name, such as DEFAULT")
-    add("--freeze", nargs="+", metavar="MODULE", help="submodules not to train, such as layer1")
-    yes_or_no = BooleanOptionalAction
-    add("--channels-last", action=yes_or_no, help="NHWC, fast for convolutions (default: yes)")
-    help = "recompute each block's activations in the backward pass: less memory, slower"
-    add("--checkpoint-activations", action="store_true", help=help)
-
-
-def add_compile_arguments(parser: ArgumentParser) -> None:
-    """Add --compile, --cuda-graphs and --compress-gradients."""
-    add = parser.group("model").add_argument
-    add("--compile", action="store_true", help="torch.compile: slower start, faster steps")
-    add("--cuda-graphs", action="store_true", help="compile into CUDA graphs, for small batches")
-    add = parser.group("distributed").add_argument
-    add("--compress-gradients", action="store_true", help="average gradients in bfloat16")
-
-
-def add_sharding_arguments(parser: ArgumentParser) -> None:
-    """Add the flags of `add_compile_arguments`, --reshard-after-forward and --cpu-offload."""
-    add_compile_arguments(parser)
-    add = parser.group("distributed").add_argument
-    add(
-        "--reshard-after-forward",
-        action=BooleanOptionalAction,
-        default=True,
-        help="free a block's gathered weights between its forward and backward pass",
-    )
-    add("--cpu-offload", action="store_true", help="keep weights and optimizer in the CPU's memory")
-
-
-def add_optimization_arguments(parser: ArgumentParser, warmup_epochs: float) -> None:
-    """Add the flags of the schedule, the loss and the gradients.
-
-    Args:
-        warmup_epochs: default of --warmup-epochs.
-    """
-    add = parser.group("optimization").add_argument
-    add("--steps", type=positive_int, help="stop after this many steps in total")
-    add("--decay-weights-only", action="store_true", help="no weight decay for norms and biases")
-    add("--scale-lr", type=positive_int, metavar="IMAGES", help="global batch that --lr is for")
-    help = "factor of the learning rate from each layer to the one before it, such as 0.75"
-    add("--layer-decay", type=fraction, metavar="FACTOR", help=help)
-    schedules = ("cosine", "step", "none")
-    add("--schedule", choices=schedules, default="cosine", help="step: ÷ 10 at 1/3 and 2/3")
-    add("--warmup-epochs", type=non_negative_float, default=warmup_epochs, help="linear warm-up")
-    add("--accumulate", type=positive_int, default=1, help="batches per step")
-    add("--label-smoothing", type=fraction, default=0.0, help="in the training loss")
-    add("--clip-grad", type=non_negative_float, metavar="NORM", help="maximum gradient norm")
-    add("--ema", type=fraction, metavar="DECAY", help="also validate and save a moving average")
-
-
-def add_precision_arguments(parser: ArgumentParser, opt_level: str, backend: str) -> None:
-    """Add --backend and the flags of amp.initialize, with these defaults."""
-    add = parser.group("precision").add_argument
-    add("--opt-level", choices=LEVELS, default=opt_level, help="Apex's mixed-precision level")
-    add("--loss-scale", type=loss_scale, help="dynamic, or a number (default: the level's)")
-    yes_or_no = BooleanOptionalAction
-    add(
-        "--keep-batchnorm-fp32", action=yes_or_no, help="if weights are cast (default: the level's)"
-    )
-    backends = ("auto", "apex", "native")
-    add("--backend", choices=backends, default=backend, help="real Apex or apex_native")
-
-
-def add_run_arguments(parser: ArgumentParser, output: Path) -> None:
-    """Add the flags of output, checkpoints, evaluation, reproducibility and --check."""
-    add = parser.group("distributed").add_argument
-    add("--timeout", type=positive_int, default=600, help="seconds to list the data, or for a step")
-    add = parser.group("run").add_argument
-    add("--output", type=Path, default=output, help="folder of checkpoints and metrics")
-    add("--resume", type=Path, help="a checkpoint, or 'auto' for the newest in --output, if any")
-    add("--save-every", type=interval, help="steps or minutes between checkpoints")
-    add("--eval-every", type=positive_int, default=1, help="epochs between validations")
-    add("--patience", type=positive_int, help="stop after N validations without a better metric")
-    add("--keep", type=positive_int, default=2, help="how many checkpoints to keep")
-    add(
-        "--log-every",
-        type=positive_int,
-        help="steps between log records (default: 10; lines: 1 min)",
-    )
-    add(
-        "--tracker",
-        nargs="+",
-        choices=TRACKERS,
-        default=[TENSORBOARD],
-        metavar="NAME",
-        help=f"log to any of {', '.join(TRACKERS)} (default: {TENSORBOARD})",
-    )
-    add("--eval-only", action="store_true", help="validate --resume, do not train")
-    add("--seed", type=non_negative_int, default=0, help="of weights, order and augmentation")
-    add("--deterministic", action="store_true", help="bit-identical on a GPU too; slower")
-    add("--check", action="store_true", help="check this machine and these flags, do not train")
-    add("--json", dest="check", action="store_true", help="--check with output as JSON")
-
-
-def complete_arguments(
-    parser: ArgumentParser, args: argparse.Namespace, ddp: str, output: Path
-) -> None:
-    """Reject flags that contradict each other; set defaults that depend on others.
-
-    Args:
-        ddp: "apex", "torch", "fsdp" or "dataparallel", the wrapper that the project uses.
-        output: default of --output; --eval-only writes to the folder of its checkpoint instead.
-    """
-    args.model_options = {}  # which the task may set
-    if isinstance(args.data, str):
-        args.data = RemoteFolder(args.data, args.cache_dir.expanduser(), args.cache_size)
-    args.static_shapes = False  # likewise: compile for each input shape on its own
-    if ddp == "fsdp":
-        _check_sharding_arguments(parser, args)
-    if args.keep_batchnorm_fp32 is not None and args.opt_level in ("O1", "O4"):
-        parser.error(f"--keep-batchnorm-fp32 is for cast weights; {args.opt_level} casts none")
-    if ddp == "dataparallel" and args.opt_level == "O4":
-        parser.error(
-            "--opt-level O4: its casts don't reach DataParallel's threads; use O5 for bf16"
-        )
-    if ddp != "dataparallel" and args.cuda_graphs and args.accumulate > 1:
-        parser.error("--accumulate: --cuda-graphs keep no gradients from one batch to the next")
-    if args.eval_only and args.output == output and args.resume not in (None, Path("auto")):
-        args.output = args.resume.parent
-    for name in () if args.eval_only else args.tracker:
-        if name != TENSORBOARD and find_spec(name) is None:
-            parser.error(f"--tracker {name}: its package is missing: pip install {name}")
-    if args.workers is None:
-        args.workers = min(distributed.cpu_cores(), 8) if args.data else 0
-
-
-def _check_sharding_arguments(parser: ArgumentParser, args: argparse.Namespace) -> None:
-    """Reject flags that cannot go with FSDP."""
-    if args.opt_level in ("O1", "O2", "O3"):
-        parser.error(
-            f"--opt-level {args.opt_level}: the loss scale of fp16 does not go with FSDP; use O4 "
-            "or O5, which compute in bfloat16, or O0"
-        )
-    if args.loss_scale is not None or args.keep_batchnorm_fp32 is not None:
-        parser.error(
-            "--loss-scale and --keep-batchnorm-fp32 are not for FSDP: bfloat16 needs no loss "
-            "scale, and batch norms compute in fp32"
-        )
-    if args.cuda_graphs:
-        parser.error("--cuda-graphs: FSDP gathers weights to new addresses; use --compile")
-    if args.channels_last:
-        parser.error("--channels-last: FSDP shards contiguous weights only; leave it out")
-    args.channels_last = False
-    if args.cpu_offload and args.opt_level == "O4":
-        parser.error("--cpu-offload: O4's casts are those of the weights' device; use O5 for bf16")
-
-
-def backend_needs(args: argparse.Namespace, ddp: str) -> dict[str, bool]:
-    """Return what the flags need of the implementation of Apex's calls, for `load_backend`."""
-    if ddp == "dataparallel":
-        return {"replicated": True}
-    needs = {"compiled": args.compile or args.cuda_graphs}
-    if ddp == "fsdp":
-        needs["sharded"] = True
-    if ddp == "apex":
-        needs["compressed"] = args.compress_gradients
-    return needs
-
-
-def memory_plan(args: argparse.Namespace, ddp: str, blocks: Sequence[str]) -> MemoryPlan:
-    """Return what the estimate of the memory depends on; `blocks` are those of task.py."""
-    return MemoryPlan(
-        ddp,
-        args.opt_level,
-        moments=1 if hasattr(args, "momentum") else 2,  # of SGD, of Adam
-        has_ema=bool(args.ema),
-        cpu_offload=getattr(args, "cpu_offload", False),
-        blocks=blocks,
-    )
