@@ -68,12 +68,12 @@ def test_open_creates_parent_folders(tmp_path):
 def test_resume_auto_restarts_a_run_without_a_checkpoint(logger):
     """Its row is written before the checkpoint."""
     logger.log_epoch(row(1))
-    logger._lock_file.close()
+    logger.folder_lock.release()
     with pytest.raises(UserError, match="already holds a run: add --resume auto"):
         open_logger(logger.output)
     again = open_logger(logger.output, flag=Path("auto"))
     assert not epochs_in_table(logger.output)
-    again._lock_file.close()
+    again.folder_lock.release()
     (logger.output / "step-1.pt").touch()
     with pytest.raises(UserError, match="already holds a run"):
         open_logger(logger.output)
@@ -282,7 +282,7 @@ def test_rows_of_the_checkpoint_complete_the_table(tmp_path, clock):
     history = first.rows[:2]
     lines = table.splitlines(keepends=True)
     (first.output / "metrics.csv").write_text("".join([lines[0], lines[2], lines[3]]))
-    first._lock_file.close()
+    first.folder_lock.release()
     for output in (first.output, tmp_path / "other host"):
         again = Logger(output, 0, ACCURACY)
         again.rows = [dict(one) for one in history]  # as the checkpoint manager restores them
@@ -300,7 +300,7 @@ def test_events_are_complete_when_rank_0_returns_to_a_host_with_its_own_disk(tmp
     first, progress = open_logger(tmp_path / "host 0"), Progress(epoch=1, step=15)
     for epoch in (1, 2):
         first.log_epoch(row(epoch))
-    first._lock_file.close()
+    first.folder_lock.release()
     other = Logger(tmp_path / "host 1", 0, ACCURACY)
     other.rows = first.rows[:1]
     other.open({"resume": Path("auto")}, other.output / "step-15.pt", progress)
@@ -311,7 +311,7 @@ def test_events_are_complete_when_rank_0_returns_to_a_host_with_its_own_disk(tmp
         again.rows = other.rows
         progress = Progress(epoch=3, step=35)
         again.open({"resume": Path("auto")}, first.output / "step-35.pt", progress)
-        again._lock_file.close()
+        again.folder_lock.release()
         assert events(first.output)["epoch/val_loss"] == [10, 20, 30]
     again.log_step(again.progress_bar((), "epoch"), meter, 40, lr=0.1, loss_scale=1.0)
     shown = EventAccumulator(str(first.output)).Reload().Scalars("epoch/val_loss")
@@ -420,7 +420,7 @@ def test_run_continues_if_stdout_can_not_be_written(tmp_path, monkeypatch):
     ],
 )
 def test_metrics_in_another_format_are_an_error_and_kept(logger, table):
-    logger._lock_file.close()
+    logger.folder_lock.release()
     (logger.output / "metrics.csv").write_bytes(table)
     with pytest.raises(
         UserError, match=r"metrics\.csv is not in the format of this program: move it away"
@@ -450,7 +450,7 @@ def test_output_folder_is_locked(tmp_path):
     logger = open_logger(tmp_path)  # the killed process has left no lock
     command[2] = HOLDER.replace("LOCK_EX", "LOCK_EX | fcntl.LOCK_NB")
     assert subprocess.run(command, capture_output=True).returncode
-    assert logger._lock_file
+    assert logger.folder_lock.file
 
 
 def test_lock_is_taken_of_the_file_at_that_path(tmp_path, monkeypatch):
@@ -469,11 +469,11 @@ def test_lock_is_taken_of_the_file_at_that_path(tmp_path, monkeypatch):
 
     monkeypatch.setattr(fcntl, "lockf", locking_late)
     logger.lock()
-    assert os.path.samestat(os.fstat(logger._lock_file.fileno()), (output / ".lock").stat())
+    assert os.path.samestat(os.fstat(logger.folder_lock.file.fileno()), (output / ".lock").stat())
     logger.lock()  # is held
     shutil.rmtree(output)
     logger.open({}, None, Progress())
-    assert os.path.samestat(os.fstat(logger._lock_file.fileno()), (output / ".lock").stat())
+    assert os.path.samestat(os.fstat(logger.folder_lock.file.fileno()), (output / ".lock").stat())
     assert next(moves, None) is None
 
 
@@ -504,7 +504,7 @@ def test_impossible_output_is_an_error(tmp_path, name):
 
 
 def test_metrics_in_a_fifo_are_an_error(logger):
-    logger._lock_file.close()
+    logger.folder_lock.release()
     table = logger.output / "metrics.csv"
     table.unlink()
     os.mkfifo(table)

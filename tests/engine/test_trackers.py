@@ -83,7 +83,7 @@ def test_mlflow_has_all_of_a_resumed_run(mlflow, tracked, tmp_path):
     first.finish_tracking("KILLED")
     run = the_run(mlflow, tracked)
     assert (run.info.status, run.data.tags["run_id"]) == ("KILLED", first.run_id)
-    first._lock_file.close()
+    first.folder_lock.release()
 
     again = open_logger(output, 10, first.run_id, output / "last.pt")
     for step in (11, 12, 13):
@@ -262,7 +262,7 @@ def test_run_without_a_checkpoint_is_continued_by_resume_auto_only(tmp_path):
         ids.append(logger.run_id)
         with (tmp_path / FOLDER / QUEUE).open("a") as file:
             file.write('{"group": "st')
-        logger._lock_file.close()
+        logger.folder_lock.release()
     assert ids[0] == ids[1] != ids[2]
 
 
@@ -274,7 +274,7 @@ def test_torn_line_is_removed(tmp_path):
         path = tmp_path / FOLDER / QUEUE
         text = path.read_text()
         path.write_text(text + '{"group": "st')
-        logger._lock_file.close()
+        logger.folder_lock.release()
     path.write_text(text)
     kinds = [next(iter(record)) for record in queue_of(tmp_path)]
     assert kinds == ["start", "group", "start", "group"]
@@ -314,7 +314,7 @@ def run_with(tracker, output):
     first.log_image(10, lambda: picture)
     log_step(first, 11)
     first.finish_tracking("KILLED")
-    first._lock_file.close()
+    first.folder_lock.release()
     again = open_logger(output, 10, first.run_id, output / "last.pt", [tracker])
     for step in (11, 12):
         log_step(again, step)

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import fcntl
 import math
-import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from io import FileIO
-from itertools import chain, dropwhile, islice
+from itertools import chain, dropwhile
 from pathlib import Path
-from textwrap import wrap
-from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,13 +20,14 @@ from tqdm import tqdm
 
 from engine import UserError, cli, distributed, replacing
 from engine.monitoring import curves
+from engine.monitoring.console import Console
 from engine.monitoring.curves import COLUMNS, CONFIG, METRIC, METRIC_MODE, PICTURE, TABLE
 from engine.monitoring.events import EventWriter
+from engine.monitoring.lock import FolderLock
 from engine.monitoring.meter import LogRecord, Meter
 from engine.monitoring.metric import MonitoredMetric
 from engine.monitoring.trackers import TENSORBOARD
 from engine.monitoring.tracking import Tracking
-from engine.text import printable
 
 if TYPE_CHECKING:
     from engine.checkpoint.format import Progress
@@ -39,19 +35,11 @@ if TYPE_CHECKING:
 EVALUATION = "eval.json"
 STEP_SCALARS = ("train_loss", "lr", "loss_scale", "images_per_second")
 LOG_EVERY = 10  # steps
-LINE_S = 60.0  # seconds between progress lines where there is no terminal
-LINE = "{desc}: {n_fmt}/{total_fmt}{postfix}, {remaining} left"
 WARM_UP = 3  # steps, in which kernels are chosen and compiled
 POSITION = ("epoch", "step")
-# Of the console's table, which fits a terminal with 80 columns.
-WIDTH = 80
-WIDTHS = {"epoch": 5, "step": 6, "train_loss": 10, "val_loss": 9, "lr": 9, "loss_scale": 10}
-WIDTHS["images_per_second"] = 8
-METRIC_WIDTH = 16
-HEADINGS = {"images_per_second": "images/s"}
 
 
-class Logger:
+class Logger(Console):
     """Console output and files of a run. On every rank but 0 its methods do nothing.
 
     Once a run has started, an output that cannot be written causes one warning and does not stop
@@ -73,21 +61,19 @@ class Logger:
         log_every: int | None = None,
         trackers: Sequence[str] = (TENSORBOARD,),
     ) -> None:
+        super().__init__(rank == 0, log_every)
         self.output = output
-        self.active = rank == 0
+        self.folder_lock = FolderLock(output, self.warning)
         self.monitored = metric
-        self.log_every = log_every
         self.started_at = time.monotonic()
         self.rows: list[dict[str, Any]] = []  # of metrics.csv; a checkpoint holds them, too
         self.throughputs: list[float] = []  # images/s of each epoch
-        self.warnings: set[str] = set()
         self.run_id = ""  # of the trackers; a checkpoint holds it, too
         self.events: EventWriter | None = None
         self.tracking: Tracking | None = None
         self._trackers = trackers
         self.curves = curves.BackgroundProcess(output, self.warning)
         self._meter: Meter | None = None
-        self._lock_file: FileIO | None = None
 
     def open(self, config: dict[str, object], resume: Path | None, progress: Progress) -> None:
         """Create the folder, and write config.json, metrics.csv and the first TensorBoard event.
@@ -118,7 +104,7 @@ class Logger:
                 self.events = self._open_events(progress.step, table)
         with self._errors_as_warning("nothing is logged to the trackers"):
             self._open_tracking(config, resume, progress.step)
-        self._print_cells({name: HEADINGS.get(name, name) for name in self._main_columns()})
+        self.print_heading(self._main_columns())
 
     def _read_table(self) -> list[dict[str, float]]:
         """Return the rows of the folder's metrics.csv."""
@@ -187,25 +173,14 @@ class Logger:
             sink.add_scalars("epoch", values, int(row["step"]))
 
     def lock(self) -> None:
-        """Lock the folder, if there is one, until this process exits; child processes do not.
+        """Lock the folder, if there is one, until this process exits.
 
         Call it before reading the folder's checkpoints: the run that writes them may be about to
         end. Raises UserError if another run holds the lock.
         """
-        path = self.output / ".lock"
-        # A link would lead to another file, and to open a FIFO could take for ever.
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-        with self._writing_output():
-            while self.active and self.output.exists() and not self._holds(path):
-                self._lock_file = os.fdopen(os.open(path, flags, 0o666), "wb", 0)
-                try:
-                    fcntl.lockf(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except (BlockingIOError, PermissionError):
-                    fix = "wait until it ends, or add --output with another folder"
-                    raise UserError(f"another run is writing to {self.output}: {fix}") from None
-                except OSError as error:  # a file system without locks
-                    problem = f"{self.output} can't be locked ({error.strerror})"
-                    self.warning(f"{problem}: start no other run there")
+        if self.active:
+            with self._writing_output():
+                self.folder_lock.acquire()
 
     @contextlib.contextmanager
     def _writing_output(self) -> Iterator[None]:
@@ -217,27 +192,6 @@ class Logger:
             fix = "choose another folder, or correct its permissions"
             raise UserError(f"{problem}: {fix}") from None
 
-    def _holds(self, path: Path) -> bool:
-        """Return whether the file at `path` is locked, and not one that it has replaced."""
-        if self._lock_file is None:
-            return False
-        try:
-            return os.path.samestat(os.fstat(self._lock_file.fileno()), path.stat())
-        except FileNotFoundError:
-            return False
-
-    def info(self, message: str) -> None:
-        """Print a message."""
-        if self.active:
-            with contextlib.suppress(OSError):  # a full disk, or a closed pipe
-                print(printable(message), flush=True)
-
-    def warning(self, message: str) -> None:
-        """Print a warning. The same warning is printed once."""
-        if message not in self.warnings:
-            self.warnings.add(message)
-            self.info(f"warning: {message}")
-
     @contextlib.contextmanager
     def _errors_as_warning(
         self, consequence: str, kind: type[Exception] = Exception
@@ -247,45 +201,6 @@ class Logger:
             yield
         except kind as error:
             self.warning(f"{consequence} ({getattr(error, 'strerror', None) or error})")
-
-    def progress_bar(
-        self, batches: Iterable, description: str, total: int | None = None, **options: str
-    ) -> tqdm:
-        """Return an iterable over the first `total` batches, or all, that shows the progress.
-
-        On a terminal it is a bar; elsewhere a line a minute, or every `log_every` batches.
-        """
-        if total is not None:
-            batches = islice(batches, total)
-        look: dict[str, Any] = {"leave": False, "disable": not self.active, **options}
-        if sys.stderr.isatty():
-            look["dynamic_ncols"] = True
-        else:
-            look |= {"file": _LineStream(self.info), "bar_format": LINE, "delay": 1e-9}
-            look |= {"miniters": self.log_every or 1}
-            look |= {"mininterval": 0.0 if self.log_every else LINE_S}
-        return tqdm(batches, description, total, **look)
-
-    @contextlib.contextmanager
-    def timer(self, description: str) -> Iterator[None]:
-        """Show the elapsed time of the body on a terminal."""
-        if not sys.stderr.isatty():
-            yield
-            return
-        is_done = Event()
-
-        def refresh() -> None:
-            with self.progress_bar((), description, bar_format="{desc}: {elapsed}") as bar:
-                while not is_done.wait(0.5):
-                    bar.refresh()
-
-        thread = Thread(target=refresh, daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            is_done.set()
-            thread.join()
 
     def start_epoch(self, device: torch.device, images_per_step: int) -> Meter:
         """Return a new Meter; the first one of a run has a warm-up."""
@@ -337,7 +252,7 @@ class Logger:
             self.tracking.check()
         self.curves.start()
         self._print_warm_up(values["images_per_second"])
-        self._print_row(self.rows[-1])
+        self.print_row(self.rows[-1], self._main_columns())
 
     def _print_warm_up(self, images_per_second: float) -> None:
         """Print how long the warm-up took, if it was notably longer than other steps."""
@@ -352,27 +267,6 @@ class Logger:
     def _main_columns(self) -> list[str]:
         """Return the columns of the console's table, with which metrics.csv starts."""
         return list(dict.fromkeys([*COLUMNS[:4], self.monitored.name, *COLUMNS[4:]]))
-
-    def _print_row(self, row: dict[str, Any]) -> None:
-        """Print a row of the table, and further metrics below it."""
-        texts = {
-            name: f"{value:.4g}" if value < 1000 else f"{value:.0f}" for name, value in row.items()
-        }
-        columns = self._main_columns()
-        self._print_cells({name: texts.get(name, "") for name in columns})
-        further = " ".join(f"{name}={text}" for name, text in texts.items() if name not in columns)
-        if further:
-            margin = " " * 6
-            lines = wrap(further, WIDTH - len(margin), break_on_hyphens=False)
-            for line in lines:
-                self.info(margin + line)
-
-    def _print_cells(self, texts: dict[str, str]) -> None:
-        cells = []
-        for name, text in texts.items():
-            width = WIDTHS.get(name, METRIC_WIDTH)
-            cells.append(f"{text if len(text) <= width else text[: width - 1] + '…':>{width}}")
-        self.info(" ".join(cells))
 
     def _write_table(self) -> None:
         """Write metrics.csv as a whole, so that a row that did not fit is written later."""
@@ -465,18 +359,3 @@ def _parse_row(row: Mapping[str, str]) -> dict[str, float]:
 def _as_text(row: Mapping[str, float]) -> str:
     """Return a text that is the same for the same row, also if it holds nan."""
     return str(sorted(row.items()))
-
-
-class _LineStream:
-    """Text stream that passes the progress bars of tqdm on as lines."""
-
-    def __init__(self, write_line: Callable[[str], None]) -> None:
-        self.write_line = write_line
-
-    def write(self, text: str) -> None:
-        """Pass on a bar, without the control characters of a terminal."""
-        if line := text.strip():
-            self.write_line(line)
-
-    def flush(self) -> None:
-        """Do nothing: `write_line` flushes."""

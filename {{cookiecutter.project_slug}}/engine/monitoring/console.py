@@ -1,0 +1,127 @@
+"""Messages, progress bars and the table of epochs on the console of rank 0."""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from textwrap import wrap
+from threading import Event, Thread
+from typing import Any
+
+from tqdm import tqdm
+
+from engine.text import printable
+
+LINE_S = 60.0  # seconds between progress lines where there is no terminal
+LINE = "{desc}: {n_fmt}/{total_fmt}{postfix}, {remaining} left"
+# Of the console's table, which fits a terminal with 80 columns.
+WIDTH = 80
+WIDTHS = {"epoch": 5, "step": 6, "train_loss": 10, "val_loss": 9, "lr": 9, "loss_scale": 10}
+WIDTHS["images_per_second"] = 8
+METRIC_WIDTH = 16
+HEADINGS = {"images_per_second": "images/s"}
+
+
+class Console:
+    """Console of a run; it prints nothing on other ranks than 0.
+
+    Args:
+        active: whether this is rank 0.
+        log_every: batches between two lines of progress where there is no terminal; without it, a
+            line a minute.
+    """
+
+    def __init__(self, active: bool, log_every: int | None = None) -> None:
+        self.active = active
+        self.log_every = log_every
+        self.warnings: set[str] = set()
+
+    def info(self, message: str) -> None:
+        """Print a message."""
+        if self.active:
+            with contextlib.suppress(OSError):  # a full disk, or a closed pipe
+                print(printable(message), flush=True)
+
+    def warning(self, message: str) -> None:
+        """Print a warning. The same warning is printed once."""
+        if message not in self.warnings:
+            self.warnings.add(message)
+            self.info(f"warning: {message}")
+
+    def progress_bar(
+        self, batches: Iterable, description: str, total: int | None = None, **options: str
+    ) -> tqdm:
+        """Return an iterable over the first `total` batches, or all, that shows the progress.
+
+        On a terminal it is a bar; elsewhere a line a minute, or every `log_every` batches.
+        """
+        if total is not None:
+            batches = islice(batches, total)
+        look: dict[str, Any] = {"leave": False, "disable": not self.active, **options}
+        if sys.stderr.isatty():
+            look["dynamic_ncols"] = True
+        else:
+            look |= {"file": _LineStream(self.info), "bar_format": LINE, "delay": 1e-9}
+            look |= {"miniters": self.log_every or 1}
+            look |= {"mininterval": 0.0 if self.log_every else LINE_S}
+        return tqdm(batches, description, total, **look)
+
+    @contextlib.contextmanager
+    def timer(self, description: str) -> Iterator[None]:
+        """Show the elapsed time of the body on a terminal."""
+        if not sys.stderr.isatty():
+            yield
+            return
+        is_done = Event()
+
+        def refresh() -> None:
+            with self.progress_bar((), description, bar_format="{desc}: {elapsed}") as bar:
+                while not is_done.wait(0.5):
+                    bar.refresh()
+
+        thread = Thread(target=refresh, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            is_done.set()
+            thread.join()
+
+    def print_heading(self, columns: Sequence[str]) -> None:
+        """Print the heading of the table of epochs."""
+        self._print_cells({name: HEADINGS.get(name, name) for name in columns})
+
+    def print_row(self, row: dict[str, Any], columns: Sequence[str]) -> None:
+        """Print a row of the table, and what is not in its `columns` below it."""
+        texts = {
+            name: f"{value:.4g}" if value < 1000 else f"{value:.0f}" for name, value in row.items()
+        }
+        self._print_cells({name: texts.get(name, "") for name in columns})
+        further = " ".join(f"{name}={text}" for name, text in texts.items() if name not in columns)
+        if further:
+            margin = " " * 6
+            lines = wrap(further, WIDTH - len(margin), break_on_hyphens=False)
+            for line in lines:
+                self.info(margin + line)
+
+    def _print_cells(self, texts: dict[str, str]) -> None:
+        cells = []
+        for name, text in texts.items():
+            width = WIDTHS.get(name, METRIC_WIDTH)
+            cells.append(f"{text if len(text) <= width else text[: width - 1] + '…':>{width}}")
+        self.info(" ".join(cells))
+
+
+class _LineStream:
+    """Text stream that passes the progress bars of tqdm on as lines."""
+
+    def __init__(self, write_line: Callable[[str], None]) -> None:
+        self.write_line = write_line
+
+    def write(self, text: str) -> None:
+        """Pass on a bar, without the control characters of a terminal."""
+        if line := text.strip():
+            self.write_line(line)
+
+    def flush(self) -> None:
+        """Do nothing: `write_line` flushes."""

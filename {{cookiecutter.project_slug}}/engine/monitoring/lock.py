@@ -1,0 +1,53 @@
+"""Lock of a run's folder, so that two runs do not write to it."""
+
+import fcntl
+import os
+from collections.abc import Callable
+from io import FileIO
+from pathlib import Path
+
+from engine import UserError
+
+
+class FolderLock:
+    """Lock of `folder` until this process exits; child processes do not hold it.
+
+    Args:
+        folder: that may not exist yet.
+        warning: called with a message if its file system has no locks.
+    """
+
+    def __init__(self, folder: Path, warning: Callable[[str], None]) -> None:
+        self.folder = folder
+        self.file: FileIO | None = None
+        self._warning = warning
+
+    def acquire(self) -> None:
+        """Lock the folder, if there is one. Raises UserError if another run holds the lock."""
+        path = self.folder / ".lock"
+        # A link would lead to another file, and to open a FIFO could take for ever.
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+        while self.folder.exists() and not self._holds(path):
+            self.file = os.fdopen(os.open(path, flags, 0o666), "wb", 0)
+            try:
+                fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError):
+                fix = "wait until it ends, or add --output with another folder"
+                raise UserError(f"another run is writing to {self.folder}: {fix}") from None
+            except OSError as error:  # a file system without locks
+                problem = f"{self.folder} can't be locked ({error.strerror})"
+                self._warning(f"{problem}: start no other run there")
+
+    def release(self) -> None:
+        """Unlock the folder, if this process has locked it."""
+        if self.file:
+            self.file.close()
+
+    def _holds(self, path: Path) -> bool:
+        """Return whether the file at `path` is locked, and not one that it has replaced."""
+        if self.file is None:
+            return False
+        try:
+            return os.path.samestat(os.fstat(self.file.fileno()), path.stat())
+        except FileNotFoundError:
+            return False
