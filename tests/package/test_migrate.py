@@ -191,6 +191,61 @@ def test_level_can_be_given(run, tmp_path):
     assert "torch.bfloat16" in (tmp_path / "script.py").read_text()
 
 
+HELPER = """\
+from apex import amp
+
+def backward(loss, optimizer):
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+
+def save(path):
+    torch.save({"amp": amp.state_dict()}, path)
+"""
+
+
+def test_file_without_initialize_is_rewritten_at_o0(run, tmp_path):
+    code, _ = migrate(run, tmp_path, HELPER, "--opt-level", "O0")
+    assert "def backward(loss, optimizer):\n    loss.backward()\n" in code
+    assert "apex" not in code
+    for flags in ([], ["--opt-level", "O1"], ["--opt-level", "O4"]):
+        assert "not in this file" in migrate(run, tmp_path, HELPER, *flags, status=1)[1]
+
+
+CASTS = """
+import torch.nn.functional as F
+amp.register_float_function(F, "cross_entropy")
+model, optimizer = amp.initialize(model, optimizer, opt_level="LEVEL")
+for step in range(5):
+    optimizer.zero_grad()
+    loss = criterion(model(x), y)
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    with amp.disable_casts():
+        output = model(x)
+        print(output.mean().item())
+"""
+
+
+def test_casts_at_o0(run, tmp_path):
+    script = f"{START}optimizer = {OPTIMIZERS[0]}{CASTS}"
+    assert "register" not in compare(run, tmp_path, script.replace("LEVEL", "O0"), 0)
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_disable_casts_disables_autocast(run, tmp_path, level):
+    script = f"{START}optimizer = {OPTIMIZERS[0]}{CASTS}".replace("LEVEL", level)
+    report = migrate(run, tmp_path, script, status=1)[1]
+    assert "amp.register_float_function has no equivalent" in report
+    lines = [line for line in script.splitlines(True) if "register" not in line]
+    code, _ = migrate(run, tmp_path, "".join(lines))
+    disabled = {
+        "O1": '"cuda"',
+        "O4": '"cuda" if torch.cuda.is_available() else "cpu", torch.bfloat16',
+    }
+    assert f"    with torch.autocast({disabled[level]}, enabled=False):\n        output" in code
+
+
 def test_diff_leaves_the_file(run, tmp_path):
     (tmp_path / "script.py").write_text(CALLS[2][0] + "\n")
     done = run(*COMMAND, "migrate", "script.py")

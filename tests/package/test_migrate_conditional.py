@@ -193,6 +193,25 @@ def main(model, ema):
 
 main(nn.Linear(8, 3).to(device), nn.Linear(8, 3).to(device))
 """
+UNPACKED = """
+from apex import amp
+
+def train(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    amp_args = dict(opt_level=args.fp16_opt_level, loss_scale="dynamic", verbosity=0)
+    amp_args["enabled"] = args.fp16
+    if args.fp16_opt_level == "O2":
+        amp_args["master_weights"] = True
+    model, optimizer = amp.initialize(model, optimizer, **amp_args)
+    for step in range(6):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x[step::6]), y[step::6])
+        with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()  # one line
+        optimizer.step()
+        print(loss.item())
+
+train(nn.Linear(8, 3).to(device))
+"""
 SCRIPTS = {
     "local import": LOCAL_IMPORT,
     "amp is None": NONE,
@@ -200,6 +219,7 @@ SCRIPTS = {
     "two optimizers": TWO_OPTIMIZERS,
     "enabled": ENABLED,
     "inverted condition": INVERTED,
+    "unpacked arguments": UNPACKED,
 }
 
 
@@ -227,7 +247,9 @@ def test_losses_are_equal_within_rounding_at_o1_on_a_gpu(run_on_gpu, tmp_path, n
     assert losses(run_on_gpu("script.py", "--fp16")) == pytest.approx(expected, rel=2e-2, abs=2e-3)
 
 
-@pytest.mark.parametrize("name", [name for name in SCRIPTS if name != "enabled"])
+@pytest.mark.parametrize(
+    "name", [name for name in SCRIPTS if name not in ("enabled", "unpacked arguments")]
+)
 def test_losses_are_equal_at_o4(run, tmp_path, name):
     script = START.replace('default="O1"', 'default="O4"') + SCRIPTS[name]
     (tmp_path / "script.py").write_text(script)
@@ -293,6 +315,18 @@ LEFT = [
         "    if args.fp16:\n        try",
         "    if not args.fp16:\n        pass\n    else:\n        try",
         "amp.initialize is in an else or an elif",
+    ),
+    (UNPACKED, "if args.fp16_opt", "change(amp_args)\n    if args.fp16_opt", "unpacked"),
+    (UNPACKED, '["master_weights"]', '["verbosity"]', "unpacked"),
+    (UNPACKED, '["master_weights"]', '["num_losses"]', "unpacked"),
+    (UNPACKED, "    for step in", "    amp_args['num_losses'] = 1\n    for step in", "unpacked"),
+    (UNPACKED, "verbosity=0)", "**vars(args))", "unpacked"),
+    (UNPACKED, "amp_args = dict(", "amp_args = dict(models=model, ", "unpacked"),
+    (
+        UNPACKED,
+        "scaled_loss.backward()",
+        "scaled_loss.backward(); nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
+        "shares its statement",
     ),
 ]
 

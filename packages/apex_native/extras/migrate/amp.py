@@ -20,17 +20,20 @@ from .places import (
     simplify,
     source,
 )
+from .unpacking import expand
 from .usage import Loss
 
 HANDLED = ("initialize", "scale_loss", "master_params", "state_dict", "load_state_dict")
+HANDLED += ("disable_casts",)
+REGISTERED = ("register_float_function", "register_half_function", "register_promote_function")
 NO_MASTERS = "O2, O3 and O5 cast the model; --opt-level O1 or O4 replaces them by autocast"
 IGNORED = {"opt_level", "verbosity", "models", "optimizers", "num_losses"}
-IGNORED |= {"keep_batchnorm_fp32"}  # must be None where weights are not cast
+IGNORED |= {"keep_batchnorm_fp32", "master_weights"}  # no effect where weights are not cast
 
 
 def models_and_optimizers(call: cst.Call) -> list[cst.BaseExpression]:
     """Return what ``amp.initialize`` is given to prepare, by position or by keyword."""
-    given = [arg.value for arg in call.args if arg.keyword is None]
+    given = [arg.value for arg in call.args if arg.keyword is None and not arg.star]
     keywords = {arg.keyword.value: arg.value for arg in call.args if arg.keyword is not None}
     names = ("models", "optimizers")[len(given) :]
     return given + [keywords[name] for name in names if name in keywords]
@@ -56,6 +59,7 @@ class Analysis(Gradients):
         self.starts: list[cst.Call] = []
         self.enabled: cst.BaseExpression | None = None
         self.flags: set[str] = set()
+        self.registered: list[str] = []
 
     def visit_Module(self, node: cst.Module) -> None:
         """Find names that stand for a failed import."""
@@ -81,7 +85,9 @@ class Analysis(Gradients):
         if not name.startswith("apex.amp."):
             return
         short = name.removeprefix("apex.amp.")
-        if short not in HANDLED:
+        if short in REGISTERED and isinstance(self.parent(node), cst.Expr):
+            self.registered.append(short)
+        elif short not in HANDLED:
             self.usage.reasons.append(f"amp.{short} has no equivalent here")
         elif short == "initialize":
             self._initialize(node)
@@ -89,7 +95,7 @@ class Analysis(Gradients):
             self._scale_loss(node)
         elif short == "master_params":
             self.readers.append((self.statement(node), ""))
-        else:
+        elif short != "disable_casts":
             self.states.append(node)
 
     def visit_Attribute(self, node: cst.Attribute) -> None:
@@ -123,7 +129,7 @@ class Analysis(Gradients):
             self.usage.reasons.append("amp._amp_state has no equivalent here")
 
     def _initialize(self, node: cst.Call) -> None:
-        usage, parts = self.usage, split(node)
+        usage, parts = self.usage, split(expand(self, node))
         self.starts.append(node)
         if isinstance(parts, str):
             usage.reasons.append(parts)
@@ -171,7 +177,9 @@ class Analysis(Gradients):
         assert isinstance(statement, cst.With)
         assert isinstance(item, cst.WithItem)
         assert item.asname is not None
-        if len(statement.items) > 1 or not isinstance(statement.body, cst.IndentedBlock):
+        body = statement.body  # an indented block, or statements on the same line
+        is_line = isinstance(body, cst.SimpleStatementSuite)
+        if len(statement.items) > 1 or (is_line and len(body.body) > 1):
             self.usage.reasons.append("amp.scale_loss shares its statement with something else")
         if isinstance(parts[0][1].value, (cst.List, cst.Tuple)):
             self.usage.reasons.append("amp.scale_loss has several optimizers")
@@ -181,8 +189,13 @@ class Analysis(Gradients):
     def leave_Module(self, original_node: cst.Module) -> None:
         """Check what takes knowledge of the whole module."""
         usage = self.usage
+        if not self.starts and self.level == "O0":
+            usage.level = "O0"  # stated, and nothing else matters: all of amp is removed
+            return
         if not self.starts:
             usage.reasons.append("amp.initialize is not in this file")
+        if usage.level != "O0":
+            usage.reasons += [f"amp.{name} has no equivalent here" for name in self.registered]
         if usage.reasons:
             return
         test = self._condition(self.starts[0])

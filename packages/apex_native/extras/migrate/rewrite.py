@@ -5,7 +5,7 @@ from typing import Any
 import libcst as cst
 from libcst.metadata import ParentNodeProvider, PositionProvider, QualifiedNameProvider
 
-from .amp import models_and_optimizers
+from .amp import REGISTERED, models_and_optimizers
 from .calls import RULES
 from .places import apex_name, simplify, source
 from .report import PREFIX, Report
@@ -103,6 +103,10 @@ class Rewrite(cst.CSTTransformer):
             code = f'[p for group in {owner}.param_groups for p in group["params"]]'
             self._changed(original, f"{short} → the optimizer's parameters")
             return cst.parse_expression(code)
+        if short == "amp.disable_casts":
+            code = self.usage.no_autocast()
+            self._changed(original, f"{short} → {code}")
+            return cst.parse_expression(code)
         scaler = next(iter(self.usage.scalers.values()), "")
         if short == "amp.state_dict":
             self._changed(original, f"{short} → GradScaler's, or an empty one without a scaler")
@@ -131,6 +135,9 @@ class Rewrite(cst.CSTTransformer):
                 return self._initialize(original_node, updated_node)
             if name == "load_state_dict" and not self.usage.scaled:
                 self._changed(original_node, "amp.load_state_dict removed: there is no scaler")
+                return cst.RemoveFromParent()
+            if name in REGISTERED:
+                self._changed(original_node, f"amp.{name} removed: O0 casts nothing")
                 return cst.RemoveFromParent()
         for optimizer, scaler in self.usage.scalers.items():
             if source(small) == f"{optimizer}.step()":
@@ -228,6 +235,8 @@ class Rewrite(cst.CSTTransformer):
         self._changed(original_node, f"scale_loss → {new}")
         body: Any = updated_node.body.visit(_Rename(loss.alias, cst.parse_expression(new)))
         lines = list(body.body)
+        if isinstance(body, cst.SimpleStatementSuite):  # with …: scaled_loss.backward()
+            lines = [cst.SimpleStatementLine(lines, trailing_whitespace=body.trailing_whitespace)]
         lead = [*updated_node.leading_lines, *lines[0].leading_lines]
         lines[0] = lines[0].with_changes(leading_lines=lead)
         return cst.FlattenSentinel(lines)

@@ -62,3 +62,9 @@ class Usage:
         if not self.scaled:
             device, dtype = '"cuda" if torch.cuda.is_available() else "cpu"', "torch.bfloat16"
         return f"torch.autocast({device}, {dtype}{enabled and f', enabled={enabled}'})"
+
+    def no_autocast(self) -> str:
+        """Return the expression of the context manager in place of ``amp.disable_casts()``."""
+        return (
+            self.context("False") if self.level == "O4" else 'torch.autocast("cuda", enabled=False)'
+        )
