@@ -23,8 +23,8 @@ from .places import (
 from .unpacking import expand
 from .usage import Loss
 
-HANDLED = ("initialize", "scale_loss", "master_params", "state_dict", "load_state_dict")
-HANDLED += ("disable_casts",)
+HANDLED = {"initialize", "scale_loss", "master_params", "state_dict", "load_state_dict"}
+HANDLED |= {"disable_casts"}
 REGISTERED = ("register_float_function", "register_half_function", "register_promote_function")
 NO_MASTERS = "O2, O3 and O5 cast the model; --opt-level O1 or O4 replaces them by autocast"
 IGNORED = {"opt_level", "verbosity", "models", "optimizers", "num_losses"}

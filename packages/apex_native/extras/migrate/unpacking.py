@@ -73,8 +73,8 @@ def _items(value: cst.BaseExpression) -> Items:
             items.append((arg.keyword.value if arg.keyword else "", arg.value))
     elif isinstance(value, cst.Dict):
         for element in value.elements:
-            is_item = isinstance(element, cst.DictElement)
-            items.append((_text(element.key) if is_item else "", element.value))
+            key = _text(element.key) if isinstance(element, cst.DictElement) else ""
+            items.append((key, element.value))
     return items
 
 
