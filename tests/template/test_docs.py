@@ -214,7 +214,8 @@ def test_links_lead_to_files():
 
 def defined_flags():
     """Return the flags that the source of main.py, its parser and the tasks defines."""
-    files = [ROOT / PROJECT / "main.py", ROOT / PROJECT / "engine" / "flags.py"]
+    names = ("main.py", "engine/cli.py", "engine/flags.py")
+    files = [ROOT / PROJECT / name for name in names]
     files += (ROOT / PROJECT).glob("task*.py")
     source = "".join(file.read_text(encoding="utf-8") for file in files)
     return set(re.findall(r'"(--[\w-]+)"', source))
