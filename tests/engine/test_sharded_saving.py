@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from engine import UserError
 from engine.checkpoint import tensor_storage
+from engine.checkpoint.selection import AUTO, find
 from processes import Processes
 from sharding_helpers import needs_fsdp_on_cpu
 from test_sharded_fuzzing import manager_of, train_a_step
@@ -82,6 +83,33 @@ def test_failure_of_one_rank_is_reported_by_all(tmp_path: Path) -> None:
     finally:
         processes.stop()
     assert not list(tmp_path.iterdir())
+
+
+def resume_on_separate_disks(folder: str) -> tuple[str, str]:
+    """Return the errors of a rank on a host of its own: at the start, and of --resume."""
+    own = Path(folder) / str(dist.get_rank())
+    own.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WORLD_SIZE", "2")
+        patch.setenv("LOCAL_WORLD_SIZE", "1")
+        patch.chdir(own)  # the same path on both hosts is another folder
+        with pytest.raises(UserError) as at_start:
+            manager_of(Path("run")).resume(None, 1)
+        shared = manager_of(Path(folder) / "0" / "run")
+        assert shared.resume(None, 1) is None
+        train_a_step(shared)
+        with pytest.raises(UserError) as at_resume:
+            find(Path("run"), AUTO, print, dist.group.WORLD)
+    return str(at_start.value), str(at_resume.value)
+
+
+def test_folder_that_hosts_do_not_share_is_an_error(
+    two_processes: Processes, tmp_path: Path
+) -> None:
+    for at_start, at_resume in two_processes(resume_on_separate_disks, str(tmp_path)):
+        assert "rank 1, on " in at_start and "needs a disk that all hosts share" in at_start
+        assert "on a disk that all hosts share, and rank 1 has none there" in at_resume
+    assert {one.name for one in (tmp_path / "0" / "run").iterdir()} == {"best", "last", "step-1"}
 
 
 def tensors_of(rank: int) -> dict[str, torch.Tensor]:

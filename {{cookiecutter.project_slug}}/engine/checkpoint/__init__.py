@@ -108,11 +108,14 @@ class CheckpointManager:
             steps_per_epoch: to convert the epochs of another script's checkpoint.
             required: for --eval-only, which always uses `choice`.
 
-        Raises UserError if the checkpoint cannot be used, or is `required` and there is none.
+        Raises UserError if the checkpoint cannot be used, or is `required` and there is none; or if
+        the hosts of a sharded model don't share the folder.
         """
         if not required:
             self.logger.lock()
             dist.barrier(self._group)  # before any rank lists the files
+            if self._writers and not distributed.is_single_host():
+                sharded.require_shared(self.folder, self._group)
         source = self._find(choice, required)
         if source is None:
             if required:
