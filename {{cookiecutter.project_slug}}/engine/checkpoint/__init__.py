@@ -34,7 +34,7 @@ from engine.checkpoint.restore import restore
 from engine.checkpoint.selection import AUTO, Source, find
 from engine.data import get_rng_state, mix_seeds, seed_everything, set_rng_state
 from engine.distributed import consistency
-from engine.distributed.peers import WRITER
+from engine.distributed.peers import SHARD_WRITER, WRITER
 from engine.distributed.watchdog import StopSignals
 from engine.monitoring.curves import CONFIG
 from engine.monitoring.logger import Logger
@@ -230,7 +230,8 @@ class CheckpointManager:
         entries |= {"results": results or {}, "best": max(progress.best, best.score)}
         copied = torch.cuda.current_stream().record_event() if torch.cuda.is_initialized() else None
         arguments = (entries, copied)
-        self._writer = threading.Thread(None, self._write, WRITER, arguments, daemon=True)
+        name = SHARD_WRITER if self._writers else WRITER
+        self._writer = threading.Thread(None, self._write, name, arguments, daemon=True)
         self._writer.start()
 
     def _sums(self) -> Sums:
