@@ -2,7 +2,7 @@
 
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,8 +11,11 @@ import torch.distributed as dist
 from engine import UserError
 from engine.checkpoint import tensor_storage
 from engine.checkpoint.selection import AUTO, find
+from engine.diagnostics.checks import check_resume
+from engine.diagnostics.preflight import OK
 from processes import Processes
 from sharding_helpers import needs_fsdp_on_cpu
+from test_preflight_checks import settings
 from test_sharded_fuzzing import manager_of, train_a_step
 
 pytestmark = needs_fsdp_on_cpu
@@ -83,6 +86,17 @@ def test_failure_of_one_rank_is_reported_by_all(tmp_path: Path) -> None:
     finally:
         processes.stop()
     assert not list(tmp_path.iterdir())
+
+
+def test_check_reads_no_tensors(
+    two_processes: Processes, run_check: Callable, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """They may not fit into the memory of one process."""
+    two_processes(train_on, str(tmp_path))
+    monkeypatch.setattr(tensor_storage, "load", fail)
+    expected = (OK, f"{tmp_path}/step-6, after 0 epochs, 6 steps")
+    for choice in (AUTO, tmp_path / "step-6"):
+        assert run_check(check_resume, settings(output=tmp_path, resume=choice)) == expected
 
 
 def resume_on_separate_disks(folder: str) -> tuple[str, str]:
