@@ -112,10 +112,7 @@ class CheckpointManager:
         the hosts of a sharded model don't share the folder.
         """
         if not required:
-            self.logger.lock()
-            dist.barrier(self._group)  # before any rank lists the files
-            if self._writers and not distributed.is_single_host():
-                sharded.require_shared(self.folder, self._group)
+            self._lock_folder()
         source = self._find(choice, required)
         if source is None:
             if required:
@@ -155,6 +152,17 @@ class CheckpointManager:
             ) from None
         self.logger.info(message + notes + format.describe_origin(entries["origin"]))
         return source.path
+
+    def _lock_folder(self) -> None:
+        """Lock the folder, before any rank lists its files.
+
+        Raises UserError if another run has locked it, or the hosts of a sharded model don't share
+        it.
+        """
+        self.logger.lock()
+        dist.barrier(self._group)
+        if self._writers and not distributed.is_single_host():
+            sharded.require_shared(self.folder, self._group)
 
     def start_epoch(self, meter: Meter) -> None:
         """Restore the means of an interrupted epoch into `meter`."""
