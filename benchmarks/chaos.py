@@ -44,7 +44,7 @@ from flags import file_name, whole_number
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tests"))
 from fresh import copy_template  # noqa: E402
-from running import SCREENED, _be, assert_same_run  # noqa: E402
+from running import SCREENED, _be, assert_same_run, consolidate  # noqa: E402
 
 FLAGS = ("--arch", "mobilenet_v3_small", "--batch-size", "64", "--epochs", "2")
 FLAGS += ("--opt-level", "O0", "--deterministic", "--save-every", "2")
@@ -298,14 +298,6 @@ def undisturbed(folder: Path, processes: int) -> None:
         attempt.kill_all()
     assert status == 0, attempt.log.read_text()
     consolidate(folder / "project", folder / f"whole{processes}")
-
-
-def consolidate(project: Path, output: Path) -> None:
-    """Make the file last.pt of the folder that a run with FSDP has written."""
-    if (output / "last").is_dir():
-        command = [sys.executable, "-m", "engine.checkpoint.consolidate"]
-        command += [str(output / "last"), str(output / "last.pt")]
-        subprocess.run(command, cwd=project, env=SCREENED, check=True, stdout=subprocess.DEVNULL)
 
 
 def summarize(kills: list[Kill]) -> str:

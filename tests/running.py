@@ -231,6 +231,14 @@ def flat(value: dict | list | tuple, name: str = "") -> Iterator[tuple[str, obje
             yield f"{name}/{key}", entry
 
 
+def consolidate(project: Path, output: Path) -> None:
+    """Make the file last.pt of the folder that a run with FSDP has written."""
+    if (output / "last").is_dir():
+        command = [sys.executable, "-m", "engine.checkpoint.consolidate"]
+        command += [str(output / "last"), str(output / "last.pt")]
+        subprocess.run(command, cwd=project, env=SCREENED, check=True, stdout=subprocess.DEVNULL)
+
+
 def assert_same_run(output: Path, whole: Path) -> None:
     """The same to the last bit: weights, moments, random numbers, and what was reported."""
     ours, theirs = (

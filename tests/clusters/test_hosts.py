@@ -15,6 +15,7 @@ import pytest
 import torch
 from running import SCREENED, Run, assert_same_run, best_accuracy, metrics, run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformer import with_transformer
 
 pytestmark = pytest.mark.xdist_group("faults")
 # Eleven steps in an epoch. Three processes and more need --deterministic for the same bits.
@@ -473,12 +474,23 @@ def shown_scalars(output):
 
 
 @pytest.mark.weekly
-def test_elastic_run_trains_each_sample_once(hosts, project, tmp_path):
+@pytest.mark.parametrize("ddp", ["apex", "fsdp"])
+def test_elastic_run_trains_each_sample_once(hosts, bake, project, tmp_path, ddp):
     """2, 1, 2, then 3 processes; the learning rate is proportional to them with --scale-lr.
 
-    The last host that joins has the lowest address: rank 0 moves to it, and to its folder.
+    The last host that joins has the lowest address: rank 0 moves to it, and to its folder, which
+    FSDP has on a shared disk.
     """
-    copied = shutil.copytree(project, tmp_path / "project")
+    is_sharded = ddp == "fsdp"
+    if is_sharded:
+        generated = bake(ddp=ddp, opt_level="O0", sync_bn=False)
+        copied = with_transformer(generated, tmp_path / "project")
+        (tmp_path / "0").mkdir()
+        for number in "12":
+            (tmp_path / number).symlink_to("0")
+    else:
+        copied = shutil.copytree(project, tmp_path / "project")
+    suffix = "" if is_sharded else ".pt"
     (copied / "main.py").rename(copied / "kept.py")
     (copied / "main.py").write_text(RECORD)
     flags = (*SMALL, "--epochs", 8, "--workers", 0, "--save-every", 2, "--schedule", "none")
@@ -500,12 +512,13 @@ def test_elastic_run_trains_each_sample_once(hosts, project, tmp_path):
     with contextlib.ExitStack() as stack:
         first, second = [stack.enter_context(start(host)) for host in hosts[1:]]
         wait_for_processes(first, 2)
-        first.wait_until((first.output / "step-4.pt").exists)
+        first.wait_until((first.output / f"step-4{suffix}").exists)
         lost_at = time.time()
         hosts[2].lose()
         first.wait_until(lambda: not first.ranks(), 30)
         noticed_at = time.time()
-        newest = max(int(path.stem[5:]) for path in first.output.glob("step-*.pt"))
+        saved = [path for path in first.output.glob("step-*") if path.suffix == suffix]
+        newest = max(int(path.stem[5:]) for path in saved)
         first.wait_until(first.ranks, 60)
         formed_at = time.time()
         wait_for_processes(first, 1)
@@ -543,9 +556,10 @@ def test_elastic_run_trains_each_sample_once(hosts, project, tmp_path):
             assert lr == pytest.approx(0.001 * processes)
             epochs.setdefault(epoch, []).extend(indices)
     assert sorted(epochs) == list(range(8))
-    assert not (tmp_path / "2").exists()  # never the host of rank 0
-    before, after = [shown_scalars(tmp_path / folder) for folder in "10"]
-    assert before["step/lr"] + after["step/lr"] == sorted(steps)
+    if not is_sharded:
+        assert not (tmp_path / "2").exists()  # never the host of rank 0
+    *before, after = [shown_scalars(tmp_path / name) for name in ("0" if is_sharded else "10")]
+    assert [step for one in (*before, after) for step in one["step/lr"]] == sorted(steps)
     assert after["epoch/val_loss"] == [row["step"] for row in metrics(tmp_path / "0")]
     assert len(after["epoch/val_loss"]) == 8
     for epoch, indices in epochs.items():

@@ -11,7 +11,8 @@ import time
 from contextlib import ExitStack
 
 import pytest
-from running import SCREENED, assert_same_run
+from running import SCREENED, assert_same_run, consolidate
+from transformer import with_transformer
 
 CONFIG = """\
 ClusterName=test
@@ -316,6 +317,22 @@ def test_jobs_share_nodes_and_one_that_is_stopped_is_requeued_and_ends_as_the_ot
     cluster.wait_for(other, "COMPLETED")
     assert cluster.shows(other, "Restarts=0 ")
     assert_same_run(project / "runs" / other, whole)
+
+
+@real
+def test_requeued_job_with_fsdp_continues_from_its_sharded_checkpoint(cluster, bake, tmp_path):
+    generated = bake(cluster="slurm", ddp="fsdp", opt_level="O0", sync_bn=False)
+    project = with_transformer(generated, tmp_path / "project")
+    flags = (*SMALL, "--epochs", "4", "--seed", "0", "--deterministic")
+    whole, stopped = [cluster.submit(project, NO_GPU, "--", *flags) for _ in range(2)]
+    output = project / "runs" / stopped
+    cluster.wait_until(lambda: (output / "last").exists())
+    cluster.ask("scancel", "--signal=USR1", stopped)
+    cluster.start_again(stopped)
+    for job in (whole, stopped):
+        cluster.wait_for(job, "COMPLETED")
+        consolidate(project, project / "runs" / job)
+    assert_resumed(cluster, stopped, output, project / "runs" / whole)
 
 
 @real

@@ -232,9 +232,9 @@ def test_commands_of_two_hosts(two_hosts, monkeypatch):
 @pytest.fixture(scope="module")
 def check(bake):
     """Return a function that runs ``./run.sh --check`` in a generated project."""
-    project = bake()
+    default = bake()
 
-    def check(*flags: str, **environment: str) -> subprocess.CompletedProcess:
+    def check(*flags: str, project=default, **environment: str) -> subprocess.CompletedProcess:
         settings = {"PYTHON": sys.executable, "NPROC": "2", "CHECK_WAIT": "100"}
         return subprocess.run(
             [str(project / "run.sh"), "--check", *flags],
@@ -263,6 +263,17 @@ def test_check_succeeds_on_this_host(check, tmp_path):
     assert str(tmp_path) in texts["output"]
     assert "--workers 1" in texts["CPU"]
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_check_with_fsdp_divides_the_memory_by_the_processes(check, bake, tmp_path):
+    project = bake(ddp="fsdp", opt_level="O0", sync_bn=False)
+    flags = ("--json", "--arch", "resnet50", "--output", str(tmp_path))
+    done = check(*flags, project=project, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stdout + done.stderr
+    texts = {one["name"]: one["text"] for one in json.loads(done.stdout)["checks"]}
+    assert "2 ranks" in texts["all-reduce"]
+    assert "parameters need 0.28 GiB for each process" in texts["memory"]
 
 
 @pytest.mark.gpu

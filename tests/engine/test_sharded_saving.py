@@ -2,7 +2,7 @@
 
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -10,8 +10,12 @@ import torch
 import torch.distributed as dist
 from engine import UserError
 from engine.checkpoint import tensor_storage
+from engine.checkpoint.selection import AUTO, find
+from engine.diagnostics.checks import check_resume
+from engine.diagnostics.preflight import OK
 from processes import Processes
 from sharding_helpers import needs_fsdp_on_cpu
+from test_preflight_checks import settings
 from test_sharded_fuzzing import manager_of, train_a_step
 
 pytestmark = needs_fsdp_on_cpu
@@ -82,6 +86,44 @@ def test_failure_of_one_rank_is_reported_by_all(tmp_path: Path) -> None:
     finally:
         processes.stop()
     assert not list(tmp_path.iterdir())
+
+
+def test_check_reads_no_tensors(
+    two_processes: Processes, run_check: Callable, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """They may not fit into the memory of one process."""
+    two_processes(train_on, str(tmp_path))
+    monkeypatch.setattr(tensor_storage, "load", fail)
+    expected = (OK, f"{tmp_path}/step-6, after 0 epochs, 6 steps")
+    for choice in (AUTO, tmp_path / "step-6"):
+        assert run_check(check_resume, settings(output=tmp_path, resume=choice)) == expected
+
+
+def resume_on_separate_disks(folder: str) -> tuple[str, str]:
+    """Return the errors of a rank on a host of its own: at the start, and of --resume."""
+    own = Path(folder) / str(dist.get_rank())
+    own.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WORLD_SIZE", "2")
+        patch.setenv("LOCAL_WORLD_SIZE", "1")
+        patch.chdir(own)  # the same path on both hosts is another folder
+        with pytest.raises(UserError) as at_start:
+            manager_of(Path("run")).resume(None, 1)
+        shared = manager_of(Path(folder) / "0" / "run")
+        assert shared.resume(None, 1) is None
+        train_a_step(shared)
+        with pytest.raises(UserError) as at_resume:
+            find(Path("run"), AUTO, print, dist.group.WORLD)
+    return str(at_start.value), str(at_resume.value)
+
+
+def test_folder_that_hosts_do_not_share_is_an_error(
+    two_processes: Processes, tmp_path: Path
+) -> None:
+    for at_start, at_resume in two_processes(resume_on_separate_disks, str(tmp_path)):
+        assert "rank 1, on " in at_start and "needs a disk that all hosts share" in at_start
+        assert "on a disk that all hosts share, and rank 1 has none there" in at_resume
+    assert {one.name for one in (tmp_path / "0" / "run").iterdir()} == {"best", "last", "step-1"}
 
 
 def tensors_of(rank: int) -> dict[str, torch.Tensor]:

@@ -1,5 +1,6 @@
 """FSDP against DistributedDataParallel on the CPU: losses, gradients, averages, what is sharded."""
 
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -97,6 +98,38 @@ def test_each_rank_holds_a_shard_of_weights_and_moments(two_processes, level, ou
     for name, shape in whole.items():
         assert sum(one[name][0] for one in shards) == shape[0]
         assert {one[name][1:] for one in shards} == {shape[1:]}
+
+
+def audit():
+    """Return the messages of the first step's audit, and its errors for two faults."""
+    import apex_native
+    from engine.backend import Backend
+    from engine.diagnostics.first_step import FirstStepAudit
+
+    model, optimizer = build()
+    messages = []
+    logger = SimpleNamespace(info=messages.append)
+    arguments = (model, optimizer, Backend(apex_native, ""), [], logger)
+    first_step = FirstStepAudit(*arguments)
+    model(batches(1, 0)[0][0]).sum().backward()
+    model.head.bias.grad = None
+    with pytest.raises(UserError) as without_gradient:
+        first_step.check_gradients()
+    model.whole = nn.Parameter(torch.ones(2), requires_grad=False)
+    with pytest.raises(UserError) as not_sharded:
+        FirstStepAudit(*arguments)
+    return messages, str(without_gradient.value), str(not_sharded.value)
+
+
+def test_first_step_audit_reports_the_shard_of_a_rank_and_its_memory(two_processes):
+    total = sum(parameter.numel() for parameter in Classifier().parameters())
+    half = sum(-(-len(p) // 2) * (p.numel() // len(p)) for p in Classifier().parameters())
+    expected = f"rank 0 holds {half:,} of {total:,} parameters: 0.00 GiB with gradients and opt"
+    (messages, without_gradient, not_sharded), (_, *others) = two_processes(audit)
+    assert [message.startswith(expected) for message in messages] == [True]
+    assert without_gradient.startswith("no gradient reaches head.bias")
+    assert not_sharded.startswith("whole are not sharded")
+    assert others == [without_gradient, not_sharded]
 
 
 def apply_with_old_torch():

@@ -162,6 +162,25 @@ def test_killed_process_ends_all_others_with_one_message(rank) -> None:
     assert re.findall(r"error: rank (\d) on \S+ has ended without a message", errors) == [str(rank)]
 
 
+WRITE = """
+import threading
+from engine.distributed import peers
+def write(seconds):
+    time.sleep(seconds)
+    os.write(2, b"written")
+peers.WRITE_S = 60.0
+threading.Thread(None, write, peers.WRITER, (3,), daemon=True).start()
+threading.Thread(None, write, peers.SHARD_WRITER, (60,), daemon=True).start()
+"""
+
+
+def test_loss_of_a_process_ends_a_sharded_write_and_completes_any_other() -> None:
+    with Job(WRITE + WAIT, WAIT) as job:
+        job.processes[1].kill()
+        assert job.statuses() == [1, -signal.SIGKILL]
+        assert job.errors().count("written") == 1
+
+
 def test_processes_that_finish_one_after_the_other_succeed() -> None:
     with Job("time.sleep(1)", "pass", "time.sleep(2)") as job:
         assert job.statuses() == [0, 0, 0]

@@ -1,16 +1,20 @@
 """Runs that are killed and resumed are one run in the tracker, with each step once."""
 
+import contextlib
+import math
 import multiprocessing
 import os
 import random
 import signal
+import time
 
 import pytest
 from mlflow_server import free_port, mlflow_server
 from running import SCREENED, _be, metrics
+from transformer import with_transformer
 
 pytestmark = pytest.mark.xdist_group("trackers")
-FLAGS = ("--arch", "mobilenet_v3_small", "--batch-size", "64", "--opt-level", "O0")
+FLAGS = ("--arch", "mobilenet_v3_small", "--opt-level", "O0")
 FLAGS += ("--log-every", "1", "--save-every", "3", "--resume", "auto", "--tracker", "mlflow")
 STEPS_PER_EPOCH = 22
 
@@ -21,42 +25,75 @@ def in_session(*arguments):
     _be(*arguments)
 
 
-def start(project, output, epochs, variables):
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch._dynamo", "torchvision"])
-    command = ["main.py", *FLAGS, "--epochs", str(epochs), "--output", str(output)]
-    process = context.Process(
-        target=in_session, args=(project, command, variables, [output.with_suffix(".log")] * 2)
-    )
-    process.start()
-    return process
+class Ranks:
+    """Processes of a run, each in a session of its own."""
+
+    def __init__(self, project, output, epochs, variables, flags, world_size):
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch._dynamo", "torchvision"])
+        command = ["main.py", *FLAGS, *flags, "--epochs", str(epochs), "--output", str(output)]
+        variables = variables | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        variables |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+        self.processes = []
+        for rank in map(str, range(world_size)):
+            own = variables | {"RANK": rank, "LOCAL_RANK": rank}
+            arguments = (project, command, own, [output.with_suffix(".log")] * 2)
+            self.processes.append(context.Process(target=in_session, args=arguments))
+            self.processes[-1].start()
+
+    def join(self, seconds=None):
+        """Wait; return the exit statuses, of which None is that of a process that runs."""
+        deadline = time.monotonic() + (seconds or math.inf)
+        for process in self.processes:
+            process.join(max(0.0, deadline - time.monotonic()) if seconds else None)
+        return [process.exitcode for process in self.processes]
+
+    def kill(self, kill):
+        """Kill all processes by `kill`, which is os.kill or os.killpg."""
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                kill(process.pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("kills", [4, pytest.param(30, marks=pytest.mark.weekly)])
-def test_random_kills_leave_one_run_with_each_step_once(bake, tmp_path, kills):
-    """Either all processes are killed, or the one that delivers the points survives a while."""
+@pytest.mark.parametrize(
+    ("ddp", "kills"),
+    [
+        ("apex", 4),
+        pytest.param("apex", 30, marks=pytest.mark.weekly),
+        pytest.param("fsdp", 4, marks=pytest.mark.weekly),
+    ],
+)
+def test_random_kills_leave_one_run_with_each_step_once(bake, tmp_path, ddp, kills):
+    """Either all processes are killed, or the one that delivers the points survives a while.
+
+    With FSDP, two processes train.
+    """
     mlflow = pytest.importorskip("mlflow")
     chosen = random.Random(kills)
-    project, output, port = bake(), tmp_path / "run", free_port()
+    output, port = tmp_path / "run", free_port()
+    flags, world_size = ("--batch-size", "64"), 1
+    project = bake()
+    if ddp == "fsdp":
+        generated = bake(ddp=ddp, opt_level="O0", sync_bn=False)
+        project = with_transformer(generated, tmp_path / "project")
+        flags, world_size = ("--batch-size", "32"), 2
     address = f"http://127.0.0.1:{port}"
     variables = SCREENED | {"MLFLOW_TRACKING_URI": address, "OMP_NUM_THREADS": "1"}
     with mlflow_server(tmp_path / "mlflow", port):
         epochs, killed = 2, 0
         while killed < kills:
-            process = start(project, output, epochs, variables)
-            process.join(chosen.uniform(3, 12))
-            if process.is_alive():
-                kill = chosen.choice([os.kill, os.killpg])
-                kill(process.pid, signal.SIGKILL)
+            ranks = Ranks(project, output, epochs, variables, flags, world_size)
+            statuses = ranks.join(chosen.uniform(3, 12 * world_size))
+            if None in statuses:
+                ranks.kill(chosen.choice([os.kill, os.killpg]))
                 killed += 1
-            elif process.exitcode == 0:
+            elif set(statuses) == {0}:
                 epochs += 2
             else:
                 pytest.fail(output.with_suffix(".log").read_text()[-3000:])
-            process.join()
-        process = start(project, output, epochs, variables)
-        process.join(600)
-        assert process.exitcode == 0, output.with_suffix(".log").read_text()[-3000:]
+            ranks.join()
+        ranks = Ranks(project, output, epochs, variables, flags, world_size)
+        assert set(ranks.join(600)) == {0}, output.with_suffix(".log").read_text()[-3000:]
         log = output.with_suffix(".log").read_text()
         assert "not delivered" not in log.splitlines()[-3:]
         client = mlflow.MlflowClient(address)

@@ -34,7 +34,7 @@ from engine.checkpoint.restore import restore
 from engine.checkpoint.selection import AUTO, Source, find
 from engine.data import get_rng_state, mix_seeds, seed_everything, set_rng_state
 from engine.distributed import consistency
-from engine.distributed.peers import WRITER
+from engine.distributed.peers import SHARD_WRITER, WRITER
 from engine.distributed.watchdog import StopSignals
 from engine.monitoring.curves import CONFIG
 from engine.monitoring.logger import Logger
@@ -108,11 +108,11 @@ class CheckpointManager:
             steps_per_epoch: to convert the epochs of another script's checkpoint.
             required: for --eval-only, which always uses `choice`.
 
-        Raises UserError if the checkpoint cannot be used, or is `required` and there is none.
+        Raises UserError if the checkpoint cannot be used, or is `required` and there is none; or if
+        the hosts of a sharded model don't share the folder.
         """
         if not required:
-            self.logger.lock()
-            dist.barrier(self._group)  # before any rank lists the files
+            self._lock_folder()
         source = self._find(choice, required)
         if source is None:
             if required:
@@ -152,6 +152,17 @@ class CheckpointManager:
             ) from None
         self.logger.info(message + notes + format.describe_origin(entries["origin"]))
         return source.path
+
+    def _lock_folder(self) -> None:
+        """Lock the folder, before any rank lists its files.
+
+        Raises UserError if another run has locked it, or the hosts of a sharded model don't share
+        it.
+        """
+        self.logger.lock()
+        dist.barrier(self._group)
+        if self._writers and not distributed.is_single_host():
+            sharded.require_shared(self.folder, self._group)
 
     def start_epoch(self, meter: Meter) -> None:
         """Restore the means of an interrupted epoch into `meter`."""
@@ -227,7 +238,8 @@ class CheckpointManager:
         entries |= {"results": results or {}, "best": max(progress.best, best.score)}
         copied = torch.cuda.current_stream().record_event() if torch.cuda.is_initialized() else None
         arguments = (entries, copied)
-        self._writer = threading.Thread(None, self._write, WRITER, arguments, daemon=True)
+        name = SHARD_WRITER if self._writers else WRITER
+        self._writer = threading.Thread(None, self._write, name, arguments, daemon=True)
         self._writer.start()
 
     def _sums(self) -> Sums:

@@ -55,7 +55,7 @@ def use_saved_classes(
     found: list[list[str]] = [[]]
     if dist.get_rank() == source.rank:
         with suppress(UserError):
-            found = [format.load_metadata(source.path).get("classes", [])]
+            found = [format.load_state(source.path)["metadata"].get("classes", [])]
     dist.broadcast_object_list(found, source.rank, group)
     saved = found[0]
     if adapt_classes(source.path, saved, own, data_sets, is_evaluation=True):

@@ -170,24 +170,12 @@ def load(path: Path, content: io.BytesIO | None = None) -> dict[str, Any]:
     return check(path, sharded.read(path) if path.is_dir() else read(path, content))
 
 
-def load_metadata(path: Path) -> dict[str, Any]:
-    """Return the metadata of a checkpoint; of a sharded one, no tensors are read.
+def load_state(path: Path) -> dict[str, Any]:
+    """Return the entries of a checkpoint; of a sharded one, without reading its tensors.
 
-    Raises UserError as `load` does.
+    The checksums of all files are compared nevertheless. Raises UserError as `load` does.
     """
-    entries = check(path, sharded.read_state(path)) if path.is_dir() else load(path)
-    return dict(entries["metadata"])
-
-
-def validate(path: Path) -> None:
-    """Raise UserError for a checkpoint that `load` would not return.
-
-    Of a sharded one, the files' checksums are compared, and the tensors are not loaded.
-    """
-    if path.is_dir():
-        check(path, sharded.read_state(path))
-    else:
-        load(path)
+    return check(path, sharded.read_state(path)) if path.is_dir() else load(path)
 
 
 def check(path: Path, entries: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from engine import UserError
 from engine.checkpoint import format
-from engine.checkpoint.format import BEST, LAST, validate
+from engine.checkpoint.format import BEST, LAST, load_state
 
 T = TypeVar("T")
 AUTO = Path("auto")  # value of --resume for the newest checkpoint
@@ -43,11 +43,18 @@ def find(
     if choice is None:
         return None
     if choice == AUTO:
-        return newest(folder, warn, group)
-    has_file = all_gather(choice.is_file() or choice.is_dir(), group)
-    if choice.is_dir() and not all(has_file):
-        raise UserError(f"--resume {choice}: it must be on a disk that all hosts share")
-    return Source(choice, has_file.index(True) if any(has_file) else 0)
+        source = newest(folder, warn, group)
+    else:
+        has_file = all_gather(choice.is_file() or choice.is_dir(), group)
+        source = Source(choice, has_file.index(True) if any(has_file) else 0)
+    if source:
+        is_folder = all_gather(source.path.is_dir(), group)
+        if any(is_folder) and not all(is_folder):
+            raise UserError(
+                f"--resume {source.path}: a sharded checkpoint must be on a disk that all hosts "
+                f"share, and rank {is_folder.index(False)} has none there"
+            )
+    return source
 
 
 def newest(
@@ -75,7 +82,7 @@ def newest(
         problem = ""
         if rank == source.rank:
             try:
-                validate(source.path)
+                load_state(source.path)
             except UserError as error:
                 problem = str(error)
         problem = all_gather(problem, group)[source.rank]

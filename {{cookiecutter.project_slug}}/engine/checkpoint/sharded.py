@@ -12,6 +12,7 @@ import json
 import os
 import secrets
 import shutil
+import socket
 import stat
 import zlib
 from collections.abc import Iterator, Mapping
@@ -34,6 +35,41 @@ MANIFEST, STATE, INDEX = "manifest.json", "state.pt", "index.json"
 MANIFEST_VERSION = 1
 CHUNK = 2**24  # bytes
 PARTS = ("model", "ema", "optimizer")
+
+
+def require_shared(folder: Path, group: dist.ProcessGroup) -> None:
+    """Raise UserError on all ranks if one of them does not see what rank 0 writes to `folder`.
+
+    All ranks of `group` call this together, before a run that could not save anything.
+    """
+    rank = dist.get_rank(group)
+    name = [f"{secrets.token_hex(8)}.pt{SUFFIX}"]  # one that a save removes, if this process ends
+    dist.broadcast_object_list(name, 0, group)
+    probe = folder / name[0]
+    with _together(group):
+        if rank == 0:
+            _create(probe)
+    try:
+        with _together(group):
+            if not probe.exists():
+                raise UserError(
+                    f"--output {folder}: rank {rank}, on {socket.gethostname()}, does not see what "
+                    "rank 0 writes there; FSDP needs a disk that all hosts share"
+                )
+    finally:
+        if rank == 0:
+            probe.unlink(missing_ok=True)
+
+
+def _create(path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    except OSError as error:
+        raise UserError(
+            f"--output {path.parent} can't be written ({error.strerror}): choose another folder, "
+            "or correct its permissions"
+        ) from None
 
 
 def flatten(entries: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -168,5 +168,5 @@ def check_resume(settings: Settings) -> Results:
     elif path is None:
         yield OK, f"{settings.output} has no checkpoint: the run starts from the beginning"
     else:
-        state = checkpoint.load(path)
+        state = checkpoint.load_state(path)
         yield OK, f"{path}, after {state['epoch']} epochs, {state['step']} steps"

@@ -9,6 +9,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -28,18 +29,20 @@ FINAL_STATUSES = {
 CONNECT_S = 30.0  # for the connection to rank 0
 REPLY_S = 2.0  # for the reply of rank 0 to a process that fails
 WRITER = "checkpoint writer"  # name of the thread
+SHARD_WRITER = "shard writer"  # the same for a sharded checkpoint, which takes all processes
 WRITE_S = 20.0  # for a checkpoint that is being written; torchrun waits for 30
 LINGER_S = 1.0  # in which a launcher ends this process, too, if it ends the job
 
 
-def exit_process(status: int) -> NoReturn:
+def exit_process(status: int, has_lost_peer: bool = False) -> NoReturn:
     """Exit this process at once, without Python's clean-up, and all processes of the job with it.
 
-    A checkpoint that is being written is completed. After a user's error or a signal, the launcher
-    must not restart the job; it receives a signal.
+    A checkpoint that is being written is completed, unless it is sharded and one of the processes
+    is lost. After a user's error or a signal, the launcher must not restart the job; it receives a
+    signal.
     """
     announce_failure(status)
-    finish_writing()
+    finish_writing((WRITER,) if has_lost_peer else (WRITER, SHARD_WRITER))
     for stream in filter(None, (sys.stdout, sys.stderr)):  # one may be closed
         stream.flush()
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
@@ -50,10 +53,10 @@ def exit_process(status: int) -> NoReturn:
     os._exit(status)
 
 
-def finish_writing() -> None:
-    """Wait, but not for long, until a checkpoint is written."""
+def finish_writing(writers: Sequence[str] = (WRITER, SHARD_WRITER)) -> None:
+    """Wait, but not for long, until these threads have written a checkpoint."""
     for thread in threading.enumerate():
-        if thread.name == WRITER:
+        if thread.name in writers:
             thread.join(WRITE_S)
 
 
@@ -164,7 +167,7 @@ class PeerMonitor(threading.Thread):
                 file=sys.stderr,
                 flush=True,
             )
-        exit_process(1)
+        exit_process(1, has_lost_peer=True)
 
 
 class PeerServer(threading.Thread):
