@@ -42,9 +42,13 @@ Step = Callable[[Tensor, Tensor], None]
 
 
 def build_model(arch: str, device: str | torch.device) -> nn.Module:
-    """Return an untrained torchvision model with 1,000 classes."""
+    """Return an untrained model of torchvision or, as timm:NAME, of timm, with 1,000 classes."""
     torch.manual_seed(0)
     with torch.device(device):
+        if arch.startswith("timm:"):
+            import timm
+
+            return timm.create_model(arch.removeprefix("timm:"), num_classes=1000)
         return torchvision.models.get_model(arch, weights=None)
 
 
@@ -159,7 +163,9 @@ def measure(variant: str, args: argparse.Namespace) -> tuple[float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--arch", default="vit_h_14", help="of torchvision, for 224 pixels")
+    parser.add_argument(
+        "--arch", default="vit_h_14", help="of torchvision, or timm:NAME, for 224 pixels"
+    )
     parser.add_argument("--batch-size", type=whole_number, default=32, help="per GPU")
     parser.add_argument("--steps", type=whole_number, default=10)
     parser.add_argument("--rounds", type=whole_number, default=3)

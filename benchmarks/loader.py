@@ -240,6 +240,8 @@ def train(folder: Path, args: Namespace) -> list[Turn]:
     common += ["--compile"] if args.compile else []
     variants = {"synthetic": ("", ["--dummy"])}
     for name, (change, flags, is_packed) in FROM_FILES.items():
+        if name not in args.variants:
+            continue
         if args.device == "cuda" or "gpu" not in flags:
             variants[name] = (change, [*flags, "--data", str(packed if is_packed else folder)])
     contestants = []
@@ -283,6 +285,9 @@ def parse_args() -> Namespace:
     add("--compile", action="store_true")
     add("--warmup", type=whole_number, default=20, help="steps before the first turn")
     add("--block", type=whole_number, default=30, help="timed steps of a turn")
+    add(
+        "--variants", nargs="+", choices=FROM_FILES, default=[*FROM_FILES], help="besides synthetic"
+    )
     add("--output", type=file_name, default=HERE / "loader.csv")
     args = parser.parse_args()
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.cores])

@@ -1,12 +1,40 @@
 """Losses of ``apex.contrib.xentropy`` and ``apex.contrib.focal_loss``, and its ``clip_grad``."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from .multi_tensor import in_fp32
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Cross entropy of each sample; it keeps the logits and no copy of them in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, smoothing: float) -> Tensor:
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        ctx.save_for_backward(logits, labels)
+        ctx.smoothing = smoothing
+        log_probabilities = torch.log_softmax(logits, -1, dtype=wide)
+        losses = F.nll_loss(log_probabilities, labels, reduction="none")
+        if smoothing:
+            losses = (1 - smoothing) * losses - smoothing * log_probabilities.mean(-1)
+        return losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        logits, labels = ctx.saved_tensors
+        probabilities = logits.softmax(-1)
+        if ctx.smoothing:
+            probabilities.sub_(ctx.smoothing / logits.size(-1))
+        target = torch.tensor(ctx.smoothing - 1, dtype=logits.dtype, device=logits.device)
+        probabilities.scatter_add_(-1, labels[:, None], target.expand(len(labels), 1))
+        return probabilities.mul_(grad[:, None]), None, None
 
 
 class SoftmaxCrossEntropyLoss:
@@ -22,12 +50,12 @@ class SoftmaxCrossEntropyLoss:
     ) -> Tensor:
         """Return the losses (N,) of `logits` (N, classes), computed in fp32, in their type.
 
-        Samples whose label is `padding_idx` have loss 0. `half_to_float` returns fp32.
+        Samples whose label is `padding_idx` have loss 0; it may be outside of the classes.
+        `half_to_float` returns fp32.
         """
-        (wide,) = in_fp32([logits])
-        losses = F.cross_entropy(
-            wide, labels, ignore_index=padding_idx, label_smoothing=smoothing, reduction="none"
-        )
+        is_padding = labels == padding_idx
+        losses = _CrossEntropy.apply(logits, labels.masked_fill(is_padding, 0), smoothing)
+        losses = losses.masked_fill(is_padding, 0.0)
         return losses if half_to_float else losses.to(logits.dtype)
 
 
@@ -80,8 +108,8 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Clip the gradients of `parameters` to the norm `max_norm` together, in place.
 
-    Returns their norm before. Unlike torch's function, it computes norms of half gradients in fp32,
-    which do not overflow. Raises RuntimeError for a norm that is inf or nan if
+    Returns their norm before, in fp32 at least. Unlike torch's function, it computes norms of half
+    gradients in fp32, which do not overflow. Raises RuntimeError for a norm that is inf or nan if
     `error_if_nonfinite`; this waits for the device.
     """
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)

@@ -1,0 +1,268 @@
+"""apex_native compared with real Apex on a GPU: outputs, gradients, and weights after some steps.
+
+A case takes a function that finds a name of Apex, in real Apex or in apex_native, and returns
+tensors. Cases whose extension of Apex is not installed are skipped.
+"""
+
+import importlib
+from functools import partial
+
+import pytest
+import torch
+from apex_native.extras.covered import COVERED
+
+pytestmark = [pytest.mark.apex, pytest.mark.gpu]
+# The greatest norm of the difference, relative to that of Apex's tensor.
+LIMITS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+PRODUCT_LIMIT = 1e-3  # of matrix products in fp32: Apex lets cuBLAS choose TF32
+NORMS = "apex.normalization.fused_layer_norm"
+SOFTMAX = "apex.transformer.functional.fused_softmax"
+STEPS = 5
+
+
+def find_in_apex(module, name):
+    return getattr(pytest.importorskip(module), name)
+
+
+def find_in_native(module, name):
+    *_, own = [key for key, names in COVERED[module].items() if name in names.split()]
+    return getattr(importlib.import_module(f"apex_native.{own}"), name)
+
+
+def leaves(dtype, *shapes, seed=0):
+    """Return the same random tensors in each call."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    options = {"generator": generator, "device": "cuda"}
+    return [torch.randn(shape, **options).to(dtype).requires_grad_() for shape in shapes]
+
+
+def differentiate(output, inputs):
+    """Return `output` and the gradients of `inputs` for a random gradient of `output`."""
+    (grad,) = leaves(output.dtype, output.shape, seed=1)
+    return [output, *torch.autograd.grad(output, inputs, grad.detach())]
+
+
+def norm(find, dtype, name, parameters):
+    x, *affine = leaves(dtype, (64, 768), *[(768,)] * parameters)
+    return differentiate(find(NORMS, name)(x, *affine, (768,)), [x, *affine])
+
+
+def mixed_norm(find, dtype, name, parameters):
+    """Take an input in fp32: Apex refuses a half one with weights in fp32."""
+    (x,) = leaves(torch.float32, (64, 768))
+    affine = leaves(dtype, *[(768,)] * parameters)
+    return differentiate(find(NORMS, name)(x, *affine, (768,)), [x, *affine])
+
+
+def cross_entropy(find, dtype, smoothing, half_to_float):
+    (logits,) = leaves(dtype, (64, 1000))
+    labels = torch.arange(64, device="cuda") * 7 % 1000
+    loss = find("apex.contrib.xentropy", "SoftmaxCrossEntropyLoss").apply
+    return differentiate(loss(logits, labels, smoothing, 0, half_to_float), [logits])
+
+
+def focal(find, dtype, smoothing):
+    (logits,) = leaves(dtype, (4, 100, 16))
+    labels = torch.arange(400, device="cuda").view(4, 100) % 18 - 2
+    positive = torch.tensor([20.0], device="cuda")
+    loss = find("apex.contrib.focal_loss.focal_loss", "focal_loss")
+    output = loss(logits, labels, positive, 16, 0.25, 2.0, smoothing)
+    return [output, *torch.autograd.grad(output, [logits], torch.ones_like(output))]
+
+
+def masked_softmax(find, dtype):
+    (scores,) = leaves(dtype, (2, 4, 64, 64))
+    mask = torch.rand(2, 1, 64, 64, generator=torch.Generator().manual_seed(0)) < 0.3
+    mask[0, 0, 5] = True  # a row that is masked as a whole
+    output = find(SOFTMAX, "scaled_masked_softmax")(scores, mask.cuda(), 0.25)
+    return differentiate(output, [scores])
+
+
+def causal_softmax(find, dtype):
+    (scores,) = leaves(dtype, (2, 4, 64, 64))
+    output = find(SOFTMAX, "scaled_upper_triang_masked_softmax")(scores, None, 0.25)
+    return differentiate(output, [scores])
+
+
+def mlp(find, dtype, bias, activation):
+    layers = find("apex.mlp", "MLP")([64, 128, 32], bias=bias, activation=activation)
+    layers = layers.cuda().to(dtype)
+    parameters = list(layers.parameters())
+    with torch.no_grad():
+        for own, value in zip(
+            parameters, leaves(dtype, *(p.shape for p in parameters)), strict=True
+        ):
+            own.copy_(value * 0.1)
+    (x,) = leaves(dtype, (32, 64))
+    return differentiate(layers(x), [x, *parameters])
+
+
+def dense(find, dtype, name, sizes):
+    layer = find("apex.fused_dense", name)(*sizes).cuda().to(dtype)
+    parameters = list(layer.parameters())
+    with torch.no_grad():
+        for own, value in zip(
+            parameters, leaves(dtype, *(p.shape for p in parameters)), strict=True
+        ):
+            own.copy_(value * 0.1)
+    (x,) = leaves(dtype, (32, sizes[0]))
+    return differentiate(layer(x), [x, *parameters])
+
+
+def clip(find, dtype, norm_type):
+    tensors = leaves(dtype, (50, 30), (7,), (3, 4, 5))
+    for tensor in tensors:
+        tensor.grad = tensor.detach().clone()
+    total = find("apex.contrib.clip_grad", "clip_grad_norm_")(tensors, 2.0, norm_type)
+    return [total.float(), *(tensor.grad for tensor in tensors)]  # the type of Apex's norm varies
+
+
+def optimizer(find, dtype, name, **options):
+    tensors = leaves(dtype, (50, 30), (7,), (3, 4, 5))
+    parameters = [torch.nn.Parameter(tensor.detach().clone()) for tensor in tensors]
+    own = find("apex.optimizers", name)(parameters, lr=1e-2, **options)
+    for number in range(STEPS):
+        for parameter, tensor in zip(parameters, tensors, strict=True):
+            parameter.grad = (tensor.detach().roll(number, 0) * (number + 1)).to(dtype)
+        own.step()
+    return parameters
+
+
+def multi_tensor(find, dtype, name, lists, arguments=()):
+    tensors = [leaf.detach() for leaf in leaves(dtype, *[(50, 30), (7,)] * lists)]
+    found = torch.zeros(1, dtype=torch.int32, device="cuda")
+    grouped = [tensors[2 * index : 2 * index + 2] for index in range(lists)]
+    if lists == 4:  # the second moments of Adam and LAMB
+        grouped[3] = [tensor.square() for tensor in grouped[3]]
+    values = [value.cuda() if isinstance(value, torch.Tensor) else value for value in arguments]
+    apply = find("apex.multi_tensor_apply", "multi_tensor_applier")
+    output = apply(find("amp_C", name), found, grouped, *values)
+    outputs = output if isinstance(output, tuple) else ()
+    others = [value for value in values if isinstance(value, torch.Tensor)]
+    return [*tensors, *outputs, *others, found]
+
+
+def fp16_optimizer(find, dtype):
+    """Train with dynamic loss scaling, through an overflow."""
+    (weight,) = leaves(dtype, (16, 16))
+    weight = torch.nn.Parameter(weight.detach().clone())
+    inner = torch.optim.SGD([weight], lr=1e-2, momentum=0.9)
+    kind = find("apex.fp16_utils", "FP16_Optimizer")
+    own = kind(inner, dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 2.0**10})
+    for number in range(STEPS):
+        own.zero_grad()
+        factor = 1e4 if number == 2 else 1.0
+        own.backward((weight * factor).float().square().mean())
+        own.step()
+    return [weight, torch.tensor(float(own.loss_scale))]
+
+
+# Types: those that Apex's kernel takes.
+HALF = (torch.float16, torch.bfloat16)
+ALL = (torch.float32, *HALF)
+FLOAT, FP16 = (torch.float32,), (torch.float16,)
+NARROW = (*FLOAT, *FP16)
+WD = {"weight_decay": 0.1}
+CASES = {
+    "fused_layer_norm": (partial(norm, name="fused_layer_norm", parameters=0), ALL),
+    "layer_norm": (partial(norm, name="fused_layer_norm_affine", parameters=2), ALL),
+    "fused_rms_norm": (partial(norm, name="fused_rms_norm", parameters=0), ALL),
+    "rms_norm": (partial(norm, name="fused_rms_norm_affine", parameters=1), ALL),
+    "mixed_layer_norm": (
+        partial(mixed_norm, name="mixed_dtype_fused_layer_norm_affine", parameters=2),
+        ALL,
+    ),
+    "mixed_rms_norm": (
+        partial(mixed_norm, name="mixed_dtype_fused_rms_norm_affine", parameters=1),
+        ALL,
+    ),
+    "cross_entropy": (partial(cross_entropy, smoothing=0.0, half_to_float=False), FLOAT),
+    "smooth_cross_entropy": (partial(cross_entropy, smoothing=0.1, half_to_float=False), FLOAT),
+    "half_cross_entropy": (partial(cross_entropy, smoothing=0.1, half_to_float=True), FP16),
+    "focal_loss": (partial(focal, smoothing=0.0), ALL),
+    "smooth_focal_loss": (partial(focal, smoothing=0.1), ALL),
+    "masked_softmax": (masked_softmax, HALF),
+    "causal_softmax": (causal_softmax, HALF),
+    "mlp": (partial(mlp, bias=True, activation="relu"), NARROW),
+    "mlp_sigmoid": (partial(mlp, bias=False, activation="sigmoid"), NARROW),
+    "dense": (partial(dense, name="FusedDense", sizes=(64, 32)), HALF),
+    "dense_gelu": (partial(dense, name="FusedDenseGeluDense", sizes=(64, 128, 32)), HALF),
+    "clip_grad": (partial(clip, norm_type=2.0), ALL),
+    "clip_grad_max": (partial(clip, norm_type=float("inf")), ALL),
+    "adamw": (partial(optimizer, name="FusedAdam", **WD), ALL),
+    "adam": (partial(optimizer, name="FusedAdam", adam_w_mode=False, **WD), ALL),
+    "sgd": (partial(optimizer, name="FusedSGD", momentum=0.9, nesterov=True, **WD), NARROW),
+    "sgd_wd_after_momentum": (
+        partial(optimizer, name="FusedSGD", momentum=0.9, wd_after_momentum=True, **WD),
+        FLOAT,
+    ),
+    "lamb": (partial(optimizer, name="FusedLAMB", **WD), FLOAT),
+    # Clipped gradients are so small that Apex's second moments in fp16 are subnormal.
+    "half_lamb": (partial(optimizer, name="FusedLAMB", max_grad_norm=0.0, **WD), FP16),
+    "nvlamb": (partial(optimizer, name="FusedLAMB", use_nvlamb=True, weight_decay=0.0), FLOAT),
+    "novograd": (partial(optimizer, name="FusedNovoGrad", **WD), NARROW),
+    "novograd_max": (
+        partial(optimizer, name="FusedNovoGrad", norm_type=0, reg_inside_moment=True, **WD),
+        NARROW,
+    ),
+    "adagrad": (partial(optimizer, name="FusedAdagrad", **WD), NARROW),
+    "scale": (partial(multi_tensor, name="multi_tensor_scale", lists=2, arguments=[0.5]), ALL),
+    "axpby": (
+        partial(multi_tensor, name="multi_tensor_axpby", lists=3, arguments=[0.5, -2.0, -1]),
+        NARROW,
+    ),
+    "l2norm": (partial(multi_tensor, name="multi_tensor_l2norm", lists=1, arguments=[True]), ALL),
+    "multi_tensor_adam": (
+        partial(
+            multi_tensor,
+            name="multi_tensor_adam",
+            lists=4,
+            arguments=[1e-2, 0.9, 0.99, 1e-8, 3, 1, 1, 0.1],
+        ),
+        FLOAT,
+    ),
+    "multi_tensor_sgd": (
+        partial(
+            multi_tensor,
+            name="multi_tensor_sgd",
+            lists=3,
+            arguments=[0.1, 0.9, 0.0, 1e-2, True, False, False, 0.5],
+        ),
+        FLOAT,
+    ),
+    "multi_tensor_lamb": (
+        partial(
+            multi_tensor,
+            name="multi_tensor_lamb",
+            lists=4,
+            arguments=[1e-2, 0.9, 0.99, 1e-6, 3, 1, 0.1, 1, 1, torch.tensor([3.0]), 1.0, False],
+        ),
+        FLOAT,
+    ),
+    "multi_tensor_novograd": (
+        partial(
+            multi_tensor,
+            name="multi_tensor_novograd",
+            lists=3,
+            arguments=[torch.tensor([2.0, 3.0]), 1e-2, 0.9, 0.99, 1e-8, 3, 1, 0.1, 1, 1, 2],
+        ),
+        FLOAT,
+    ),
+    "fp16_optimizer": (fp16_optimizer, FP16),
+}
+PRODUCTS = {"mlp", "mlp_sigmoid", "dense", "dense_gelu"}
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [(name, dtype) for name, case in CASES.items() for dtype in case[1]]
+)
+def test_same_as_real_apex(name, dtype):
+    case, _ = CASES[name]
+    expected, found = case(find_in_apex, dtype), case(find_in_native, dtype)
+    limit = max(LIMITS[dtype], PRODUCT_LIMIT if name in PRODUCTS else 0)
+    assert len(found) == len(expected)
+    for own, theirs in zip(found, expected, strict=True):
+        assert own.shape == theirs.shape
+        assert own.dtype == theirs.dtype
+        difference = (own.double() - theirs.double()).norm()
+        assert difference <= limit * theirs.double().norm(), f"{difference:.3g}"
