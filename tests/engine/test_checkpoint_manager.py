@@ -522,9 +522,8 @@ class Labels(list):
 def resumed_on_other_data(folder: str, is_evaluation: bool) -> tuple[list, dict, list[str]]:
     """Return the labels, the metadata and the messages of a run with other data and opt_level."""
     there = {"train": range(9), "val": range(4)}
-    manager = manager_of(
-        folder, metadata={"classes": ["b", "a"], "opt_level": "O1"}, data_sets=there
-    )
+    metadata = {"classes": ["b", "a"], "opt_level": "O1", "model_options": {"image": {"size": 32}}}
+    manager = manager_of(folder, metadata=metadata, data_sets=there)
     manager.save()
     manager.finish()
     dist.barrier()
@@ -553,6 +552,8 @@ def test_resume_compares_classes_samples_and_opt_level(
         )
         changes = "the data has changed (train: 9 samples there, 3 here)"
         assert sum(changes in message for message in said) == (not is_evaluation)
+        images = "it was trained with other images (size 32 there and 224 here)"
+        assert sum(images in message for message in said) == 1
 
 
 class LabelledSamples(list):
@@ -776,7 +777,7 @@ def resumed_bias(folders: list[Path], choice: Path) -> tuple[str, float, int, li
     """Return the path, the bias and the step resumed, the messages, and the reads of this rank."""
     rank = dist.get_rank()
     manager = manager_of(folders[rank])
-    with mock.patch.object(selection, "validate", wraps=checkpoint.validate) as load:
+    with mock.patch.object(selection, "load_state", wraps=checkpoint.load_state) as load:
         path = on_two_hosts(manager.resume, choice, 10)
     progress, bias = manager.state.progress, manager.state.model.bias[0].item()
     return str(path), bias, progress.step, list(manager.logger), load.call_count

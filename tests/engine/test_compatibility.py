@@ -7,6 +7,7 @@ from engine import UserError
 from engine.checkpoint.compatibility import (
     adapt_classes,
     compare_data,
+    compare_images,
     describe_data,
     describe_difference,
     is_same_data,
@@ -117,3 +118,14 @@ def test_another_fingerprint_is_described() -> None:
 )
 def test_validation_data_is_compared(saved: dict, expected: bool | None) -> None:
     assert is_same_data(saved, metadata(40, 9, labels="0a"), "val") is expected
+
+
+def test_other_images_are_described():
+    small = {"model_options": {"image": {"size": 32, "eval_size": 40}}}
+    assert compare_images(small, {"model_options": {"image": {"size": 32, "eval_size": 40}}}) == ""
+    assert (
+        compare_images(small, {}) == "size 32 there and 224 here, eval_size 40 there and None here"
+    )
+    chosen = {"model_options": {"image": {"eval_size": 64}}}
+    assert compare_images(small, chosen) == "size 32 there and 224 here"
+    assert compare_images({}, small) == ""  # a checkpoint of another script

@@ -74,9 +74,14 @@ def test_resume_auto_restarts_a_run_without_a_checkpoint(logger):
     again = open_logger(logger.output, flag=Path("auto"))
     assert not epochs_in_table(logger.output)
     again.folder_lock.release()
-    (logger.output / "step-1.pt").touch()
-    with pytest.raises(UserError, match="already holds a run"):
-        open_logger(logger.output)
+    incomplete = logger.output / "step-1.tmp"
+    incomplete.mkdir()
+    open_logger(logger.output).folder_lock.release()
+    for create in (incomplete.with_suffix(".pt").touch, incomplete.with_suffix("").mkdir):
+        create()
+        with pytest.raises(UserError, match="already holds a run"):
+            open_logger(logger.output)
+        incomplete.with_suffix(".pt").unlink(missing_ok=True)
 
 
 def epochs_in_table(output):

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from engine import UserError
-from engine.checkpoint import tensor_storage
+from engine.checkpoint import sharded, tensor_storage
 from engine.checkpoint.selection import AUTO, find
 from engine.diagnostics.checks import check_resume
 from engine.diagnostics.preflight import OK
@@ -138,6 +138,25 @@ def save_and_load(folder: str) -> list[list[float]]:
     found = {name: torch.empty_like(value) for name, value in tensors.items()}
     tensor_storage.load(Path(folder), index, found, no_dist=False)
     return [value.flatten().tolist() for value in found.values()]
+
+
+def save_over_another(folder: str) -> list[str]:
+    """Return the messages of a run that saves where there is a damaged folder of that step."""
+    manager = manager_of(Path(folder))
+    if dist.get_rank() == 0:
+        (Path(folder) / "step-1").mkdir()
+    dist.barrier()
+    train_a_step(manager)
+    return list(manager.logger)
+
+
+def test_damaged_folder_of_the_same_step_is_replaced(
+    two_processes: Processes, tmp_path: Path
+) -> None:
+    for messages in two_processes(save_over_another, str(tmp_path)):
+        assert not [message for message in messages if "could not be written" in message]
+    assert {one.name for one in tmp_path.iterdir()} >= {"last", "step-1"}
+    sharded.validate(tmp_path / "step-1")
 
 
 def test_scalars_and_empty_tensors_are_saved(two_processes: Processes, tmp_path: Path) -> None:

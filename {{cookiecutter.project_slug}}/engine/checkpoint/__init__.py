@@ -26,6 +26,7 @@ from engine.checkpoint.compatibility import (
     DataSets,
     adapt_classes,
     compare_data,
+    compare_images,
     describe_data,
     is_same_data,
 )
@@ -363,6 +364,9 @@ class CheckpointManager:
         )
         if notes:
             self.metadata["classes"] = saved.get("classes", [])
+        images = compare_images(saved, self.metadata)
+        if images:
+            self.logger.warning(f"--resume {path}: it was trained with other images ({images})")
         opt_level = self.metadata.get("opt_level")
         if saved.get("opt_level", opt_level) != opt_level:
             notes += f", saved at {saved['opt_level']}"

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from engine import UserError, fingerprint, summarize
 from engine.checkpoint import format, selection
 from engine.data import SizedDataset
+from engine.data.images import ImageSpec
 from engine.monitoring.logger import Logger
 from engine.text import printable
 
@@ -140,6 +141,24 @@ def compare_data(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, 
         elif parts:
             changes[name] = f"other {' and '.join(parts)}"
     return changes
+
+
+def compare_images(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str:
+    """Return how the images of a checkpoint's metadata differ, as "size 32 there and 224 here".
+
+    An `eval_size` of the run is no difference: it is meant to be another one.
+    """
+    if "model_options" not in saved:  # older, or of another script
+        return ""
+    theirs, ours = [
+        ImageSpec()._asdict() | one.get("model_options", {}).get("image", {})
+        for one in (saved, own)
+    ]
+    names = [name for name, value in ours.items() if theirs[name] != value]
+    if ours["eval_size"]:
+        names = [name for name in names if name != "eval_size"]
+    texts = [f"{name} {theirs[name]!r} there and {ours[name]!r} here" for name in names]
+    return printable(", ".join(texts))
 
 
 def is_same_data(saved: Mapping[str, Any], own: Mapping[str, Any], name: str) -> bool | None:

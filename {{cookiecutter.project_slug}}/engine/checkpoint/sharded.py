@@ -182,7 +182,7 @@ def remove(path: Path) -> None:
     if path.is_symlink():  # to a folder that the user keeps elsewhere
         path.unlink()
         return
-    temporary = path.with_name(path.name + SUFFIX)
+    temporary = path.with_name(f"{path.name}-removed{SUFFIX}")  # not that of one being written
     shutil.rmtree(temporary, ignore_errors=True)
     path.rename(temporary)
     shutil.rmtree(temporary, ignore_errors=True)
@@ -254,7 +254,7 @@ def _load(
         shape = index[name].shape
         if like is not None and like.shape != shape and not name.startswith("optimizer."):
             shapes = f"{shape} there and {tuple(like.shape)} here"
-            raise UserError(f"--resume {path}: {name} is {shapes}; use the --arch it was made with")
+            raise UserError(f"{path}: {name} is {shapes}; use the --arch it was made with")
     try:
         tensors = {name: _empty(one, likes[name]) for name, one in index.items()}
         tensor_storage.load(path, index, tensors, no_dist)

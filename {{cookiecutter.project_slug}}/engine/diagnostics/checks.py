@@ -19,6 +19,7 @@ from engine.checkpoint import format as checkpoint
 from engine.checkpoint.selection import newest
 from engine.diagnostics import data_checks, preflight
 from engine.diagnostics.preflight import ERROR, OK, WARNING
+from engine.monitoring.logger import has_checkpoints
 
 if TYPE_CHECKING:
     from engine.diagnostics.preflight import Results
@@ -141,16 +142,12 @@ def check_output(settings: Settings) -> Results:
     text = f"{output} can be written, {free / GIB:.1f} GiB free"
     if free < GIB:
         yield ERROR, f"{text}, too little for checkpoints: free space, or choose another --output"
-    elif settings.resume is None and _holds_run(output):
+    elif settings.resume is None and has_checkpoints(output):
         yield WARNING, f"{text}, but holds a run: add --resume auto, or choose another --output"
     elif free < 10 * GIB:
         yield WARNING, f"{text}, little for checkpoints of a large model"
     else:
         yield OK, text
-
-
-def _holds_run(output: Path) -> bool:
-    return any(output.glob("*.pt")) or any(output.glob("step-*"))
 
 
 def check_resume(settings: Settings) -> Results:

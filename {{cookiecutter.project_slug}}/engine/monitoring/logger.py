@@ -127,7 +127,7 @@ class Logger(Console):
         if not is_resumed and not distributed.is_restart():
             # A run that stopped before its first checkpoint may have written a row.
             has_no_checkpoint = config.get("resume") == Path("auto")
-            if any(self.output.glob("*.pt")) or table and not has_no_checkpoint:
+            if has_checkpoints(self.output) or table and not has_no_checkpoint:
                 fix = "add --resume auto to resume it, or --output with another folder"
                 raise UserError(f"{self.output} already holds a run: {fix}")
             table = []
@@ -348,6 +348,11 @@ class Logger(Console):
         if self.throughputs:
             facts.append(f"{statistics.median(self.throughputs):.0f} images/s")
         self.info(f"{', '.join(facts)}; checkpoints, {TABLE} and {PICTURE} are in {self.output}")
+
+
+def has_checkpoints(folder: Path) -> bool:
+    """Return whether there are complete checkpoints, files or folders, in `folder`."""
+    return any(folder.glob("*.pt")) or any(folder.glob("step-*[0-9]"))
 
 
 def _parse_row(row: Mapping[str, str]) -> dict[str, float]:
