@@ -84,7 +84,12 @@ def add_optimization_arguments(parser: ArgumentParser, warmup_epochs: float) -> 
     add = parser.group("optimization").add_argument
     add("--steps", type=positive_int, help="stop after this many steps in total")
     add("--decay-weights-only", action="store_true", help="no weight decay for norms and biases")
-    add("--scale-lr", type=positive_int, metavar="IMAGES", help="global batch that --lr is for")
+    add(
+        "--scale-lr",
+        type=positive_int,
+        metavar="IMAGES",
+        help="multiply --lr by global batch / IMAGES",
+    )
     help = "factor of the learning rate from each layer to the one before it, such as 0.75"
     add("--layer-decay", type=fraction, metavar="FACTOR", help=help)
     schedules = ("cosine", "step", "none")
