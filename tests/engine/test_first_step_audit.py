@@ -361,7 +361,7 @@ def test_untrainable_model_is_an_error(batch, criterion, reason):
     )
     assert str(error.value).startswith(start)
     assert reason in str(error.value)
-    assert str(error.value).endswith("choose another --arch, or another --batch-size")
+    assert str(error.value).endswith("choose another --arch, --image-size or --batch-size")
 
 
 def test_error_names_the_line_of_the_owners_script(monkeypatch):

@@ -198,6 +198,20 @@ def test_shared_parameters_are_refused(two_processes):
     assert two_processes(share_a_parameter) == [0, 1]
 
 
+def apply_to_a_scalar():
+    from engine.distributed.sharding import Sharding
+
+    model = nn.Linear(2, 2)
+    model.scale = nn.Parameter(torch.tensor(1.0))
+    with pytest.raises(UserError, match=r"the parameter scale has no dimensions.* \(1,\)"):
+        Sharding(torch.device("cpu"), "O0").apply(model)
+    return dist.get_rank()
+
+
+def test_parameters_without_dimensions_are_refused(two_processes):
+    assert two_processes(apply_to_a_scalar) == [0, 1]
+
+
 class Masked(nn.Linear):
     """Layer whose mask is a buffer."""
 

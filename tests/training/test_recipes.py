@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine import UserError, distributed
+from engine.optim import FlipAverage
 from idx_files import COUNTS, write_dataset
 from PIL import Image, ImageOps
 from projects import load_project
@@ -134,6 +135,15 @@ def test_growing_images_resume_bit_identically(
             assert same, name
     image = ours["metadata"]["model_options"]["image"]
     assert (image["size"], image["eval_size"]) == (64, 48)
+
+
+def test_flip_average_needs_logits() -> None:
+    class Two(torch.nn.Module):
+        def forward(self, images: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"logits": images.mean((2, 3))}
+
+    with pytest.raises(UserError, match=r"--flip-tta needs a model that returns logits.*a dict"):
+        FlipAverage(Two())(torch.zeros(1, 3, 2, 2))
 
 
 @pytest.mark.slow

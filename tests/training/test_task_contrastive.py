@@ -121,7 +121,7 @@ class Pooled(nn.Linear):
 
 def test_batch_of_one_pair_is_refused(processes):
     """Its loss is 0 whatever the weights."""
-    with pytest.raises(UserError, match="one pair has no negatives.*another --batch-size"):
+    with pytest.raises(UserError, match="one pair has no negatives.*--image-size or --batch-size"):
         check_pairs(1)
     check_pairs(2)
     processes(check_pairs, 1)
@@ -270,10 +270,11 @@ def test_training_uses_each_caption_and_validation_each_image(folder):
         ("/etc/passwd\tred\n", ("line 1", "/etc/passwd must be a path below")),
         ("a.jpg\t" + "x" * 257, ("line 1", "257 bytes", "LENGTH")),
         ("file\ttext\n", ("holds no captions",)),
+        ("a" * 300 + "/b.jpg\tred\n", ("captions.tsv names", "too long")),
         (b"a.jpg\t\xff\xfe", ("UTF-8",)),
         (None, ("is missing",)),
     ],
-    ids=["image", "empty", "tab", "parent", "absolute", "long", "nothing", "bytes", "file"],
+    ids=["image", "empty", "tab", "parent", "absolute", "long", "nothing", "name", "bytes", "file"],
 )
 def test_invalid_caption_files_are_errors(folder, text, words):
     path = folder / "train" / "captions.tsv"

@@ -140,7 +140,8 @@ def without_compilation() -> Iterator[None]:
 class FlipAverage(nn.Module):
     """Classifier whose probabilities are the means of those of an image and of its mirror image.
 
-    It returns their logarithms, (N, num_classes), which serve as logits.
+    It returns their logarithms, (N, num_classes), which serve as logits. Raises UserError if the
+    model returns anything but logits.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -148,7 +149,13 @@ class FlipAverage(nn.Module):
         self.model = model
 
     def forward(self, images: Tensor) -> Tensor:
-        both = torch.stack([self.model(images), self.model(images.flip(3))])
+        outputs = [self.model(images), self.model(images.flip(3))]
+        if not isinstance(outputs[0], Tensor):
+            kind = type(outputs[0]).__name__
+            raise UserError(
+                f"--flip-tta needs a model that returns logits (N, classes), not a {kind}"
+            )
+        both = torch.stack(outputs)
         return both.float().log_softmax(dim=2).logsumexp(dim=0) - math.log(2)
 
 

@@ -77,7 +77,10 @@ def read_captions(folder: Path, limit: int) -> list[tuple[Path, bytes]]:
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise UserError(f"{path}, line {number}: {name} must be a path below {folder}")
         pairs.append((folder / name, caption))
-    there = {file for parent in {file.parent for file, _ in pairs} for file in parent.glob("*")}
+    try:
+        there = {file for parent in {file.parent for file, _ in pairs} for file in parent.glob("*")}
+    except OSError as error:
+        raise UserError(f"{path} names files that can't be listed ({error.strerror})") from None
     missing = sorted({str(file) for file, _ in pairs if file not in there})
     if missing:
         names = ", ".join(missing[:5]) + (", …" if len(missing) > 5 else "")

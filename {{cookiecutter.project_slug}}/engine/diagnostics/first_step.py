@@ -58,7 +58,7 @@ def check_trainable(
         line = _owners_line(error)
         raise UserError(
             f"this --arch can't train on a batch of {len(batch[0])} samples (tensors of shape "
-            f"{shapes}): {reason}; choose another --arch, or another --batch-size"
+            f"{shapes}): {reason}; choose another --arch, --image-size or --batch-size"
             f"{f', or correct {line}' if line else ''}"
         ) from None
 

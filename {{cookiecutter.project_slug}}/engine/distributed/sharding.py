@@ -55,8 +55,8 @@ class Sharding:
             model: on the CPU of rank 0; on the meta device, without memory, of the others.
             class_names: of its blocks; see `find_blocks`.
 
-        Raises UserError if modules share a parameter, which the meta device would separate, or
-        this torch cannot shard on the CPU.
+        Raises UserError if modules share a parameter, which the meta device would separate, a
+        parameter has no dimension to shard, or this torch cannot shard on the CPU.
         """
         if self.device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
             raise UserError(
@@ -67,6 +67,12 @@ class Sharding:
             raise UserError(
                 "--arch: modules of this model share a parameter, which FSDP can't load; choose "
                 "another model, or generate the project with ddp torch"
+            )
+        scalar = next((name for name, one in model.named_parameters() if not one.dim()), None)
+        if scalar:
+            raise UserError(
+                f"--arch: the parameter {scalar} has no dimensions, so FSDP can't shard it; give "
+                "it the shape (1,)"
             )
         blocks = find_blocks(model, class_names)
         parameters = dict(model.named_parameters())
