@@ -90,7 +90,7 @@ def main() -> None:
     add("--opt-level", default="O4")
     add("--steps", type=whole_number, default=40)
     add("--save-every", type=whole_number, default=10)
-    add("--flags", default="", help="further flags of main.py")
+    add("--flags", default="", help="further flags of main.py, such as --flags=--compile")
     add("--output", type=file_name, default=HERE / "saving_steps.csv", metavar="FILE")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:

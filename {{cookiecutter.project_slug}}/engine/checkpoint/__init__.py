@@ -143,7 +143,7 @@ class CheckpointManager:
         if source.rank:
             message += f", from the host of rank {source.rank}"
         try:
-            message += self._restore_ranks(entries["ranks"])
+            ranks_note = self._restore_ranks(entries["ranks"])
             message += self._restore_ema(entries.get("ema"))
         except Exception as error:  # altered values raise anything
             reason = shorten(str(error), 160)
@@ -151,6 +151,7 @@ class CheckpointManager:
                 f"--resume {source.path}: the state of its processes, or its average of the "
                 f"weights, is altered ({reason}); use another one"
             ) from None
+        notes += "" if required else ranks_note  # which is about training
         self.logger.info(message + notes + format.describe_origin(entries["origin"]))
         return source.path
 
