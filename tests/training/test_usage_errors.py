@@ -4,6 +4,7 @@ import shutil
 from argparse import Namespace
 
 import pytest
+from engine import UserError, distributed
 from running import Run, run, run_two
 
 pytestmark = pytest.mark.xdist_group("short")
@@ -57,6 +58,7 @@ def test_usage_error_is_reported_by_one_process(project, flags, saying):
     [
         pytest.param(["--no-such-flag"], "--no-such-flag", id="flag"),
         pytest.param(["--epochs", "0"], "from 1 to 2^31 - 1", id="epochs"),
+        pytest.param(["--save-every", "9" * 5000], "a number of steps", id="save_every"),
         pytest.param(["--loss-scale", "big"], "above 0", id="loss_scale"),
         pytest.param(["--arch", "resnet81"], "the nearest are resnet18", id="arch"),
         pytest.param(["--backend", "apex"], "--backend native", id="apex"),
@@ -244,3 +246,13 @@ def test_apex_without_amp_falls_back_to_apex_native(bake, tmp_path):
     done = run(project, *SMALL, "--output", tmp_path / "run", nproc=0)
     assert done.returncode == 0
     assert "apex_native, because this Apex no longer has amp.initialize" in done.stdout
+
+
+@pytest.mark.parametrize(("rank", "world_size"), [("x", "1"), ("0", "-1"), ("9" * 5000, "1")])
+def test_ranks_that_are_no_numbers_are_errors(monkeypatch, rank, world_size):
+    variables = {"RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1"}
+    for name, value in (variables | {"MASTER_PORT": "29500"}).items():
+        monkeypatch.setenv(name, value)
+    assert not distributed.is_rank_zero() or rank == "0"
+    with pytest.raises(UserError, match="RANK, LOCAL_RANK and WORLD_SIZE .* must be numbers"):
+        distributed.resolve_ranks(None)

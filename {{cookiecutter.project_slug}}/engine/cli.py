@@ -59,7 +59,7 @@ def number_type(
 
 def interval(text: str) -> str:
     """Convert a number of steps, such as "500", or of minutes, such as "10m"."""
-    if not re.fullmatch(r"0*[1-9]\d*m?", text):
+    if not re.fullmatch(r"0*[1-9]\d{0,8}m?", text):
         expected = "a number of steps, such as 500, or of minutes, such as 10m"
         raise argparse.ArgumentTypeError(f"{text!r} is not {expected}")
     return text

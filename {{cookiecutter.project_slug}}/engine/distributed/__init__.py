@@ -37,7 +37,7 @@ SETTLE_S = 3.0  # in which the peer monitor learns of another process's failure
 
 def is_rank_zero() -> bool:
     """Return whether this process has rank 0; works before there is a process group."""
-    return int(os.environ.get("RANK", "0")) == 0
+    return os.environ.get("RANK", "0") == "0"
 
 
 def print_on_rank_zero(message: str) -> None:
@@ -72,7 +72,8 @@ def resolve_ranks(local_rank: int | None) -> tuple[int, int, int]:
             sets, overrides it.
 
     Raises:
-        UserError: in a process that has trained before, such as a notebook.
+        UserError: in a process that has trained before, such as a notebook, or if the variables
+            are incomplete or no numbers.
     """
     if dist.is_initialized():
         raise UserError(
@@ -92,7 +93,14 @@ def resolve_ranks(local_rank: int | None) -> tuple[int, int, int]:
             port = free.getsockname()[1]
         os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     local = os.environ.get("LOCAL_RANK", local_rank)
-    return int(os.environ["RANK"]), int(local or 0), int(os.environ["WORLD_SIZE"])
+    values = (os.environ["RANK"], str(local or 0), os.environ["WORLD_SIZE"])
+    if not all(re.fullmatch(r"[0-9]{1,9}", value) for value in values):
+        raise UserError(
+            "RANK, LOCAL_RANK and WORLD_SIZE in the environment must be numbers: start with "
+            "./run.sh or torchrun, which set them, or unset them"
+        )
+    rank, local_rank, world_size = map(int, values)
+    return rank, local_rank, world_size
 
 
 def select_device(local_rank: int) -> torch.device:
