@@ -46,6 +46,6 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         site = PAGES.get(path, relpath(path, DOCS) if path.startswith("docs/") else path)
         if files.get_file_from_path(site):
             return opening + relpath(site, PurePosixPath(here).parent)
-        return f"{opening}{config.repo_url.rstrip('/')}/blob/main/{path}"
+        return f"{opening}{config.extra['social'][0]['link']}/blob/main/{path}"
 
     return LINK.sub(replace, markdown)

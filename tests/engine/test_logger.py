@@ -254,13 +254,15 @@ def test_epoch_without_a_validation_has_empty_cells(logger, capsys):
 
 
 @pytest.mark.usefixtures("no_curves")
-@pytest.mark.parametrize("best", [0.5, 0.75])
-def test_summary_has_a_best_result_from_within_an_epoch(logger, capsys, best):
-    """A run that ended there was resumed, without that row."""
+@pytest.mark.parametrize(
+    ("best", "origin"), [(0.75, "within an epoch"), (0.5, ""), (0.25, "after the resumption")]
+)
+def test_summary_has_the_score_of_another_best_checkpoint(logger, capsys, best, origin):
+    """The row of an epoch that was resumed is gone; the best row may be another folder's."""
     logger.log_epoch(row(1))
     logger.close(best)
     said = "best val_accuracy 0.5000 in epoch 1, "
-    said += "best.pt has 0.7500 from within an epoch, " if best > 0.5 else ""
+    said += f"best.pt has {best:.4f} from {origin}, " if origin else ""
     assert f"{said}took" in capsys.readouterr().out
 
 

@@ -328,7 +328,8 @@ class Logger(Console):
     def close(self, best: float = -math.inf) -> None:
         """Finish the curves; print the run's best result, its duration and its folder.
 
-        `best` is the score of best.pt, perhaps from within an epoch whose row was dropped later.
+        `best` is the score of best.pt, perhaps from within an epoch whose row was dropped later, or
+        less than that of an epoch before a resumption from another folder.
         """
         if not self.active:
             return
@@ -341,9 +342,9 @@ class Logger(Console):
         with contextlib.suppress(UserError):  # no finished epoch, or no room for its row
             run = curves.read_run(self.output)
             facts.append(run.describe_best())
-            if best > run.best[0].score:
-                value = self.monitored.value(best)
-                facts.append(f"best.pt has {value:.4f} from within an epoch")
+            if math.isfinite(best) and best != run.best[0].score:
+                origin = "within an epoch" if best > run.best[0].score else "after the resumption"
+                facts.append(f"best.pt has {self.monitored.value(best):.4f} from {origin}")
         facts.append(f"took {timedelta(seconds=round(time.monotonic() - self.started_at))}")
         if self.throughputs:
             facts.append(f"{statistics.median(self.throughputs):.0f} images/s")
