@@ -1,5 +1,6 @@
 """python -m engine.data.pack: packed image folders, read as the folders are."""
 
+import copy
 import json
 import os
 import resource
@@ -455,6 +456,135 @@ def test_damaged_pack_is_an_error_before_training(out, damage, message):
     damage(out)
     with pytest.raises(UserError, match=message):
         datasets(out)
+
+
+def change_shard(**changes: object):
+    return lambda manifest: manifest["shards"][0].update(changes)
+
+
+MANIFESTS = {
+    "id of another type": lambda manifest: manifest.update(id=5),
+    "id that is empty": lambda manifest: manifest.update(id=""),
+    "missing key": lambda manifest: manifest.pop("longest"),
+    "unknown key": lambda manifest: manifest.update(more=1),
+    "missing key of a shard": lambda manifest: manifest["shards"][0].pop("sha256"),
+    "samples of another type": lambda manifest: manifest.update(samples="x"),
+    "true for a number": lambda manifest: manifest.update(next=True),
+    "negative number": lambda manifest: manifest.update(longest=-1),
+    "huge number": lambda manifest: manifest.update(next=2**63),
+    "another sum of samples": lambda manifest: manifest.update(samples=9),
+    "no samples": lambda manifest: manifest.update(samples=0, shards=[]),
+    "shards of another type": lambda manifest: manifest.update(shards=[[1]]),
+    "number as a shard's name": change_shard(name=5),
+    "shard with a NUL in its name": change_shard(name="a\0b"),
+    "shard in another folder": change_shard(name="../val/shard-00000.tar"),
+    "shard with another number": change_shard(name="shard-00001.tar"),
+    "null for classes": lambda manifest: manifest.update(classes=None),
+    "string for classes": lambda manifest: manifest.update(classes="ab"),
+    "classes that are no strings": lambda manifest: manifest.update(classes=[1, 2]),
+    "classes that can't be hashed": lambda manifest: manifest.update(classes=[{}, []]),
+    "class that is there twice": lambda manifest: manifest.update(classes=["cat", "cat"]),
+    "options of another type": lambda manifest: manifest.update(options=5),
+}
+
+
+def require_error(out: Path, run_pack, message: str) -> None:
+    """Check that training and --verify end with the same error."""
+    for read in (lambda: datasets(out), lambda: run_pack(out, "--verify")):
+        with pytest.raises(UserError, match=message):
+            read()
+
+
+def test_manifest_with_other_contents_is_one_error(out, run_pack):
+    path = out / "train" / "pack.json"
+    manifest = json.loads(path.read_text())
+    texts = {"deep nesting": "[" * 100_000, "null": "null", "list": "[1]", "bad UTF-8": "\xff"}
+    for name, change in MANIFESTS.items():
+        changed = copy.deepcopy(manifest)
+        change(changed)
+        texts[name] = json.dumps(changed)
+    accepted = []
+    for name, text in texts.items():
+        path.write_text(text, encoding="latin-1")
+        try:
+            require_error(out, run_pack, f"{path} is damaged, or of another version; copy the")
+        except pytest.fail.Exception:
+            accepted.append(name)
+    assert accepted == []
+
+
+def test_damaged_progress_is_an_error(folder, tmp_path, run_pack):
+    path = tmp_path / "train" / "progress.json"
+    path.parent.mkdir()
+    path.write_text("[" * 100_000)
+    with pytest.raises(UserError, match=f"{path} is damaged; delete {path.parent} and pack anew"):
+        run_pack(folder, tmp_path)
+
+
+def alter_label(folder: Path, label: int) -> None:
+    """Alter the last label in the index of a pack, and the index's checksum."""
+    index, path = folder / "index.bin", folder / "pack.json"
+    data = index.read_bytes()
+    records = np.frombuffer(data, shards.RECORD, offset=shards.HEADER_LENGTH).copy()
+    records["label"][-1] = label
+    index.write_bytes(data[: shards.HEADER_LENGTH] + records.tobytes())
+    manifest = json.loads(path.read_text()) | {"index_sha256": shards.checksum(index)}
+    path.write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_label_without_a_class_is_an_error_before_training(out, split):
+    alter_label(out / split, 1)
+    datasets(out)
+    alter_label(out / split, 2)
+    message = f"{out / split}/index.bin has label 2, but only 2 classes; copy the"
+    with pytest.raises(UserError, match=message):
+        datasets(out)
+
+
+@pytest.fixture
+def alarm():
+    """Raise an error after 60 s: to open a FIFO would take for ever."""
+
+    def fail(*_: object) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("name", ["pack.json", "index.bin", "shard-00001.tar"])
+def test_file_that_is_not_regular_is_an_error(out, run_pack, alarm, name):
+    path = out / "train" / name
+    original = path.rename(out / name)
+    message = rf"{path} can't be read \(it is not a regular file\); copy the pack again"
+    for target in (None, "/dev/zero"):
+        path.symlink_to(target) if target else os.mkfifo(path)
+        require_error(out, run_pack, message)
+        path.unlink()
+    path.symlink_to(original)
+    assert len(datasets(out)[0]) == 10 and run_pack(out, "--verify") == 0
+
+
+def test_pack_with_the_files_of_a_mirror_is_checked_too(out, alarm):
+    """Its shards are not there, and its index is read without a check of its size."""
+    (out / "train" / "remote.json").write_text("{}")
+    (out / "train" / "index.bin").unlink()
+    os.mkfifo(out / "train" / "index.bin")
+    with pytest.raises(UserError, match=r"index.bin can't be read \(it is not a regular file\)"):
+        datasets(out)
+
+
+def test_shard_that_becomes_a_fifo_during_training_is_named(out, alarm):
+    train_set = datasets(out)[0]
+    path = out / "train" / "shard-00000.tar"
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(FileError, match=r"can't be read as an image \(it is not a regular file\)"):
+        list(train_set)
 
 
 def test_damaged_image_in_a_shard_is_named(out):

@@ -29,6 +29,8 @@ from fresh import UNCHANGED
 from nginx import NGINX, FaultyProxy, serving
 from test_pack import (  # noqa: F401 - fixtures, too
     LARGE,
+    alarm,
+    alter_label,
     caption_datasets,
     captions_folder,
     contents,
@@ -376,6 +378,23 @@ def test_index_of_another_pack_is_an_error(server, packed, tmp_path):
     (packed / "train" / "index.bin").write_bytes((packed / "val" / "index.bin").read_bytes())
     with pytest.raises(UserError, match="train/index.bin is damaged or was changed"):
         datasets(RemoteFolder(f"{server.url}/packed", tmp_path / "cache", MANY))
+
+
+@needs_nginx
+def test_label_without_a_class_is_an_error(server, packed, tmp_path):
+    alter_label(packed / "val", 2)
+    with pytest.raises(UserError, match="val/index.bin has label 2, but only 2 classes"):
+        datasets(RemoteFolder(f"{server.url}/packed", tmp_path / "cache", MANY))
+
+
+def test_fifo_in_a_mirror_is_an_error(packed, alarm):  # noqa: F811
+    folder = packed / "train"
+    source = {"url": "http://127.0.0.1:1/data", "cache_size": MANY}
+    (folder / shards.REMOTE).write_text(json.dumps(source))
+    (folder / "shard-00000.tar").unlink()
+    os.mkfifo(folder / "shard-00000.tar")
+    with pytest.raises(OSError, match="it is not a regular file"):
+        Mirror(folder).read("shard-00000.tar", 0, 512)
 
 
 @needs_nginx

@@ -2,7 +2,6 @@
 
 import os
 import re
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -10,6 +9,7 @@ from io import BufferedReader, BytesIO, FileIO
 
 from engine import UserError
 from engine.data.remote import open_mirror
+from engine.data.shards import open_regular
 from engine.text import printable
 
 MAX_BYTES = 2**30  # of a file that is read
@@ -57,17 +57,11 @@ def _reason(error: Exception) -> str:
 def open_file(path: str | os.PathLike) -> BufferedReader | BytesIO:
     """Open a regular file of at most MAX_BYTES for reading, or a part of a shard of packed data.
 
-    Raises:
-        OSError: if it is another kind of file: reading a FIFO or a device may never end.
+    Raises OSError if it is another kind of file.
     """
     if IN_SHARD.fullmatch(os.fspath(path)):
         return BytesIO(read_file(path))
-    status = os.stat(path)
-    if not stat.S_ISREG(status.st_mode):
-        raise OSError(0, "it is not a regular file")
-    if status.st_size > MAX_BYTES:
-        raise OSError(0, f"it has {status.st_size} bytes, more than {MAX_BYTES}")
-    return open(path, "rb")
+    return BufferedReader(open_regular(path, MAX_BYTES))
 
 
 def read_file(path: str | os.PathLike) -> bytearray:
@@ -98,4 +92,4 @@ def _read_part(path: str, offset: int, length: int) -> bytearray:
 @lru_cache(MAX_OPEN_SHARDS)  # to open a file of a network's file system takes long
 def _open_shard(path: str) -> FileIO:
     """Return an open shard, closed when MAX_OPEN_SHARDS others have been used."""
-    return FileIO(path)
+    return open_regular(path)

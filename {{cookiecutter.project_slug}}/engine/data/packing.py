@@ -237,7 +237,7 @@ class SplitPacker:
             return
         try:
             before = Manifest.parse(state.read_bytes())
-        except (ValueError, KeyError, TypeError):
+        except ValueError:
             raise UserError(f"{state} is damaged; delete {self.folder} and pack anew") from None
         if before.id == self.progress.id:
             self.progress = before

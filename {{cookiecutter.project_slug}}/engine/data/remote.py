@@ -151,7 +151,7 @@ class Mirror:
         data = bytearray(length)
         try:
             # Not kept open: the space of a file that is removed would not be free.
-            with open(self.folder / name, "rb", buffering=0) as file:
+            with shards.open_regular(self.folder / name) as file:
                 found = os.preadv(file.fileno(), [data], offset)
         except FileNotFoundError:
             self._count_miss(name)

@@ -10,11 +10,16 @@ A folder of a pack holds:
 """
 
 import json
+import os
+import re
+import stat
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
+from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin, get_type_hints
 
 import numpy as np
 
@@ -72,9 +77,22 @@ class Manifest:
 
     @classmethod
     def parse(cls, data: bytes) -> "Manifest":
-        """Return the manifest in a JSON file. Raises ValueError, KeyError or TypeError."""
-        values = json.loads(data)
-        return cls(**values | {"shards": [Shard(**entry) for entry in values["shards"]]})
+        """Return the manifest in a JSON file. Raises ValueError if it is damaged."""
+        try:
+            values = json.loads(data)
+            entries = [Shard(**_require_types(Shard, entry)) for entry in values["shards"]]
+            manifest = cls(**_require_types(cls, values) | {"shards": entries})
+        except (KeyError, TypeError, RecursionError):
+            raise ValueError from None
+        if not (
+            re.fullmatch(f"[0-9a-f]{{{ID_LENGTH}}}", manifest.id)
+            and all(isinstance(name, str) for name in manifest.classes)
+            and len(set(manifest.classes)) == len(manifest.classes)
+            and all(shard.name == shard_name(number) for number, shard in enumerate(entries))
+            and manifest.samples == sum(shard.samples for shard in entries)
+        ):
+            raise ValueError
+        return manifest
 
     @property
     def index_size(self) -> int:
@@ -84,11 +102,20 @@ class Manifest:
 
 def is_packed(folder: Path) -> bool:
     """Return whether a folder holds a pack, or the beginning of one."""
-    return any((folder / name).is_file() for name in (MANIFEST, PROGRESS))
+    return any((folder / name).exists() for name in (MANIFEST, PROGRESS))
 
 
 def shard_name(number: int) -> str:
     return f"shard-{number:05d}.tar"
+
+
+def _require_types(kind: type, values: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a dataclass. Raises KeyError or TypeError if they do not suit it."""
+    for name, hint in get_type_hints(kind).items():
+        is_in_range = hint is not int or 0 <= values[name] < 2**63  # sizes and counts
+        if not is_in_range or type(values[name]) is not (get_origin(hint) or hint):
+            raise TypeError
+    return values
 
 
 class Pack:
@@ -115,9 +142,13 @@ class Pack:
         if not is_remote:
             check_files(folder, self.manifest)
         self.shard_sizes = [shard.samples for shard in self.manifest.shards] if is_remote else []
-        if checksum(folder / INDEX) != self.manifest.index_sha256:
-            raise UserError(_damaged(folder / INDEX))
-        self.records = np.memmap(folder / INDEX, RECORD, mode="r", offset=HEADER_LENGTH)
+        index = folder / INDEX
+        if checksum(index) != self.manifest.index_sha256:
+            raise UserError(_damaged(index))
+        self.records = np.memmap(index, RECORD, mode="r", offset=HEADER_LENGTH)
+        label, classes = self.records["label"].max(), len(self.manifest.classes)
+        if found == "cls" and label >= classes:
+            raise UserError(f"{index} has label {label}, but only {classes} classes; {AGAIN}")
 
     def __reduce__(self) -> tuple:  # pickle would copy the index
         return type(self), (self.folder, self.kind)
@@ -165,14 +196,17 @@ class PackedImages(Sequence):
 def read_manifest(folder: Path) -> Manifest:
     """Return the manifest of the pack in `folder`. Raises UserError if it has none."""
     path = folder / MANIFEST
-    if not path.is_file():
+    if not path.exists():
         raise UserError(
             f"{folder} is not packed completely: run the command that packed it again, which "
             "continues it"
         )
     try:
-        manifest = Manifest.parse(path.read_bytes())
-    except (ValueError, KeyError, TypeError):
+        with _opening(path) as file:  # not read to its end: some files have none
+            manifest = Manifest.parse(file.read(os.fstat(file.fileno()).st_size))
+        if not manifest.samples:
+            raise ValueError
+    except ValueError:
         raise UserError(f"{path} is damaged, or of another version; {AGAIN}") from None
     if manifest.format != FORMAT:
         raise UserError(f"{path} has format {manifest.format}, not {FORMAT}; pack anew")
@@ -191,12 +225,9 @@ def check_files(folder: Path, manifest: Manifest) -> None:
 
 
 def _check_file(path: Path, size: int, pack_id: str) -> None:
-    try:
-        with path.open("rb") as file:
-            start = file.read(2 * BLOCK)
-            found = path.stat().st_size
-    except OSError as error:
-        raise UserError(f"{path} can't be read ({error.strerror}); {AGAIN}") from None
+    with _opening(path) as file:
+        start = file.read(2 * BLOCK)
+        found = os.fstat(file.fileno()).st_size
     if pack_id.encode() not in start:
         raise UserError(f"{path} does not belong to the pack of {MANIFEST} beside it; {AGAIN}")
     if found != size:
@@ -218,9 +249,32 @@ def _damaged(path: Path) -> str:
 
 
 def checksum(path: Path) -> str:
-    """Return the SHA-256 of a file."""
+    """Return the SHA-256 of a file. Raises UserError if it can't be read."""
     digest = sha256()
-    with path.open("rb") as file:
+    with _opening(path) as file:
         while piece := file.read(2**20):
             digest.update(piece)
     return digest.hexdigest()
+
+
+@contextmanager
+def _opening(path: Path) -> Iterator[FileIO]:
+    """Open a file of a pack for reading. Raises UserError if it can't be read."""
+    try:
+        with open_regular(path) as file:
+            yield file
+    except OSError as error:
+        raise UserError(f"{path} can't be read ({error.strerror}); {AGAIN}") from None
+
+
+def open_regular(path: str | os.PathLike, max_bytes: int = 2**63) -> FileIO:
+    """Open a regular file of at most `max_bytes`, or a link to one, for reading.
+
+    Raises OSError if it is another kind of file: reading a FIFO or a device may never end.
+    """
+    status = os.stat(path)
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(0, "it is not a regular file")
+    if status.st_size > max_bytes:
+        raise OSError(0, f"it has {status.st_size} bytes, more than {max_bytes}")
+    return FileIO(path)
