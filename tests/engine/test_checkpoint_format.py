@@ -2,7 +2,10 @@
 
 import copy
 import errno
+import io
 import os
+import pickle
+import random
 import re
 import time
 import zipfile
@@ -20,7 +23,9 @@ from engine import UserError, backend, replacing
 from engine.checkpoint import TrainingState
 from engine.checkpoint import format as checkpoint
 from engine.checkpoint.archive import read
+from engine.checkpoint.inspection import check_tuples
 from engine.checkpoint.restore import restore
+from engine.data.images import MAX_SIZE, ImageSpec
 from torch import nn
 
 NATIVE = backend.load_backend("native", "O1")
@@ -281,6 +286,24 @@ def test_a_file_without_an_end_is_rejected(tmp_path: Path, target: str) -> None:
         checkpoint.load(path)
 
 
+NAN = float("nan")
+INVALID_IMAGES = [
+    *(
+        [1],
+        None,
+        {"pixels": 1},
+        {1: 2},
+        {"interpolation": "\x1b[31mX"},
+        {"interpolation": torch.ones(2)},
+    ),
+    *({"size": size} for size in (-3, 0, 10**6, 10**400, 32.0, True, "x", None, [32])),
+    *({"eval_size": size} for size in (-3, 0, 10**6, 32.0, "x")),
+    *({"crop_fraction": value} for value in (0.0, -0.5, 1e-320, 1.5, NAN, 10**400, "1", None)),
+    *({"mean": value} for value in (0.5, (), (0.5, 0.5), (0.5, 0.5, NAN), "abc", None)),
+    *({"std": value} for value in (0.5, (), (1.0, 1.0, "1"), (1.0, 1.0, 10**400))),
+]
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -309,6 +332,7 @@ def test_a_file_without_an_end_is_rejected(tmp_path: Path, target: str) -> None:
         {"metadata": {"classes": "ab"}},
         {"metadata": {"classes": ["a", 1]}},
         {"metadata": {"samples": 40}},
+        *({"metadata": {"model_options": {"image": image}}} for image in INVALID_IMAGES),
         {"metadata": {"fingerprints": ["val"]}},
         {"metadata": {"fingerprints": {"val": "0a"}}},
         {"metadata": {"fingerprints": {"val": {"labels": torch.ones(2)}}}},
@@ -321,6 +345,14 @@ def test_invalid_values_are_rejected(whole: Path, change: dict) -> None:
     torch.save(checkpoint.load(whole) | change, whole)
     with pytest.raises(UserError, match="use another one"):
         checkpoint.load(whole)
+
+
+def test_options_of_images_are_read(whole: Path) -> None:
+    spec = ImageSpec(96, "bicubic", 1.0, [0, 0, 0], [1, 1, 1], eval_size=MAX_SIZE)
+    for image in ({}, {"size": 32}, ImageSpec()._asdict(), spec._asdict()):
+        metadata = {"model_options": {"image": image, "width": 8}}
+        torch.save(checkpoint.load(whole) | {"metadata": metadata}, whole)
+        assert checkpoint.load(whole)["metadata"] == metadata
 
 
 @pytest.mark.parametrize("part", ["weight", "moment"])
@@ -484,6 +516,62 @@ def test_structures_that_can_not_be_visited_are_rejected(
     with pytest.raises(UserError, match="its structure is altered"):
         checkpoint.load(whole)
     assert time.monotonic() - began < 5
+
+
+def nested_tuples(depth: int, width: int) -> tuple:
+    value: tuple = ()
+    for _ in range(depth):
+        value = (value,) * width
+    return value
+
+
+@pytest.mark.parametrize("is_archive", [True, False], ids=["archive", "torch 1.5"])
+@pytest.mark.parametrize("place", [lambda key: {key: 1}, lambda key: {"a": {key}}])
+@pytest.mark.parametrize(("depth", "width"), [(18, 2), (5, 10), (300, 1)])
+def test_nested_tuples_are_rejected_before_they_are_hashed(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    depth: int,
+    width: int,
+    place: Callable[[tuple], dict],
+    is_archive: bool,
+) -> None:
+    """A few more levels would take hours."""
+    path = tmp_path / "nested.pt"
+    value = place(nested_tuples(depth, width))
+    torch.save(value, path, _use_new_zipfile_serialization=is_archive)
+    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("torch.load is called"))
+    monkeypatch.setattr(
+        "engine.checkpoint.archive.check_storages", lambda *_: pytest.fail("it is unpickled")
+    )
+    with pytest.raises(UserError, match="its structure is altered"):
+        read(path)
+
+
+@pytest.mark.parametrize("protocol", [2, 5])
+def test_tuples_in_lists_dicts_and_one_another_are_accepted(protocol: int) -> None:
+    """Also random-number states, and one large tuple that occurs many times."""
+    states = [{"python": random.Random(seed).getstate()} for seed in range(20)]
+    pairs = {(number, ("a", number)): (0.9, (0.99, number)) for number in range(1000)}
+    values = [states, pairs, [tuple(range(1000))] * 100, [nested_tuples(20, 1)]]
+    check_tuples(io.BytesIO(pickle.dumps(values, protocol)))
+
+
+@pytest.mark.parametrize(
+    "opcodes",
+    [
+        b"q\x00h\x00\x86" * 60,
+        b"2\x86" * 60,
+        b"".join(b"\x94h%c\x86" % index for index in range(1, 60)),
+        b"q\x00(h\x00h\x00h\x00t" * 60,
+    ],
+    ids=["BINPUT", "DUP", "MEMOIZE", "TUPLE"],
+)
+def test_tuples_can_not_be_nested_by_other_opcodes(opcodes: bytes) -> None:
+    """Also by those that Python's pickler does not write."""
+    pickled = b"\x80\x02)q\x00" + opcodes + b"."
+    with pytest.raises(RecursionError):
+        check_tuples(io.BytesIO(pickled))
 
 
 @pytest.mark.parametrize("number", [10**400, -(10**400), 2**63, -1])

@@ -133,6 +133,14 @@ def test_each_rank_resumes_its_own_random_numbers_and_losses(
     assert {path.name for path in tmp_path.iterdir()} == {"step-2.pt", "step-4.pt", "last.pt"}
 
 
+@pytest.mark.parametrize("metadata", [{"model_options": {"image": "gray"}}, {"classes": ["a", 1]}])
+def test_metadata_that_could_not_be_resumed_is_an_error_at_the_start(
+    tmp_path: Path, metadata: dict
+) -> None:
+    with pytest.raises(UserError, match="invalid classes, fingerprints or model_options"):
+        manager_of(tmp_path, metadata=metadata)
+
+
 @pytest.mark.gpu
 def test_saving_allocates_pinned_memory_only_once(tmp_path: Path) -> None:
     """Allocating it takes as long as some steps; that of the first step is used again."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from engine import UserError, cli, distributed
 from engine.data.image_size import parse_size, size_range
-from engine.data.images import MEAN, STD, ImageSpec
+from engine.data.images import INTERPOLATIONS, MAX_SIZE, MEAN, STD, ImageSpec
 
 PREFIX = "timm:"  # of --arch
 
@@ -35,7 +35,7 @@ def add_timm_arguments(parser: cli.ArgumentParser) -> None:
     add("--eval-size", type=cli.positive_int, help=help)
     add(
         "--interpolation",
-        choices=("bilinear", "bicubic"),
+        choices=INTERPOLATIONS,
         help="of resized images (default: that of a timm model, or bilinear)",
     )
 
@@ -53,6 +53,8 @@ def set_model_options(
     first_size, size = parse_size(args.image_size) if args.image_size else (None, None)
     if args.data is None and (args.eval_size or first_size != size):
         parser.error("--eval-size, and an --image-size that grows, are for --data")
+    if args.eval_size and args.eval_size > MAX_SIZE:
+        parser.error(f"--eval-size {args.eval_size}: use at most {MAX_SIZE} pixels")
     args.static_shapes = first_size != size
     given = {"size": size, "interpolation": args.interpolation, "eval_size": args.eval_size}
     image = default_image | {name: value for name, value in given.items() if value is not None}

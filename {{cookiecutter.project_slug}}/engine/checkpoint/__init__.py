@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from engine import SUFFIX, UserError, distributed
 from engine.backend import is_sharded
-from engine.checkpoint import format, sharded
+from engine.checkpoint import format, sharded, validation
 from engine.checkpoint.archive import security_warning
 from engine.checkpoint.compatibility import (
     DataSets,
@@ -73,6 +73,8 @@ class CheckpointManager:
 
     def __post_init__(self) -> None:
         self.metadata |= describe_data(self.data_sets)
+        if not validation.is_metadata(self.metadata):  # no run could resume from it
+            raise UserError("invalid classes, fingerprints or model_options['image'] (ImageSpec)")
         timeout = timedelta(seconds=self.timeout_s + 60)
         group = dist.new_group(backend="gloo", timeout=timeout)
         assert isinstance(group, dist.ProcessGroup)  # every rank is in it

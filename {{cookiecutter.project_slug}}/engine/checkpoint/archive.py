@@ -10,11 +10,10 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 
 from engine import UserError
-from engine.checkpoint.inspection import check_storages
+from engine.checkpoint.inspection import MAX_SHARING, check_storages, check_tuples
 
 SAFE_TORCH = (2, 10)
 MAX_DEPTH = 100  # of nested containers
-MAX_SHARING = 10  # times that a container occurs, on average
 CONTAINERS = (dict, list, tuple, set)
 DIRECTORY = 0x10  # attribute of a directory in a ZIP archive
 # Functions that torch.load calls for a file with any arguments, such as bytearray(2**40).
@@ -79,7 +78,7 @@ def _check_archive(path: Path, file: BinaryIO) -> None:
     """
     if not zipfile.is_zipfile(file):
         file.seek(0)
-        _check_pickle(path, file.read())
+        _check_pickle(path, file.read(), num_pickles=5)
         return
     with zipfile.ZipFile(file) as archive:
         if sum(part.file_size for part in archive.infolist()) > file.seek(0, io.SEEK_END):
@@ -98,9 +97,13 @@ def _check_archive(path: Path, file: BinaryIO) -> None:
                 check_storages(pickled, {one.removeprefix(prefix): sizes[one] for one in records})
 
 
-def _check_pickle(path: Path, pickled: bytes) -> None:
+def _check_pickle(path: Path, pickled: bytes, num_pickles: int = 1) -> None:
     if ALLOCATORS.search(pickled):
         raise UserError(f"{path}: it holds bytes, which no checkpoint needs; use another one")
+    file = io.BytesIO(pickled)
+    for _ in range(num_pickles):
+        if file.tell() < len(pickled):
+            check_tuples(file)
 
 
 def _copy_containers(value: Any, copies: dict[int, Any], level: int) -> Any:

@@ -3,8 +3,11 @@
 import io
 import pickle
 from collections import OrderedDict
-from typing import Any
+from pickletools import genops, markobject
+from typing import Any, BinaryIO
 
+MAX_SHARING = 10  # times that a container occurs, on average
+NESTING = ("GET", "DUP", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "FROZENSET")  # opcodes
 # Bytes of an element, by the name of the storage's class.
 ITEM_SIZES = (
     dict.fromkeys(("ComplexDoubleStorage",), 16)
@@ -29,6 +32,34 @@ class Placeholder:
     def extend(self, items: Any) -> None:
         # As torch words its refusal of a class.
         raise pickle.UnpicklingError(f"GLOBAL {type(self).__module__}.{type(self).__name__}")
+
+
+def check_tuples(file: BinaryIO) -> None:
+    """Check that tuples do not occur too often in one another in the pickle that `file` is at.
+
+    To hash a key of 60 tuples, each of which is twice in the next one, would take for ever. This
+    follows the opcodes with numbers of elements in place of the objects. It raises RecursionError
+    for such tuples, and any exception if the pickle is altered otherwise.
+    """
+    stack: list[Any] = []  # elements of tuples, with the nested ones; 0: others; None: a mark
+    memo: dict[Any, Any] = {}
+    total = 0
+    for count, (opcode, argument, _) in enumerate(genops(file)):
+        if opcode.name.endswith(("PUT", "MEMOIZE")):
+            memo[len(memo) if argument is None else argument] = stack[-1]
+            continue
+        items = [memo[argument]] if opcode.name.endswith("GET") else []
+        operands = opcode.stack_before
+        if markobject in operands:
+            operands = operands[: operands.index(markobject)]
+            while (item := stack.pop()) is not None:
+                items.append(item)
+        items += [stack.pop() for _ in operands]
+        elements = sum(items) + len(items) if opcode.name.endswith(NESTING) else 0
+        total += elements * len(opcode.stack_after)
+        if total > MAX_SHARING * (1000 + count):
+            raise RecursionError
+        stack += [None if result is markobject else elements for result in opcode.stack_after]
 
 
 def check_storages(pickled: bytes, records: dict[str, int]) -> None:

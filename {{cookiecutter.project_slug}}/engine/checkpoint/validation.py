@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from engine import UserError
+from engine.data.images import is_image_spec
 from engine.monitoring.trackers import is_run_id
 
 MAX_COUNT = 2**53  # of steps and the like; a float holds larger integers inexactly
@@ -148,6 +149,7 @@ def is_metadata(value: object) -> bool:
         isinstance(classes, list)
         and isinstance(samples, dict)
         and isinstance(options, dict)
+        and is_image_spec(options.get("image", {}))
         and isinstance(fingerprints, dict)
         and all(isinstance(one, dict) for one in fingerprints.values())
         and all(isinstance(text, str) for one in fingerprints.values() for text in one.values())

@@ -14,7 +14,7 @@ import re
 from typing import Any, NamedTuple
 
 from engine.data import DatasetWrapper, SizedDataset
-from engine.data.images import Crop
+from engine.data.images import MAX_SIZE, Crop
 
 MULTIPLE = 32
 FULL_SIZE = 0.2  # fraction of the epochs at the last size
@@ -50,7 +50,7 @@ class SizeSchedule(NamedTuple):
 def size_range(text: str) -> str:
     """Check the argument of --image-size: a size, such as 224, or two, such as 128:224."""
     first, last = parse_size(text) if re.fullmatch(r"0*[1-9]\d*(:0*[1-9]\d*)?", text) else (1, 0)
-    if not 0 < first <= last < 2**15:
+    if not 0 < first <= last <= MAX_SIZE:
         expected = "a number of pixels, such as 224, or the first and the last, such as 128:224"
         raise argparse.ArgumentTypeError(f"{text!r} is not {expected}")
     return text

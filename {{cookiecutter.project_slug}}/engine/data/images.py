@@ -5,6 +5,7 @@ crop them; gpu_decoding.DecodingLoader transfers the bytes and does the same on 
 """
 
 import io
+import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -42,6 +43,8 @@ FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 EXIF = re.compile(rb"\xff\xe1(..Exif\0\0)", re.DOTALL)  # a segment of a JPEG file, APP1
 MAX_RATIO = 64  # of the sides of an image that is resized, see `trim`
 MAX_SIDE = 4096  # of an image that the GPU decodes
+MAX_SIZE = 2**14  # height and width of a model's images
+INTERPOLATIONS = ("bilinear", "bicubic")
 
 
 class ImageSpec(NamedTuple):
@@ -52,7 +55,7 @@ class ImageSpec(NamedTuple):
     """
 
     size: int = 224
-    interpolation: str = "bilinear"  # or bicubic
+    interpolation: str = "bilinear"  # one of INTERPOLATIONS
     crop_fraction: float = 0.875
     mean: tuple[float, ...] = MEAN
     std: tuple[float, ...] = STD
@@ -71,6 +74,23 @@ class ImageSpec(NamedTuple):
             f"images of {self.size} × {self.size} pixels, {self.interpolation}, "
             f"crop {self.crop_fraction:g}, mean {mean}, standard deviation {std}"
         )
+
+
+def is_image_spec(fields: Any) -> bool:
+    """Return whether `fields` is a dict of fields of an ImageSpec, with values in their ranges."""
+    if not isinstance(fields, dict) or not fields.keys() <= set(ImageSpec._fields):
+        return False
+    spec = ImageSpec(**fields)
+    sizes = [spec.size] if spec.eval_size is None else [spec.size, spec.eval_size]
+    numbers = [spec.crop_fraction]
+    for values in spec.mean, spec.std:
+        numbers += values if isinstance(values, tuple | list) and len(values) == 3 else [math.nan]
+    return (
+        all(type(size) is int and 0 < size <= MAX_SIZE for size in sizes)
+        and spec.interpolation in INTERPOLATIONS
+        and all(type(number) in (int, float) and abs(number) <= MAX_SIZE for number in numbers)
+        and 0.01 <= spec.crop_fraction <= 1
+    )
 
 
 class Span(NamedTuple):
