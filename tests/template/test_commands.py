@@ -27,9 +27,10 @@ IN_PROJECT = re.compile(r"([A-Z_]+=\S+ )*(\./run\.sh|python -m engine[.\w]+|pyth
 
 
 def commands(page):
-    """Return the commands of a page's blocks, each in one line and without its comment."""
+    """Return the commands of a page's blocks, each in one line and without comments."""
     blocks = re.findall(r"^ *```sh\n(.*?)^ *```", page.read_text(encoding="utf-8"), re.M | re.S)
     lines = "".join(blocks).replace("\\\n", " ").splitlines()
+    lines = [line for line in lines if not line.lstrip().startswith("#")]
     return [" ".join(line.partition("  # ")[0].split()) for line in lines]
 
 
