@@ -294,6 +294,7 @@ def cropped_on_each_rank():
     return cropped_by_the_kernel(CPU, seed=dist.get_rank())
 
 
+@pytest.mark.slow
 def test_kernel_equals_torchvision(interpreted_processes):
     for found, expected in interpreted_processes(cropped_on_each_rank):
         assert torch.equal(found, expected)

@@ -38,6 +38,7 @@ def test_command_runs_scripts_with_their_arguments(run, tmp_path):
     assert done.stdout == expected, done.stderr
 
 
+@pytest.mark.slow
 def test_torchrun_runs_the_module(run, tmp_path):
     (tmp_path / "script.py").write_text(PRINT_MODULES)
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1")

@@ -241,6 +241,7 @@ def test_common_launchers(project, tmp_path, launcher):
     assert metrics(tmp_path)[-1]["step"] == 3
 
 
+@pytest.mark.slow
 def test_training_on_a_folder_of_images(project, image_folder, tmp_path):
     flags = (*SHORT, "--data", image_folder, "--batch-size", 4, "--output", tmp_path)
     done = run_two(project, *flags)

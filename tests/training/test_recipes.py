@@ -98,6 +98,7 @@ def test_recipe_trains(
     assert rows[-1]["step"] == 2 and 0 < rows[-1]["train_loss"] < 20
 
 
+@pytest.mark.slow
 def test_idx_files_are_learned(default_project: Path, tmp_path: Path, idx_folder: Path) -> None:
     """The brightness of an image says its class; --class-weights and --report need the labels."""
     flags = ("--data", idx_folder, "--arch", "wrn10_1", "--epochs", 12, "--batch-size", 8)
