@@ -30,12 +30,12 @@ SAVE = textwrap.dedent(
 )
 
 
-def be_launcher(argv: list[str], variables: dict[str, str], log: Path, is_nohup: bool) -> None:
+def be_launcher(argv: list[str], variables: dict[str, str], log: Path, ignored: int) -> None:
     """Make this process ``python -m engine.launch`` with these arguments."""
     for stream in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
-    if is_nohup:
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    if ignored:
+        signal.signal(ignored, signal.SIG_IGN)
     os.environ.update(variables)
     sys.path.insert(0, str(TEMPLATE))
     sys.argv = ["launch.py", *argv]
@@ -45,14 +45,16 @@ def be_launcher(argv: list[str], variables: dict[str, str], log: Path, is_nohup:
 class Launcher:
     """Launcher of one process, in a fork of a process that has imported torch."""
 
-    def __init__(self, folder: Path, script: str, *options: str, nohup=False, **variables: str):
+    def __init__(self, folder: Path, script: str, *options: str, ignored=0, **variables: str):
         self.log, path = folder / "log", folder / "main.py"
         self.log.touch()
         path.write_text(script)
         argv = ["--nproc-per-node=1", *options, str(path)]
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch.distributed.run"])
-        self.process = context.Process(target=be_launcher, args=(argv, variables, self.log, nohup))
+        self.process = context.Process(
+            target=be_launcher, args=(argv, variables, self.log, ignored)
+        )
         self.process.start()
 
     def wait_for(self, text: str) -> "Launcher":
@@ -93,7 +95,7 @@ def test_signal_is_forwarded_and_is_the_exit_status(launch, number):
 
 
 def test_nohup_is_respected(launch):
-    launcher = launch(UNBLOCK + SAVE.format(seconds=0), "time.sleep(2)", nohup=True)
+    launcher = launch(UNBLOCK + SAVE.format(seconds=0), "time.sleep(2)", ignored=signal.SIGHUP)
     launcher.send(signal.SIGHUP)
     assert launcher.end() == (0, "")
 
@@ -140,6 +142,12 @@ def test_signals_do_not_interrupt_the_main_thread(launch):
     blocked = int(re.search(r"SigBlk:\s+(\w+)", status)[1], 16)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         assert blocked >> (number - 1) & 1
+
+
+def test_failure_is_noticed_if_the_parent_ignores_the_end_of_children(launch):
+    """After ``trap '' CHLD`` the system keeps no exit statuses, which Popen takes for success."""
+    launcher = launch("", "time.sleep(1); sys.exit(3)", ignored=signal.SIGCHLD)
+    assert launcher.end()[0] == 3
 
 
 def test_variables_of_torchrun_have_no_effect(launch):

@@ -1,12 +1,14 @@
 """The generated project as its owner's repository: hooks before a commit, tests after a push."""
 
 import os
+import re
 import subprocess
 import sys
 from itertools import chain
 
 import pytest
 import yaml
+from fresh import ROOT, TEMPLATE
 from packaging.requirements import Requirement
 
 if sys.version_info >= (3, 11):
@@ -87,3 +89,16 @@ def test_pre_commit_passes_and_fixes_style(project):
     assert commit_hooks(project).returncode == 1
     assert mine.read_text() == 'x = {"a": 1}\n'
     assert commit_hooks(project).returncode == 0
+
+
+@pytest.mark.parametrize("folder", [ROOT, TEMPLATE], ids=["repository", "project"])
+def test_workflows_fix_the_commits_of_actions_and_keep_no_credentials(folder):
+    """A tag can be moved to other code; a token that is kept could be read by tests."""
+    (workflow,) = (folder / ".github" / "workflows").iterdir()
+    jobs = yaml.safe_load(workflow.read_text())["jobs"].values()
+    steps = [step for job in jobs for step in job["steps"] if "uses" in step]
+    assert steps
+    for step in steps:
+        assert re.fullmatch(r"[\w./-]+@[0-9a-f]{40}", step["uses"]), step
+        if step["uses"].startswith("actions/checkout@"):
+            assert step["with"]["persist-credentials"] is False

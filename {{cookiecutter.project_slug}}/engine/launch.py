@@ -33,6 +33,7 @@ def main() -> None:
     os.environ[LAUNCHER] = str(os.getpid())
     for name in [name for name in os.environ if name.startswith("PET_")]:
         del os.environ[name]  # torchrun reads the options that run.sh does not set from these
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if ignored, a failed process would exit with 0
     signals = SignalThread()
     signals.start()
     status, message = _run(os.environ.get("NNODES") or "1")
