@@ -8,7 +8,7 @@ from itertools import chain
 
 import pytest
 import yaml
-from fresh import ROOT, TEMPLATE
+from fresh import ROOT
 from packaging.requirements import Requirement
 
 if sys.version_info >= (3, 11):
@@ -91,12 +91,17 @@ def test_pre_commit_passes_and_fixes_style(project):
     assert commit_hooks(project).returncode == 0
 
 
-@pytest.mark.parametrize("folder", [ROOT, TEMPLATE], ids=["repository", "project"])
-def test_workflows_fix_the_commits_of_actions_and_keep_no_credentials(folder):
+def test_workflows_fix_the_commits_of_actions_and_keep_no_credentials(project):
     """A tag can be moved to other code; a token that is kept could be read by tests."""
-    (workflow,) = (folder / ".github" / "workflows").iterdir()
-    jobs = yaml.safe_load(workflow.read_text())["jobs"].values()
-    steps = [step for job in jobs for step in job["steps"] if "uses" in step]
+    workflows = [folder / ".github" / "workflows" for folder in (ROOT, project)]
+    steps = [
+        step
+        for path in workflows
+        for file in path.iterdir()
+        for job in yaml.safe_load(file.read_text())["jobs"].values()
+        for step in job["steps"]
+        if "uses" in step
+    ]
     assert steps
     for step in steps:
         assert re.fullmatch(r"[\w./-]+@[0-9a-f]{40}", step["uses"]), step
