@@ -26,12 +26,10 @@ from torch.nn import functional as F
 
 HERE = Path(__file__).resolve().parent
 TEMPLATE = HERE.parent / "{{cookiecutter.project_slug}}"
-sys.path[:0] = [str(TEMPLATE)]
+TESTS = HERE.parent / "tests"
+sys.path[:0] = [str(folder) for folder in (TEMPLATE, TESTS, TESTS / "package")]
 sys.dont_write_bytecode = True
-import apex_native  # noqa: E402
-
-apex_native.__path__.append(str(HERE.parent / "packages" / "apex_native"))
-from apex_native.extras.covered import COVERED  # noqa: E402
+from extras_path import find_in_native  # noqa: E402
 
 NORMS = "apex.normalization.fused_layer_norm"
 SOFTMAX = "apex.transformer.functional.fused_softmax"
@@ -42,12 +40,6 @@ Act = Callable[[], object]
 def find_in_apex(module: str, name: str) -> Any:
     """Return a name of real Apex. Raises ImportError if an extension is missing."""
     return getattr(importlib.import_module(module), name)
-
-
-def find_in_native(module: str, name: str) -> Any:
-    """Return what apex_native has in the place of a name of Apex."""
-    *_, own = [key for key, names in COVERED[module].items() if name in names.split()]
-    return getattr(importlib.import_module(f"apex_native.{own}"), name)
 
 
 def pass_through(function: Callable[[], Tensor], inputs: list[Tensor]) -> Act:

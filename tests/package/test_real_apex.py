@@ -4,12 +4,11 @@ A case takes a function that finds a name of Apex, in real Apex or in apex_nativ
 tensors. Cases whose extension of Apex is not installed are skipped.
 """
 
-import importlib
 from functools import partial
 
 import pytest
 import torch
-from apex_native.extras.covered import COVERED
+from extras_path import find_in_native
 
 pytestmark = [pytest.mark.apex, pytest.mark.gpu]
 # The greatest norm of the difference, relative to that of Apex's tensor.
@@ -22,11 +21,6 @@ STEPS = 5
 
 def find_in_apex(module, name):
     return getattr(pytest.importorskip(module), name)
-
-
-def find_in_native(module, name):
-    *_, own = [key for key, names in COVERED[module].items() if name in names.split()]
-    return getattr(importlib.import_module(f"apex_native.{own}"), name)
 
 
 def leaves(dtype, *shapes, seed=0):

@@ -154,10 +154,11 @@ def compare_images(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str:
         ImageSpec()._asdict() | one.get("model_options", {}).get("image", {})
         for one in (saved, own)
     ]
-    names = [name for name, value in ours.items() if theirs[name] != value]
-    if ours["eval_size"]:
-        names = [name for name in names if name != "eval_size"]
-    texts = [f"{name} {theirs[name]!r} there and {ours[name]!r} here" for name in names]
+    texts = [
+        f"{name} {theirs[name]!r} there and {value!r} here"
+        for name, value in ours.items()
+        if theirs[name] != value and not (name == "eval_size" and value)
+    ]
     return printable(", ".join(texts))
 
 

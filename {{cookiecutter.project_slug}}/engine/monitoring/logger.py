@@ -342,8 +342,9 @@ class Logger(Console):
         with contextlib.suppress(UserError):  # no finished epoch, or no room for its row
             run = curves.read_run(self.output)
             facts.append(run.describe_best())
-            if math.isfinite(best) and best != run.best[0].score:
-                origin = "within an epoch" if best > run.best[0].score else "after the resumption"
+            score = run.best[0].score
+            if math.isfinite(best) and best != score:
+                origin = "within an epoch" if best > score else "after the resumption"
                 facts.append(f"best.pt has {self.monitored.value(best):.4f} from {origin}")
         facts.append(f"took {timedelta(seconds=round(time.monotonic() - self.started_at))}")
         if self.throughputs:
