@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,11 +11,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 START_S = 90.0  # in which MLflow's server has started, on a busy machine
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return free.getsockname()[1]
 
 
 @contextmanager

@@ -8,7 +8,6 @@ import os
 import re
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image
+from ports import free_port
 
 SCREENED = os.environ | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
 """The environment of a run that sees no GPU."""
@@ -50,9 +50,8 @@ def run_two(
     project: Path, *flags: object, timeout: float = 300, **variables: str
 ) -> subprocess.CompletedProcess:
     """Run ``python main.py`` twice, as the two processes of a run that is started by hand."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    variables = SCREENED | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port} | variables
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    variables = SCREENED | address | variables
     variables |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     ranks = [variables | {"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
     return run_script(project, "main.py", *flags, variables=ranks, timeout=timeout)

@@ -4,13 +4,13 @@ import copy
 import os
 import re
 import signal
-import socket
 import subprocess
 import time
 
 import pytest
 import yaml
 from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob
+from ports import free_port
 from pydantic import ValidationError
 from running import SCREENED, metrics
 from test_docker import instructions
@@ -117,9 +117,7 @@ def kubelet(words, variables):
 @pytest.mark.xdist_group("train")
 def test_an_evicted_pod_saves_and_all_go_on(project, tmp_path):
     """Two pods as processes on this machine, with what Kubeflow Trainer tells them."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     trainer = job(project)["spec"]["trainer"]
     flags = ["--arch", "mobilenet_v3_small", "--batch-size", "64", "--epochs", "3"]
     flags = [*trainer["args"][: trainer["args"].index("--data")], *flags]

@@ -3,14 +3,13 @@
 import os
 import re
 import shutil
-import socket
 import stat
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
 
 import pytest
+from ports import free_port
 from running import SCREENED, assert_same_run, consolidate
 from transformer import with_transformer
 
@@ -69,11 +68,7 @@ class Cluster:
         self.folder, self.projects = folder, set()
         variables = {"SLURM_CONF": f"{folder}/slurm.conf", "NPROC": "1"}
         self.env = SCREENED | variables
-        with ExitStack() as stack:
-            sockets = [stack.enter_context(socket.socket()) for _ in range(3)]
-            for one in sockets:
-                one.bind(("127.0.0.1", 0))
-            ports = [one.getsockname()[1] for one in sockets]
+        ports = [free_port() for _ in range(3)]
         (folder / "slurm.conf").write_text(CONFIG.format(folder=folder, ports=ports))
         (folder / "gres.conf").write_text(f"Name=gpu File={folder}/gpu[0-1]\n")
         for name in ("gpu0", "gpu1"):

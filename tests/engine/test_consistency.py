@@ -14,6 +14,7 @@ import torch.distributed as dist
 from engine import UserError, distributed
 from engine.distributed import consistency
 from engine.distributed.consistency import collect_facts, find_difference, require_same_facts
+from ports import free_port
 
 FACTS = {"torch": "2.6.0", "--lr": "0.1", "task.py": "0a1b"}
 CPU = torch.device("cpu")
@@ -131,8 +132,7 @@ def test_ranks_that_do_not_arrive_are_reported() -> None:
     [("0", "^rank 1 of 2 did not come"), ("1", "^MASTER_ADDR=localhost, .* does not answer")],
 )
 def test_process_without_the_others_reports_them(monkeypatch, rank, message) -> None:
-    with socket.create_server(("localhost", 0)) as free:
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     for name, value in (("RANK", rank), ("WORLD_SIZE", "2"), ("MASTER_PORT", port)):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_ADDR", "localhost")

@@ -1,6 +1,5 @@
 """engine.diagnostics.rank_checks: preflight checks of each rank's GPU and network."""
 
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -11,6 +10,7 @@ import torch.distributed as dist
 from engine import UserError, distributed
 from engine.diagnostics import preflight, rank_checks
 from engine.diagnostics.preflight import ERROR, OK, PENDING, WARNING
+from ports import free_port
 
 GIB = 2**30
 
@@ -99,15 +99,9 @@ def test_torch_for_other_gpus_is_an_error(run_check, monkeypatch, fake_gpu):
 def master(monkeypatch) -> None:
     """Set the address of the rendezvous, in which ranks wait half a second for each other."""
     monkeypatch.setattr(rank_checks, "TIMEOUT_S", 0.5)
-    monkeypatch.setenv("MASTER_PORT", free_port())
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-
-
-def free_port() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
 
 
 def rendezvous_errors(devices: list[str]) -> list[str]:

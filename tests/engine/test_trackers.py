@@ -20,8 +20,9 @@ from engine.monitoring.logger import Logger
 from engine.monitoring.metric import MonitoredMetric
 from engine.monitoring.trackers import FOLDER, QUEUE
 from engine.monitoring.tracking import Tracking
-from mlflow_server import free_port, mlflow_server
+from mlflow_server import mlflow_server
 from PIL import Image
+from ports import free_port
 from test_curves import METRIC, row
 
 pytestmark = pytest.mark.xdist_group("trackers")

@@ -22,6 +22,7 @@ from engine import UserError, distributed
 from engine.distributed import network
 from engine.distributed.peers import PeerMonitor
 from fresh import TEMPLATE
+from ports import free_port
 from processes import fork_server
 
 
@@ -63,8 +64,7 @@ class Job:
     """
 
     def __init__(self, *actions: str) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        port = free_port()
         self.folder = tempfile.TemporaryDirectory()
         context = fork_server()
         # Not a Barrier: a process that is killed while it holds its lock leaves it locked for good.
@@ -233,8 +233,7 @@ def test_strangers_cannot_end_a_job() -> None:
 
 def test_rank_0_out_of_reach_is_reported() -> None:
     store = dist.HashStore()
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     store.set("peers", json.dumps(["127.0.0.1", port, "token"]))
     with pytest.raises(UserError, match=f"rank 0 can't be reached at 127.0.0.1, port {port} "):
         PeerMonitor.connect(store, 1, "127.0.0.1")

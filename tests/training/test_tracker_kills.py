@@ -9,7 +9,8 @@ import signal
 import time
 
 import pytest
-from mlflow_server import free_port, mlflow_server
+from mlflow_server import mlflow_server
+from ports import free_port
 from running import SCREENED, _be, metrics
 from transformer import with_transformer
 
