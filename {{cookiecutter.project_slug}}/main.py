@@ -50,7 +50,7 @@ from engine.diagnostics.checks import Settings, check_settings
 from engine.diagnostics.first_step import FirstStepAudit, check_finite, check_trainable
 from engine.diagnostics.memory import check_memory
 from engine.distributed.consistency import require_same_data
-from engine.distributed.watchdog import StopSignals, Watchdog, time_limit
+from engine.distributed.watchdog import StopSignals, Watchdog
 from engine.monitoring.image_grid import sample_evenly
 from engine.monitoring.logger import Logger
 from engine.monitoring.meter import Meter, NanCounter
@@ -216,16 +216,13 @@ def build_data(
         classes = [str(number) for number in range(task.DUMMY_CLASSES)]
         sample = [tensor[:2].cpu() for tensor in batch]
         return Data(repeated, repeated, DUMMY_STEPS, [batch], {}, classes, sample, sample)
-    title = "reading the data"
-    with logger.timer(title), time_limit(title, args.timeout):
-        train_set, val_set = (
-            skip_broken(dataset, args.skip_broken, args.output)
-            for dataset in task.build_datasets(args)
-        )
-        require_same_data(train_set, val_set)
-        if args.eval_only:  # which may lack some of the classes that the model has
-            both = {"train": train_set, "val": val_set}
-            use_saved_classes(both, args.output, args.resume, logger)
+    train_set, val_set = (
+        skip_broken(dataset, args.skip_broken, args.output) for dataset in task.build_datasets(args)
+    )
+    require_same_data(train_set, val_set)
+    if args.eval_only:  # which may lack some of the classes that the model has
+        both = {"train": train_set, "val": val_set}
+        use_saved_classes(both, args.output, args.resume, logger)
     # The random numbers of augmentation depend on seed, epoch and sample, not on the worker.
     seeded_train_set = SeededDataset(train_set, args.seed)
     seeded_val_set = SeededDataset(val_set, args.seed)
@@ -421,11 +418,13 @@ def build(args: argparse.Namespace) -> Run:
     is_nchw = args.channels_last is False
     memory_format = torch.contiguous_format if is_nchw else torch.channels_last
     # % endif
-    data = build_data(args, device, memory_format, logger)
-    model, ema = build_model(args, backend, device, memory_format, data, logger)
-    optimizer = build_optimizer(args, backend, model, logger)
-    base_lrs = [group["lr"] for group in optimizer.param_groups]
-    model, optimizer = wrap_model(args, backend, model, optimizer)
+    with logger.phase("reading the data", args.timeout):
+        data = build_data(args, device, memory_format, logger)
+    with logger.phase("building the model", args.timeout):
+        model, ema = build_model(args, backend, device, memory_format, data, logger)
+        optimizer = build_optimizer(args, backend, model, logger)
+        base_lrs = [group["lr"] for group in optimizer.param_groups]
+        model, optimizer = wrap_model(args, backend, model, optimizer)
     stop_signals = StopSignals()  # SIGTERM, SIGINT and the like: save, then exit
     checkpoints = CheckpointManager(
         folder=args.output,
@@ -645,11 +644,11 @@ def train(run: Run, resumed: Path | None) -> None:
     """Train until `is_finished`; save after each epoch, and validate those that are due."""
     logger, progress = run.logger, run.progress
     run.audit = FirstStepAudit(run.model, run.optimizer, run.backend, run.data.train_loader, logger)
+    run.watchdog.start()
     if not resumed:
         check_validation(run)
     logger.open(cli.settings(run.args), resumed, progress)
     run.stop_signals.start()
-    run.watchdog.start()
     if is_finished(run):
         logger.info("nothing is left to train: --epochs and --steps count from the beginning")
     # The row of an epoch is pending from its last step until it is validated: a run that was
@@ -698,7 +697,8 @@ def main() -> None:
     steps_per_epoch = math.ceil(run.data.batches_per_epoch / args.accumulate)
     # Last, since it fills the model, optimizer and amp that `build` has made. A process that
     # replaces a failed one resumes without --resume, too.
-    resumed = run.checkpoints.resume(args.resume, steps_per_epoch, required=args.eval_only)
+    with run.logger.phase("reading the checkpoint", args.timeout):
+        resumed = run.checkpoints.resume(args.resume, steps_per_epoch, required=args.eval_only)
     if not args.eval_only:
         train(run, resumed)
         return

@@ -22,6 +22,11 @@
 
 set -eu
 
+# A stream that is closed would share its number with the next file or socket that is opened.
+(: 3>&2) || exec 2>/dev/null
+(: 3>&1) 2>/dev/null || exec >/dev/null
+(: 3<&0) 2>/dev/null || exec </dev/null
+
 fail() {
     printf 'run.sh: %s\n' "$1" >&2
     exit 2
@@ -56,8 +61,9 @@ count_gpus() {
 # if this is no Python, or has no torch.
 find_torch() {
     "$1" -c '
-import importlib.util, sys
+import sys
 sys.path[:] = filter(None, sys.path)
+import importlib.util
 if importlib.util.find_spec("torch") is None:
     sys.exit(1)
 print("-P" if sys.version_info >= (3, 11) else "-q")

@@ -362,6 +362,26 @@ def test_no_interpreter_has_torch(machine):
     assert "no/such/python" in machine.refuses(PYTHON="no/such/python")
 
 
+def test_closed_streams_are_opened(machine):
+    """Otherwise the first file or socket that a process opens gets the number of its output."""
+    (machine.project / "engine").mkdir()
+    path = machine.folder / "streams"
+    (machine.project / "engine" / "launch.py").write_text(
+        "import os\n"
+        f"with open({str(path)!r}, 'w') as file:\n"
+        "    file.write(' '.join(os.readlink(f'/proc/self/fd/{n}') for n in range(3)))\n"
+    )
+    libraries = machine.folder / "libraries"
+    libraries.mkdir()
+    (libraries / "torch.py").write_text("")
+    variables = {"PYTHON": sys.executable, "PYTHONPATH": str(libraries)}
+    command = f"{machine.project / 'run.sh'} <&- >&- 2>&-"
+    subprocess.run(
+        [shutil.which("sh"), "-c", command], env=machine.env | variables, timeout=60, check=True
+    )
+    assert path.read_text() == "/dev/null /dev/null /dev/null"
+
+
 def test_a_program_that_is_no_interpreter_is_refused(machine):
     for name in ("true", "echo"):
         program = shutil.which(name)
@@ -380,7 +400,8 @@ def test_modules_in_the_callers_folder_are_not_taken_for_ours(machine):
     for folder, word in ((machine.project, "ours"), (machine.caller, "theirs")):
         (folder / "engine").mkdir()
         (folder / "engine" / "launch.py").write_text(f"print('{word}')\n")
-    (machine.caller / "torch.py").write_text("raise SystemExit('a stray torch.py')\n")
+    for name in ("torch", "importlib", "types", "warnings", "contextlib"):
+        (machine.caller / f"{name}.py").write_text(f"raise SystemExit('a stray {name}.py')\n")
     libraries = machine.folder / "libraries"
     libraries.mkdir()
     (libraries / "torch.py").write_text("")

@@ -7,6 +7,7 @@ import os
 import pickle
 import random
 import re
+import struct
 import time
 import zipfile
 from collections import OrderedDict
@@ -21,6 +22,7 @@ from apex_native import amp
 from apex_native.optimizers import FusedAdam
 from engine import UserError, backend, replacing
 from engine.checkpoint import TrainingState
+from engine.checkpoint import archive as archive_module
 from engine.checkpoint import format as checkpoint
 from engine.checkpoint.archive import read
 from engine.checkpoint.inspection import check_tuples
@@ -177,6 +179,57 @@ def test_a_compressed_archive_is_rejected(whole: Path) -> None:
         archive.writestr("archive/data/9", bytes(10_000_000))
     with pytest.raises(UserError, match="unpacks to more"):
         checkpoint.load(whole)
+
+
+def test_an_archive_in_which_torch_reads_other_tensors_than_zipfile_is_rejected(tmp_path) -> None:
+    path = tmp_path / "weights.pt"
+    files = []
+    for value in (1.0, 2.0):
+        torch.save({"weight": torch.full((3,), value)}, path)
+        files.append(path.read_bytes())
+    # zipfile finds the last directory, and torch the one whose position the end states.
+    path.write_bytes(files[0][: files[0].rindex(b"PK\6\6")] + files[1])
+    assert torch.load(path, weights_only=True)["weight"].tolist() == [1, 1, 1]
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() is None
+        assert archive.read("weights/data/0") == struct.pack("<3f", 2, 2, 2)
+    with pytest.raises(UserError, match="torn"):
+        archive_module.read(path)
+
+
+@pytest.mark.parametrize("kind", ["comment", "extra field", "compressed"])
+def test_an_archive_that_torch_did_not_write_is_rejected(tmp_path, kind) -> None:
+    path = tmp_path / "weights.pt"
+    torch.save({"weight": torch.randn(300)}, path)
+    with zipfile.ZipFile(path) as archive:
+        parts = {name: archive.read(name) for name in archive.namelist()}
+    for expected in ("read", kind):
+        with zipfile.ZipFile(path, "w") as archive:
+            for name, content in parts.items():
+                part = zipfile.ZipInfo(name)
+                if expected == "extra field":
+                    part.extra = struct.pack("<2H", 0x7075, 0)  # other names, for some readers
+                if expected == "compressed":
+                    part.compress_type = zipfile.ZIP_DEFLATED
+                archive.writestr(part, content)
+            if expected == "comment":
+                archive.comment = b"PK"
+        if expected == "read":
+            assert torch.equal(archive_module.read(path)["weight"], torch.load(path)["weight"])
+    with pytest.raises(UserError, match="torn"):
+        archive_module.read(path)
+
+
+def test_a_pickle_is_checked_in_front_of_an_archive(tmp_path) -> None:
+    """As torch 1.5 wrote; zipfile only looks for an archive at the end of a file."""
+    path = tmp_path / "weights.pt"
+    torch.save({"weight": torch.zeros(3)}, path)
+    other = path.read_bytes()
+    torch.save({"weight": bytearray(3)}, path, _use_new_zipfile_serialization=False)
+    path.write_bytes(path.read_bytes() + other)
+    assert zipfile.is_zipfile(path)
+    with pytest.raises(UserError, match="holds bytes"):
+        archive_module.read(path)
 
 
 def append_items(pickled: bytes) -> bytes:

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import re
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -92,6 +93,21 @@ def test_signal_is_forwarded_and_is_the_exit_status(launch, number):
     launcher = launch(UNBLOCK + SAVE.format(seconds=1))
     launcher.send(number)
     assert launcher.end() == (128 + number, "saved\n")
+
+
+@pytest.mark.parametrize("names", [("LOCAL_RANK", "RANK"), ("RANK", "LOCAL_RANK")])
+def test_processes_are_found_wherever_their_environment_has_the_rank(names):
+    """It is the first variable if a launcher that another one has started got it so."""
+    from engine.launch import _processes  # here, since the launchers run the module
+
+    child = subprocess.Popen([shutil.which("sleep"), "60"], env=dict.fromkeys(names, "0"))
+    other = subprocess.Popen([shutil.which("sleep"), "60"], env={"NO_LOCAL_RANK": "0"})
+    try:
+        assert _processes() & {child.pid, other.pid} == {child.pid}
+    finally:
+        for process in (child, other):
+            process.kill()
+            process.wait()
 
 
 def test_nohup_is_respected(launch):

@@ -9,6 +9,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
@@ -18,7 +19,7 @@ import torch
 from apex_native import log_rank_zero
 from engine import UserError
 from engine.checkpoint.format import Progress
-from engine.monitoring import curves
+from engine.monitoring import console, curves
 from engine.monitoring.curves import BackgroundProcess
 from engine.monitoring.logger import Logger
 from engine.monitoring.metric import MonitoredMetric
@@ -134,11 +135,34 @@ def test_progress_bars_are_shown_on_a_terminal(
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
     logger = Logger(tmp_path, rank, ACCURACY)
     assert list(logger.progress_bar(range(3), "epoch 1")) == [0, 1, 2]
-    with logger.timer("reading the data"):
+    with logger.phase("reading the data", 60):
         pass
     said = capsys.readouterr().err
     assert ("epoch 1" in said) == ("reading the data: 00:00" in said) == is_shown
     assert is_shown or not said
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_slow_phase_is_logged_without_a_terminal(tmp_path, monkeypatch, capsys, rank):
+    monkeypatch.setattr(console, "FIRST_LINE_S", 0.3)
+    monkeypatch.setattr(console, "LINE_S", 0.5)
+    logger = Logger(tmp_path, rank, ACCURACY)
+    with logger.phase("building the model", 60):
+        time.sleep(1.0)
+    with logger.phase("reading the data", 60):
+        pass
+    seconds = [] if rank else [0, 1]
+    expected = [f"building the model: {s} s; the limit is --timeout 60" for s in seconds]
+    assert capsys.readouterr().out.splitlines() == expected
+
+
+def test_console_works_without_standard_error(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stderr", None)
+    logger = Logger(tmp_path, 0, ACCURACY)
+    with logger.phase("reading the data", 60):
+        logger.info("read")
+    assert list(logger.progress_bar(range(3), "epoch 1")) == [0, 1, 2]
+    assert "read\n" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -117,7 +117,7 @@ def add_precision_arguments(parser: ArgumentParser, opt_level: str, backend: str
 def add_run_arguments(parser: ArgumentParser, output: Path) -> None:
     """Add the flags of output, checkpoints, evaluation, reproducibility and --check."""
     add = parser.group("distributed").add_argument
-    add("--timeout", type=positive_int, default=600, help="seconds to list the data, or for a step")
+    add("--timeout", type=positive_int, default=600, help="seconds for a step or a start phase")
     add = parser.group("run").add_argument
     add("--output", type=Path, default=output, help="folder of checkpoints and metrics")
     add("--resume", type=Path, help="a checkpoint, or 'auto' for the newest in --output, if any")

@@ -139,7 +139,7 @@ def _processes() -> set[int]:
     """Return the ids of the processes that torchrun has started on this host."""
     paths = Path("/proc/self/task").glob("*/children")
     children = map(int, "".join(path.read_text() for path in paths).split())
-    return {child for child in children if b"\0LOCAL_RANK=" in _read(child, "environ")}
+    return {child for child in children if b"\0LOCAL_RANK=" in b"\0" + _read(child, "environ")}
 
 
 def _read(process: int, name: str) -> bytes:

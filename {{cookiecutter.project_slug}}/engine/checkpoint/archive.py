@@ -2,6 +2,7 @@
 
 import io
 import re
+import struct
 import zipfile
 from collections import OrderedDict
 from pathlib import Path
@@ -16,6 +17,11 @@ SAFE_TORCH = (2, 10)
 MAX_DEPTH = 100  # of nested containers
 CONTAINERS = (dict, list, tuple, set)
 DIRECTORY = 0x10  # attribute of a directory in a ZIP archive
+# The records at the end of a ZIP archive; the first two only in the form for large ones, ZIP64.
+END_64 = struct.Struct("<4sQ2H2L4Q")
+LOCATOR_64 = struct.Struct("<4sLQL")
+END = struct.Struct("<4s2H2H2LH")
+IN_END_64 = (0xFFFF, 0xFFFF, 0xFFFFFFFF, 0xFFFFFFFF)  # instead of numbers that END can't hold
 # Functions that torch.load calls for a file with any arguments, such as bytearray(2**40).
 ALLOCATORS = re.compile(rb"c(__builtin__|builtins)\nbytearray\n|c_codecs\nencode\n")
 
@@ -26,8 +32,12 @@ def security_warning(path: Path) -> str:
     `read` checks what torch before 2.10 does not, but for folders and files of torch before 1.6.
     """
     major, minor = torch.__version__.split(".")[:2]
-    if (int(major), int(minor)) >= SAFE_TORCH or path.is_file() and zipfile.is_zipfile(path):
+    if (int(major), int(minor)) >= SAFE_TORCH:
         return ""
+    if path.is_file():
+        with path.open("rb") as file:
+            if _is_archive(file):
+                return ""
     return (
         f"torch {torch.__version__} can be made to crash, or worse, by such a checkpoint from a "
         "stranger (CVE-2026-24747): update to torch 2.10, or load only those that you trust"
@@ -72,17 +82,19 @@ def _check_archive(path: Path, file: BinaryIO) -> None:
     """Check the file for alterations that torch does not detect.
 
     Raises BadZipFile for a tensor whose checksum is wrong, or that is marked as a directory, of
-    which torch reads nothing, or that has the name of another, in torch's comparison of names; and
-    UserError for an archive that is compressed, as torch's are not, and for a pickle that makes
-    torch allocate memory or read beyond a record. Files of torch < 1.6 are no archives.
+    which torch reads nothing, or that has the name of another, in torch's comparison of names, and
+    for an archive in which torch may read something else than is checked here; and UserError for an
+    archive that is compressed, as torch's are not, and for a pickle that makes torch allocate
+    memory or read beyond a record. Files of torch < 1.6 are no archives.
     """
-    if not zipfile.is_zipfile(file):
-        file.seek(0)
+    if not _is_archive(file):
         _check_pickle(path, file.read(), num_pickles=5)
         return
     with zipfile.ZipFile(file) as archive:
         if sum(part.file_size for part in archive.infolist()) > file.seek(0, io.SEEK_END):
             raise UserError(f"{path}: it unpacks to more than it is; use another one")
+        if not _is_unambiguous(file, archive.infolist()):
+            raise zipfile.BadZipFile
         folders = (part.filename for part in archive.infolist() if part.external_attr & DIRECTORY)
         altered = archive.testzip() or next(folders, None)
         sizes = {part.filename.lower(): part.file_size for part in archive.infolist()}
@@ -95,6 +107,51 @@ def _check_archive(path: Path, file: BinaryIO) -> None:
                 prefix = name.lower().rpartition("/")[0] + "/data/"
                 records = (record for record in sizes if record.startswith(prefix))
                 check_storages(pickled, {one.removeprefix(prefix): sizes[one] for one in records})
+
+
+def _is_archive(file: BinaryIO) -> bool:
+    """Return whether torch takes the file for an archive; zipfile looks at its end instead."""
+    start = file.read(4)
+    file.seek(0)
+    return start == b"PK\3\4"
+
+
+def _is_unambiguous(file: BinaryIO, parts: list[zipfile.ZipInfo]) -> bool:
+    """Return whether any reader of ZIP archives finds the same parts as zipfile does.
+
+    zipfile searches backwards from the end of the file for the directory of the parts; others, such
+    as torch's, take the position that the end states. An archive of `torch.save` has nothing
+    between its records at the end, no comment, no compression, and only ZIP64's extra fields.
+    """
+    position = file.seek(-END.size, io.SEEK_END)
+    signature, _, _, *stated, comment = END.unpack(file.read(END.size))
+    if signature != b"PK\5\6" or comment:
+        return False
+    numbers = stated
+    start_64 = max(0, position - LOCATOR_64.size - END_64.size)
+    file.seek(start_64)
+    end_64, locator = file.read(END_64.size), file.read(LOCATOR_64.size)
+    if locator.startswith(b"PK\6\7"):
+        position = start_64
+        signature, length, _, _, _, _, *numbers = END_64.unpack(end_64)
+        is_next = LOCATOR_64.unpack(locator)[2] == position
+        if signature != b"PK\6\6" or length != END_64.size - 12 or not is_next:
+            return False
+    pairs = zip(stated, numbers, IN_END_64, strict=True)
+    _, num_parts, size, start = numbers
+    return (
+        all(number in (number_64, instead) for number, number_64, instead in pairs)
+        and num_parts == len(parts)
+        and start + size == position
+        and all(_is_plain(part) for part in parts)
+    )
+
+
+def _is_plain(part: zipfile.ZipInfo) -> bool:
+    """Return whether a part is not compressed, and its entry has no fields but those of ZIP64."""
+    is_stored = part.compress_type == zipfile.ZIP_STORED and part.compress_size == part.file_size
+    field, length = struct.unpack("<2H", part.extra[:4].ljust(4, b"\0"))
+    return is_stored and (not part.extra or (field, 4 + length) == (1, len(part.extra)))
 
 
 def _check_pickle(path: Path, pickled: bytes, num_pickles: int = 1) -> None:

@@ -1,7 +1,6 @@
 """Pretrained weights, from a file or from torchvision."""
 
 import pickle
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from textwrap import shorten
@@ -16,6 +15,7 @@ from engine import UserError, distributed
 from engine.checkpoint import format, validation
 from engine.checkpoint.archive import read, security_warning
 from engine.checkpoint.compatibility import describe_difference
+from engine.monitoring.console import has_terminal
 
 COUNTERS = "num_batches_tracked"  # buffers of batch norms, which old files lack
 CLASSIFIERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)  # layers that a head can end with
@@ -192,7 +192,7 @@ def _from_torchvision(source: str, arch: str) -> dict[str, Tensor]:
             f"--weights {source}: there is no such file, and torchvision has no weights of that "
             f"name for {arch}; name a file, or DEFAULT"
         ) from None
-    progress = distributed.is_rank_zero() and sys.stderr.isatty()
+    progress = distributed.is_rank_zero() and has_terminal()
     folder = Path(torch.hub.get_dir(), "checkpoints")
     try:
         return weights.get_state_dict(

@@ -2,17 +2,20 @@
 
 import contextlib
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice, repeat
 from textwrap import wrap
 from threading import Event, Thread
 from typing import Any
 
 from tqdm import tqdm
 
+from engine.distributed.watchdog import time_limit
 from engine.text import printable
 
 LINE_S = 60.0  # seconds between progress lines where there is no terminal
+FIRST_LINE_S = 10.0  # the same, before the first line of a phase
 LINE = "{desc}: {n_fmt}/{total_fmt}{postfix}, {remaining} left"
 # Of the console's table, which fits a terminal with 80 columns.
 WIDTH = 80
@@ -20,6 +23,11 @@ WIDTHS = {"epoch": 5, "step": 6, "train_loss": 10, "val_loss": 9, "lr": 9, "loss
 WIDTHS["images_per_second"] = 8
 METRIC_WIDTH = 16
 HEADINGS = {"images_per_second": "images/s"}
+
+
+def has_terminal() -> bool:
+    """Return whether standard error is a terminal; it is None in a process that has none."""
+    return sys.stderr is not None and sys.stderr.isatty()
 
 
 class Console:
@@ -39,7 +47,8 @@ class Console:
     def info(self, message: str) -> None:
         """Print a message."""
         if self.active:
-            with contextlib.suppress(OSError):  # a full disk, or a closed pipe
+            # A full disk, or a closed pipe; a progress bar is redrawn below the message.
+            with contextlib.suppress(OSError), tqdm.external_write_mode():
                 print(printable(message), flush=True)
 
     def warning(self, message: str) -> None:
@@ -58,7 +67,7 @@ class Console:
         if total is not None:
             batches = islice(batches, total)
         look: dict[str, Any] = {"leave": False, "disable": not self.active, **options}
-        if sys.stderr.isatty():
+        if has_terminal():
             look["dynamic_ncols"] = True
         else:
             look |= {"file": _LineStream(self.info), "bar_format": LINE, "delay": 1e-9}
@@ -67,22 +76,31 @@ class Console:
         return tqdm(batches, description, total, **look)
 
     @contextlib.contextmanager
-    def timer(self, description: str) -> Iterator[None]:
-        """Show the elapsed time of the body on a terminal."""
-        if not sys.stderr.isatty():
-            yield
-            return
+    def phase(self, name: str, limit_s: float) -> Iterator[None]:
+        """Show the elapsed time of a phase of the start; exit if it takes longer than the limit.
+
+        The time is shown on a terminal, or logged after FIRST_LINE_S and then every LINE_S seconds.
+        """
         is_done = Event()
 
         def refresh() -> None:
-            with self.progress_bar((), description, bar_format="{desc}: {elapsed}") as bar:
+            with self.progress_bar((), name, bar_format="{desc}: {elapsed}") as bar:
                 while not is_done.wait(0.5):
                     bar.refresh()
 
-        thread = Thread(target=refresh, daemon=True)
+        def log() -> None:
+            started = time.monotonic()
+            for seconds in chain([FIRST_LINE_S], repeat(LINE_S)):
+                if is_done.wait(seconds):
+                    return
+                elapsed = time.monotonic() - started
+                self.info(f"{name}: {elapsed:.0f} s; the limit is --timeout {limit_s:g}")
+
+        thread = Thread(target=refresh if has_terminal() else log, daemon=True)
         thread.start()
         try:
-            yield
+            with time_limit(name, limit_s):
+                yield
         finally:
             is_done.set()
             thread.join()

@@ -6,7 +6,6 @@ import contextlib
 import csv
 import math
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -20,7 +19,7 @@ from tqdm import tqdm
 
 from engine import UserError, cli, distributed, replacing
 from engine.monitoring import curves
-from engine.monitoring.console import Console
+from engine.monitoring.console import Console, has_terminal
 from engine.monitoring.curves import COLUMNS, CONFIG, METRIC, METRIC_MODE, PICTURE, TABLE
 from engine.monitoring.events import EventWriter
 from engine.monitoring.lock import FolderLock
@@ -228,7 +227,7 @@ class Logger(Console):
                 f"step {record.step}, loss {record.train_loss:.4f}, "
                 f"{record.images_per_second:.0f} images/s, loss scale {record.loss_scale:g}"
             )
-            bar.set_postfix_str(text, refresh=sys.stderr.isatty())
+            bar.set_postfix_str(text, refresh=has_terminal())
         return record
 
     def _log_record(self, record: LogRecord) -> None:
