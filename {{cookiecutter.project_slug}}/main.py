@@ -581,12 +581,14 @@ def evaluate(run: Run, batches: Sequence | DataLoader) -> dict[str, float]:
                 outputs = model(inputs)
                 nans[suffix].update(outputs)
                 run.metrics[suffix].update(outputs, targets)
+        run.watchdog.enter("computing the metrics")
         for suffix, metrics in run.metrics.items():
             found = {name + suffix: float(value) for name, value in metrics.compute().items()}
             if batches_with_nan := nans[suffix].compute():
                 run.logger.warning(f"the outputs for {batches_with_nan} batches hold nan")
                 found = dict.fromkeys(found, math.nan)
             results |= found
+        run.watchdog.leave()
     return results
 
 
@@ -647,8 +649,8 @@ def train(run: Run, resumed: Path | None) -> None:
     run.watchdog.start()
     if not resumed:
         check_validation(run)
+    run.stop_signals.start()  # about when the other processes do, which do not open files
     logger.open(cli.settings(run.args), resumed, progress)
-    run.stop_signals.start()
     if is_finished(run):
         logger.info("nothing is left to train: --epochs and --steps count from the beginning")
     # The row of an epoch is pending from its last step until it is validated: a run that was

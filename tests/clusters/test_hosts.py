@@ -159,6 +159,7 @@ def test_hosts_that_do_not_join_are_reported(hosts, idle, tmp_path):
     assert of_second.startswith(
         "the store at MASTER_ADDR=10.0.0.3 does not answer (The client socket has timed out"
     )
+    assert "frame #" not in runs[1].said
 
 
 @pytest.mark.weekly

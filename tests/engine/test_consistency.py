@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from engine import UserError, distributed
-from engine.distributed import consistency
+from engine.distributed import consistency, network
 from engine.distributed.consistency import collect_facts, find_difference, require_same_facts
 from ports import free_port
 
@@ -148,6 +148,13 @@ def test_clock_difference_is_a_warning(capsys, monkeypatch) -> None:
         store.set("difference", json.dumps([time.time() - ahead, ""]))
         require_same_facts(store, 1, 2, FACTS)
         assert ("is +10 s from rank 0's" in capsys.readouterr().err) == is_reported
+
+
+@pytest.mark.parametrize(("address", "name"), [("127.0.0.1", "lo"), ("10.0.0.1", "eth7")])
+def test_gloo_listens_on_the_loopback_interface_on_a_single_host(monkeypatch, address, name):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    network.select_interface(address)
+    assert os.environ["GLOO_SOCKET_IFNAME"] == name
 
 
 def test_gloo_does_not_use_the_loopback_interface_on_several_hosts(monkeypatch) -> None:

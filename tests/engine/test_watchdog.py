@@ -187,17 +187,21 @@ def test_processes_that_finish_one_after_the_other_succeed() -> None:
         assert job.errors() == ""
 
 
+@pytest.mark.parametrize(
+    ("module", "call"),
+    [("engine", "end_with_parent()"), ("engine.data.loading", "prepare_worker(0)")],
+)
 @pytest.mark.parametrize("state", ["stopped", "blocked"])
-def test_process_ends_with_its_parent_in_any_state(tmp_path, state) -> None:
+def test_process_ends_with_its_parent_in_any_state(tmp_path, state, module, call) -> None:
     """A loader's worker may read from a pipe to which nobody writes."""
     os.mkfifo(tmp_path / "pipe")
     wait = {"stopped": "os.kill(os.getpid(), 19)", "blocked": f"open('{tmp_path}/pipe')"}[state]
     code = (
         "import os\n"
-        "from engine.distributed.watchdog import end_with_parent\n"
+        f"from {module} import {call.partition('(')[0]}\n"
         "if child := os.fork():\n"
         "    os.waitpid(child, os.WUNTRACED)\n"
-        "end_with_parent()\n"
+        f"{call}\n"
         f"print(os.getpid(), flush=True)\n{wait}\n"
     )
     parent = subprocess.Popen(

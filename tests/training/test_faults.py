@@ -239,22 +239,57 @@ def test_hanging_data_loader_of_eval_only_is_reported(project, breaking, whole, 
     assert "error: rank 1 has been in validating, batch 1 for " in hung.said
 
 
-LISTS_FOR_LONG = """
+HANGS = """
 import time, runpy, task
-task.build_datasets = lambda args: time.sleep(600)
+from engine.checkpoint import CheckpointManager
+{function} = lambda *_, **__: time.sleep(600)
 runpy.run_path("{main}", run_name="__main__")
 """
 
 
-@pytest.mark.weekly
-def test_hanging_disk_at_the_start_is_reported(project, breaking, tmp_path):
-    main = project / "main.py"
-    main.write_text(LISTS_FOR_LONG.format(main=project / "kept.py"))
-    with started(project, tmp_path / "run", "--timeout", 3) as hung:
-        status, _ = hung.end()
-    assert status == 1, hung.said
-    assert "has been in reading the data for 3 s, more than --timeout" in hung.said
-    assert "time.sleep(600)" in hung.said
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("function", "phase"),
+    [
+        ("task.build_datasets", "reading the data"),
+        ("task.build_model", "building the model"),
+        ("CheckpointManager.resume", "reading the checkpoint"),
+        ("task.Metrics.compute", "computing the metrics"),
+    ],
+)
+def test_hang_at_the_start_is_reported(project, breaking, tmp_path, function, phase):
+    (project / "main.py").write_text(HANGS.format(function=function, main=project / "kept.py"))
+    flags = ("--output", tmp_path / "run", "--timeout", 3)
+    done = run(project, *SMALL, *flags, nproc=0, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 1
+    message = f"rank 0 has been in {phase} for [34] s, more than --timeout"
+    assert re.search(message, done.stderr), done.stderr
+    assert "time.sleep(600)" in done.stderr
+
+
+OPENS_LATE = """
+import os, time, runpy
+from engine.monitoring.logger import Logger
+open_at_once = Logger.open
+def open_late(*arguments):
+    print("opens", flush=True)
+    time.sleep(3 if os.environ["RANK"] == "0" else 0)
+    open_at_once(*arguments)
+Logger.open = open_late
+runpy.run_path("{main}", run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+def test_signal_while_rank_0_opens_its_files_is_no_failure(project, breaking, tmp_path):
+    (project / "main.py").write_text(OPENS_LATE.format(main=project / "kept.py"))
+    with started(project, tmp_path / "run") as stopped:
+        stopped.wait_for("(?s)opens.*opens")
+        os.kill(stopped.process.pid, signal.SIGTERM)
+        status, _ = stopped.end()
+    assert status == 128 + signal.SIGTERM
+    assert "error: " not in stopped.said
+    assert "stopped after step" in stopped.said
 
 
 @pytest.mark.weekly

@@ -1,13 +1,17 @@
 """Library behind the training loop. It is independent of the task and of the command line."""
 
+import ctypes
 import os
 import shutil
+import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 VERSION = "1.0.0"
 EXIT_USAGE = 2  # exit status of the program after a UserError
+PR_SET_PDEATHSIG = 1  # of Linux's prctl
 SUFFIX = ".tmp"  # of a file that `replacing` has not completed
 
 
@@ -60,3 +64,13 @@ def _flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def end_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends.
+
+    A process that is stopped, or blocked by a file system, could not do that itself. Python has no
+    function for it.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

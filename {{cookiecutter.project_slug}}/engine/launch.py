@@ -46,6 +46,11 @@ def main() -> None:
 
 def _run(nodes: str) -> tuple[int, str]:
     """Return the exit status, and an error message unless a process has logged one."""
+    # torch reads the level when it is imported. The launcher reports errors itself; the processes'
+    # errors are logged.
+    level = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if level == "ERROR":
+        os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"
     # Imported here, for seconds, in which signals have their effect already.
     import torch.distributed as dist
     from torch.distributed import run
@@ -54,6 +59,7 @@ def _run(nodes: str) -> tuple[int, str]:
 
     from engine.distributed.network import RESUME, join_hosts, serve_locally
 
+    os.environ["TORCH_CPP_LOG_LEVEL"] = level
     logging.disable(logging.ERROR)  # processes that fail log the cause themselves
     try:
         server, options = serve_locally() if nodes == "1" else join_hosts(nodes)

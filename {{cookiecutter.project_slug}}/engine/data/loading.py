@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
+from engine import end_with_parent
 from engine.data import ResumableDistributedSampler, SeededDataset, collate, gpu_decoding
-from engine.distributed.watchdog import end_with_parent, ignore_stop_signals
+from engine.distributed.watchdog import ignore_stop_signals
 
 
 class TrainLoader:

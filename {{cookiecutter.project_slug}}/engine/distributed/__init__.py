@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from engine import EXIT_USAGE, UserError
+from engine import EXIT_USAGE, UserError, end_with_parent
 from engine.distributed import consistency
 from engine.distributed.network import local_address, select_interface, serve_store
 from engine.distributed.peers import (
@@ -27,7 +27,6 @@ from engine.distributed.peers import (
     exit_process,
     peer_monitor,
 )
-from engine.distributed.watchdog import end_with_parent
 from engine.launch import LAUNCHER, RESTART, SIGNALS
 from engine.text import printable
 

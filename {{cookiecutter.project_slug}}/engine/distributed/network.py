@@ -58,16 +58,18 @@ def is_own_address(address: str) -> bool:
 
 
 def select_interface(address: str) -> None:
-    """Make gloo and, on a single host, NCCL use the network interface with that address of ours.
+    """Make gloo use the network interface with that address of ours; on a single host NCCL, too.
 
-    By default, gloo uses the address of the host's name, which often only this host can reach, and
-    NCCL listens on all interfaces.
+    On a single host gloo uses no other one, whatever GLOO_SOCKET_IFNAME is: it reads pickled
+    objects from its connections. By default, gloo uses the address of the host's name, which often
+    only this host can reach, and NCCL listens on all interfaces.
     """
     for _, name in socket.if_nameindex():
         if _interface_address(name) == address:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
             if address == "127.0.0.1":
+                os.environ["GLOO_SOCKET_IFNAME"] = name
                 os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def _interface_address(name: str) -> str:

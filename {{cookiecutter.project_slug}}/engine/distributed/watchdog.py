@@ -4,7 +4,6 @@ Python runs signal handlers in the main thread, which may be waiting in a collec
 threads do this work.
 """
 
-import ctypes
 import os
 import signal
 import sys
@@ -23,7 +22,6 @@ from engine.launch import LAUNCHER, REPEAT_S
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 RESTART_S = 2.0  # in which torchrun stops the processes of all hosts, to restart with another one
 LINGER_S = 1.0  # in which all processes that hang log where they are
-PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
 class StopSignals(threading.Thread):
@@ -171,13 +169,3 @@ def ignore_stop_signals() -> None:
     signal.set_wakeup_fd(-1)
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-
-
-def end_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends.
-
-    A process that is stopped, or blocked by a file system, could not do that itself. Python has no
-    function for it.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

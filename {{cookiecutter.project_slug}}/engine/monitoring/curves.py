@@ -23,7 +23,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
-from engine import EXIT_USAGE, UserError, replacing
+from engine import EXIT_USAGE, UserError, end_with_parent, replacing
 from engine.monitoring.metric import AVERAGE, Best, MonitoredMetric
 from engine.text import printable
 
@@ -363,5 +363,6 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    end_with_parent()
     os.nice(10)  # a run draws its curves while it trains
     main()
