@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from engine import UserError
 from engine.data import collate, gpu_decoding, images
+from engine.data.files import FileError
 from engine.data.gpu_decoding import DecodingLoader
-from engine.data.images import Crop, Span
+from engine.data.images import Crop, Span, read_image
 from fresh import UNCHANGED
 from PIL import Image
 from torch.utils.data import DataLoader
@@ -189,6 +190,15 @@ def batches(loader):
 
 
 @decodes_files
+@pytest.mark.parametrize("dtype", [np.float32, np.int32])
+def test_images_of_32_bits_are_refused(tmp_path, dtype):
+    """Their values may be from 0 to 1, to 255 or of a measurement; clipped, they would be black."""
+    path = tmp_path / "a.tif"
+    Image.fromarray(np.linspace(0, 255, 64, dtype=dtype).reshape(8, 8)).save(path)
+    with pytest.raises(FileError, match=r"a\.tif can't be read as an image \(32 bits a pixel"):
+        read_image(path)
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_packed_batches_equal_those_of_a_dataloader(folder, workers, monkeypatch):
     monkeypatch.setattr(gpu_decoding, "MAX_PIXELS", 200_000)  # a few images

@@ -229,6 +229,8 @@ def decode(encoded: Encoded) -> Tensor:
         if decode_jpeg and isinstance(image, JpegImageFile) and image.mode in ("L", "RGB"):
             # The same pixels as PIL's, in half the time.
             return decode_jpeg(torch.frombuffer(encoded.data, dtype=torch.uint8), mode=RGB)
+        if image.mode == "F" or image.mode == "I" and image.format == "TIFF":
+            raise ValueError("32 bits a pixel in an unknown range: convert it to 8 or 16 bits")
         if image.mode.startswith("I"):  # 16 bits, which PIL would clip at 255
             eight_bits = image.convert("I").point(lambda value: value / 257)
             return functional.pil_to_tensor(eight_bits.convert("L").convert("RGB"))
