@@ -1,0 +1,494 @@
+"""Manager of a run's checkpoints: when to save, and how to resume."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from itertools import islice
+from pathlib import Path
+from textwrap import shorten
+from typing import Any, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from engine import SUFFIX, UserError, distributed
+from engine.backend import is_sharded
+from engine.checkpoint import format, sharded, validation
+from engine.checkpoint.archive import security_warning
+from engine.checkpoint.compatibility import (
+    DataSets,
+    adapt_classes,
+    compare_data,
+    compare_images,
+    describe_data,
+    is_same_data,
+)
+from engine.checkpoint.format import BEST, LAST, TrainingState
+from engine.checkpoint.restore import restore
+from engine.checkpoint.selection import AUTO, Source, find
+from engine.data import get_rng_state, mix_seeds, seed_everything, set_rng_state
+from engine.distributed import consistency
+from engine.distributed.peers import SHARD_WRITER, WRITER
+from engine.distributed.watchdog import StopSignals
+from engine.monitoring.curves import CONFIG
+from engine.monitoring.logger import Logger
+from engine.monitoring.meter import LOSS, Meter, Sums
+from engine.monitoring.metric import AVERAGE
+
+T = TypeVar("T")
+
+
+@dataclass
+class CheckpointManager:
+    """Manager of a run's checkpoints. All ranks create one and call its methods together.
+
+    A checkpoint is copied to the memory of rank 0, and a thread writes it to ``step-<step>.pt``
+    while the training continues. ``last.pt`` and ``best.pt`` are links to such files. If the model
+    is sharded, each rank does that with its shards, in a folder ``step-<step>``.
+    """
+
+    folder: Path  # of the checkpoints; rank 0 writes to it
+    keep: int  # how many numbered checkpoints to keep
+    save_every: str | None  # interval in steps ("500") or minutes ("10m"), if any
+    timeout_s: float  # limit of an operation between the ranks
+    state: TrainingState
+    metadata: dict[str, Any]  # plain values that describe the model, such as its arch
+    data_sets: DataSets  # whose classes and sizes are compared with a checkpoint's
+    settings: dict[str, Any]  # of the run; a restart requires those of the folder's config.json
+    logger: Logger
+    stop_signals: StopSignals
+
+    problem: str = field(default="", init=False)  # with the last write
+    # Whether the validation data is that of the resumed checkpoint; None if that is unknown.
+    has_same_val_data: bool | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.metadata |= describe_data(self.data_sets)
+        if not validation.is_metadata(self.metadata):  # no run could resume from it
+            raise UserError("invalid classes, fingerprints or model_options['image'] (ImageSpec)")
+        timeout = timedelta(seconds=self.timeout_s + 60)
+        group = dist.new_group(backend="gloo", timeout=timeout)
+        assert isinstance(group, dist.ProcessGroup)  # every rank is in it
+        self._group = group
+        self._agreement = distributed.AsyncMax(group, 2)
+        self._writers: dist.ProcessGroup | None = None  # of the ranks' threads that write shards
+        self._written_step = -1  # of the last folder that was written, or resumed from
+        if is_sharded(self.state.model):
+            writers = dist.new_group(backend="gloo", timeout=timeout)
+            assert isinstance(writers, dist.ProcessGroup)
+            self._writers = writers
+        self._interval_steps = 0
+        self._interval_s = math.inf
+        if self.save_every and self.save_every.endswith("m"):
+            self._interval_s = 60.0 * int(self.save_every[:-1])
+        elif self.save_every:
+            self._interval_steps = int(self.save_every)
+        self.saved_at = time.monotonic()
+        self._saved_step = -1
+        self._writer: threading.Thread | None = None
+        self._has_pinned_memory = False
+        self._meter: Meter | None = None
+        self._means: list[Sums] = []
+
+    def resume(
+        self, choice: Path | None, steps_per_epoch: int, required: bool = False
+    ) -> Path | None:
+        """Restore a checkpoint; return its path, or None if the run starts from the beginning.
+
+        A process that replaces a failed one restores the newest checkpoint, whatever `choice` is.
+
+        Args:
+            choice: a checkpoint, "auto" for the newest one in the folder, if any, or None.
+            steps_per_epoch: to convert the epochs of another script's checkpoint.
+            required: for --eval-only, which always uses `choice`.
+
+        Raises UserError if the checkpoint cannot be used, or is `required` and there is none; or if
+        the hosts of a sharded model don't share the folder.
+        """
+        if not required:
+            self._lock_folder()
+        source = self._find(choice, required)
+        if source is None:
+            if required:
+                raise UserError("--eval-only needs --resume with a checkpoint")
+            return None
+        entries = self._load(source)
+        notes = self._compare_metadata(source.path, entries["metadata"], required)
+        self._compare_data(source.path, entries, required)
+        restore(source.path, entries, self.state)
+        progress = self.state.progress
+        for name, value in vars(progress).items():
+            setattr(progress, name, entries.get(name, value))
+        self.logger.rows = entries["history"]
+        self.logger.run_id = entries.get("run_id", "")
+        if not format.has_best(self.folder):  # another folder's best is not this one's
+            progress.best = -math.inf
+        train_set = self.data_sets.get("train")
+        if train_set is not None and progress.samples > len(train_set) and not required:
+            self.logger.warning(
+                f"--resume {source.path}: it is {progress.samples} samples into an epoch, which "
+                f"has {len(train_set)} now; this epoch is trained from its beginning"
+            )
+            progress.samples = 0
+        if progress.step is None:  # in another script's checkpoint
+            progress.step = progress.epoch * steps_per_epoch
+        message = f"resumed {source.path} after {progress.epoch} epochs, {progress.step} steps"
+        if source.rank:
+            message += f", from the host of rank {source.rank}"
+        try:
+            ranks_note = self._restore_ranks(entries["ranks"])
+            message += self._restore_ema(entries.get("ema"))
+        except Exception as error:  # altered values raise anything
+            reason = shorten(str(error), 160)
+            raise UserError(
+                f"--resume {source.path}: the state of its processes, or its average of the "
+                f"weights, is altered ({reason}); use another one"
+            ) from None
+        notes += "" if required else ranks_note  # which is about training
+        self.logger.info(message + notes + format.describe_origin(entries["origin"]))
+        return source.path
+
+    def _lock_folder(self) -> None:
+        """Lock the folder, before any rank lists its files.
+
+        Raises UserError if another run has locked it, or the hosts of a sharded model don't share
+        it.
+        """
+        self.logger.lock()
+        dist.barrier(self._group)
+        if self._writers and not distributed.is_single_host():
+            sharded.require_shared(self.folder, self._group)
+
+    def start_epoch(self, meter: Meter) -> None:
+        """Restore the means of an interrupted epoch into `meter`."""
+        if self.state.progress.samples:
+            meter.load_state_dicts(self._means)
+
+    def end_step(self, meter: Meter) -> int:
+        """Save if it is time; return the signal that asks the job to stop, or 0.
+
+        Call it after each optimizer step. The ranks agree through the CPU while the next step runs,
+        so that nothing waits for a GPU: a signal is returned, and an interval in minutes has its
+        effect, after the next step.
+        """
+        self._meter = meter
+        self._pin_memory()
+        signal_number, is_time = self._agreement.result()
+        if signal_number:
+            return signal_number
+        has_interval = self._interval_steps > 0
+        if is_time or has_interval and self.state.progress.step % self._interval_steps == 0:
+            self.save()
+        # The clock of rank 0 decides: those of others may differ by a step.
+        is_due = dist.get_rank() == 0 and time.monotonic() - self.saved_at >= self._interval_s
+        self._agreement.submit(self.stop_signals.requested, is_due)
+        return 0
+
+    def until_stopped(
+        self, batches: Iterable[T], idle: Callable[[], object] | None = None
+    ) -> Iterator[T]:
+        """Yield the batches of a validation; save and exit once the job is asked to stop.
+
+        The ranks agree after each batch. Some may have fewer batches: they wait for the others, or
+        call `idle` at each batch of theirs, to take part in the communication of a forward pass.
+        """
+        self._exit_if(self._agreement.result()[0])  # of the last step
+        remaining = iter(batches)
+        is_left = 1
+        while is_left:
+            batch = list(islice(remaining, 1))
+            self._agreement.submit(self.stop_signals.requested, len(batch))
+            yield from batch
+            signal_number, is_left = self._agreement.result()
+            if idle and is_left and not batch:
+                idle()
+            self._exit_if(signal_number)
+
+    def save(self, results: dict[str, float] | None = None) -> None:
+        """Save the run as it is now.
+
+        Waits for the device, and until the checkpoint before this one is written.
+
+        Args:
+            results: of the validation of this state, which is ``best.pt`` if its metric is the
+                best so far.
+        """
+        own = {"rng": get_rng_state(), "meter": self._sums()}
+        ranks: list[Any] = [None] * dist.get_world_size()
+        dist.gather_object(own, ranks if dist.get_rank() == 0 else None, group=self._group)
+        self.saved_at = time.monotonic()
+        self._saved_step = self.state.progress.step
+        if dist.get_rank() != 0 and not self._writers:
+            return
+        self.wait()
+        progress = self.state.progress
+        best = self.logger.monitored.best(results or {})
+        if results:
+            progress.weights = "ema" if best.name.endswith(AVERAGE) else "model"
+        entries = format.to_cpu(format.collect(self.state))
+        entries |= vars(progress) | {"ranks": ranks, "metadata": self.metadata}
+        entries["history"] = list(self.logger.rows)
+        if self.logger.run_id:
+            entries["run_id"] = self.logger.run_id
+        entries |= {"results": results or {}, "best": max(progress.best, best.score)}
+        copied = torch.cuda.current_stream().record_event() if torch.cuda.is_initialized() else None
+        arguments = (entries, copied)
+        name = SHARD_WRITER if self._writers else WRITER
+        self._writer = threading.Thread(None, self._write, name, arguments, daemon=True)
+        self._writer.start()
+
+    def _sums(self) -> Sums:
+        """Return the sums of this rank's meter, which matter within an epoch."""
+        if not self.state.progress.samples:
+            return {}
+        if self._meter is None:  # resumed, and not trained since
+            self._meter = Meter(torch.device("cpu"), 0)
+            self._meter.load_state_dicts(self._means)
+        return self._meter.state_dict()
+
+    def _exit_if(self, signal_number: int) -> None:
+        if signal_number:
+            self.save_and_exit(signal_number)
+
+    def save_and_exit(self, signal_number: int) -> NoReturn:
+        """Save, have SLURM start the job again after SIGUSR1, and exit with status 128 + signal."""
+        if self._saved_step != self.state.progress.step:  # an epoch is saved before its validation
+            self.save()
+        self.wait()
+        if not self.problem:
+            step = self.state.progress.step
+            self.logger.finish_tracking("KILLED")
+            self.logger.info(f"stopped after step {step}; add --resume auto to continue")
+        if signal_number == signal.SIGUSR1 and dist.get_rank() == 0:
+            self._requeue()
+        self.stop_signals.exit_together(signal_number, self._group)
+
+    def wait(self) -> None:
+        """Wait until everything that was saved is on the disk, or could not be written."""
+        if self._writer:
+            self._writer.join()
+
+    def finish(self) -> None:
+        """Wait as `wait` does. Raise UserError if the run's last state could not be written."""
+        self.wait()
+        if self.problem:
+            raise UserError(f"{self.problem}: fix that, and add --resume auto")
+
+    def _find(self, choice: Path | None, required: bool) -> Source | None:
+        """Return the checkpoint to resume from, which is the same on all ranks."""
+        is_restart = distributed.is_restart() and not required
+        if is_restart and choice != AUTO:
+            self._check_folder()
+        first = AUTO if is_restart else choice
+        source = find(self.folder, first, self.logger.warning, self._group)
+        if source or not is_restart:
+            return source
+        if choice in (AUTO, None):
+            self.logger.info(f"{self.folder} has no checkpoint: the run starts over")
+            return None
+        return find(self.folder, choice, self.logger.warning, self._group)
+
+    def _check_folder(self) -> None:
+        """Raise UserError if a run with other settings left its checkpoints in the folder."""
+        path = self.folder / CONFIG
+        if dist.get_rank() != 0 or not path.exists():
+            return
+        try:
+            theirs = dict(json.loads(path.read_text()))
+        except (OSError, ValueError, TypeError, RecursionError) as error:
+            raise UserError(
+                f"{path} can't be read ({shorten(str(error), 80)}): add --resume auto to continue "
+                "the run there, or --output with another folder"
+            ) from None
+        ours = json.loads(json.dumps(self.settings, default=str))
+        compared = (ours.keys() & theirs.keys()).difference(consistency.HOST_SETTINGS, {"steps"})
+        for name in sorted(compared):
+            if theirs[name] != ours[name]:
+                raise UserError(
+                    f"{self.folder} holds another run, of {name} {theirs[name]} and not "
+                    f"{ours[name]}: add --resume auto to continue it, or --output with another "
+                    "folder"
+                )
+
+    def _load(self, source: Source) -> dict[str, Any]:
+        """Return the entries of a checkpoint, which its host sends to all others."""
+        is_own = source.path.parent.resolve() == self.folder.resolve()
+        warning = "" if is_own else security_warning(source.path)
+        if warning:
+            self.logger.warning(f"--resume {source.path}: {warning}")
+        try:
+            if self._writers:
+                return self._load_shards(source)
+            if source.path.is_dir():
+                return format.load(source.path)
+            content = format.broadcast_file(source.path, source.rank, self._group)
+            return format.load(source.path, content)
+        except UserError as error:
+            raise UserError(f"--resume {error}") from None
+
+    def _load_shards(self, source: Source) -> dict[str, Any]:
+        """Return the entries of a checkpoint of either kind with this rank's shards of tensors."""
+        from engine.distributed.sharding import distribute_entries
+
+        own = sharded.templates(format.collect(self.state), self.state.optimizer)
+        if source.path.is_dir():
+            entries = format.check(source.path, sharded.read_state(source.path))
+            sharded.read_shards(source.path, entries, own)
+            if source.path.resolve().parent == self.folder.resolve():
+                self._written_step = entries["step"]
+            return entries
+        content = format.broadcast_file(source.path, source.rank, self._group)
+        entries = format.load(source.path, content)
+        try:
+            distribute_entries(entries, own)
+        except ValueError as error:
+            raise UserError(
+                f"{source.path}: it does not fit this model ({error}); resume with the --arch and "
+                "the classes that it was made with"
+            ) from None
+        return entries
+
+    def _compare_metadata(self, path: Path, saved: dict[str, Any], is_evaluation: bool) -> str:
+        """Compare classes and opt_level with a checkpoint's; return notes for the log.
+
+        Raises UserError if the classes do not fit.
+        """
+        notes = adapt_classes(
+            path, saved.get("classes", []), self.metadata.get("classes", []), self.data_sets
+        )
+        if notes:
+            self.metadata["classes"] = saved.get("classes", [])
+        images = compare_images(saved, self.metadata)
+        if images:
+            self.logger.warning(f"--resume {path}: it was trained with other images ({images})")
+        opt_level = self.metadata.get("opt_level")
+        if saved.get("opt_level", opt_level) != opt_level:
+            notes += f", saved at {saved['opt_level']}"
+        return notes
+
+    def _compare_data(self, path: Path, entries: dict[str, Any], is_evaluation: bool) -> None:
+        """Warn of data other than a checkpoint's; it may have grown, so that is no error."""
+        saved = entries["metadata"]
+        self.has_same_val_data = is_same_data(saved, self.metadata, "val")
+        changes = compare_data(saved, self.metadata)
+        if is_evaluation and "val" in changes:
+            self.logger.warning(
+                f"--resume {path}: this is other data than it was validated on in training "
+                f"({changes['val']})"
+            )
+        elif changes and not is_evaluation:
+            text = ", ".join(f"{name}: {change}" for name, change in changes.items())
+            if "train" in changes and entries["samples"]:
+                text += "; the rest of its epoch may repeat or leave out samples"
+            self.logger.warning(f"--resume {path}: the data has changed ({text})")
+
+    def _restore_ranks(self, ranks: list[dict[str, Any]]) -> str:
+        """Restore what each process had of its own; return what to add to the message."""
+        rank = dist.get_rank()
+        is_same_number = len(ranks) == dist.get_world_size()
+        if is_same_number:
+            own = [ranks[rank]]
+            set_rng_state(ranks[rank]["rng"])
+        else:
+            own = ranks if rank == 0 else []
+            seed_everything(mix_seeds(torch.initial_seed(), self.state.progress.step))
+        states = [one["meter"] if "meter" in one else {LOSS: one["losses"]} for one in own]
+        self._means = [
+            {str(name): (float(total), int(count)) for name, (total, count) in state.items()}
+            for state in states
+        ]
+        if is_same_number or not ranks:  # none in another script's checkpoint
+            return ""
+        rule = "scales with them" if self.settings.get("scale_lr") else "stays"
+        return f", not bit-identical: {len(ranks)} processes saved it; the learning rate {rule}"
+
+    def _restore_ema(self, average: dict[str, torch.Tensor] | None) -> str:
+        """Restore the average of the weights; return what to add to the message."""
+        ema, backend = self.state.ema, self.state.backend
+        if ema is None:
+            return ", without its average of the weights (--ema)" if average else ""
+        weights = average or backend.fp32_state_dict(self.state.model, self.state.optimizer)
+        ema.module.load_state_dict(weights)
+        return "" if average else "; it has no average of the weights, which starts here"
+
+    def _pin_memory(self) -> None:
+        """Have torch allocate, once there are moments, the pinned memory that saves copy to.
+
+        That takes as long as some steps, and torch keeps the memory for the saves to come.
+        """
+        if self._has_pinned_memory or not self.state.optimizer.state:
+            return
+        self._has_pinned_memory = True
+        if (self._writers or dist.get_rank() == 0) and torch.cuda.is_initialized():
+            format.to_cpu(format.collect(self.state))
+
+    def _write(self, entries: dict[str, Any], copied: torch.cuda.Event | None) -> None:
+        """Write `entries`; `copied` is recorded after their copies from the GPU."""
+        path = self.folder / f"step-{entries['step']}{'' if self._writers else '.pt'}"
+        try:
+            if copied:
+                copied.synchronize()
+            if self._writers:
+                self._write_shards(path, entries, self._writers)
+            else:
+                self._prepare(entries["step"])
+                format.write_or_make_room(path, entries, self.logger.warning)
+            if dist.get_rank() == 0:
+                format.alias(path, LAST)
+            if entries["best"] > self.state.progress.best:
+                if dist.get_rank() == 0:
+                    format.alias(path, BEST)
+                self.state.progress.best = entries["best"]
+            if dist.get_rank() == 0:
+                format.prune(self.folder, self.keep)
+            self.problem = ""
+        except (OSError, RuntimeError, ValueError, UserError) as error:
+            reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+            self.problem = f"{path} could not be written ({reason})"
+            self.logger.warning(
+                f"{self.problem}; the run goes on, the checkpoints before it are kept"
+            )
+
+    def _prepare(self, step: int) -> None:
+        """Remove what a killed process left incomplete, and checkpoints of steps after `step`."""
+        for incomplete in self.folder.glob("*.pt" + SUFFIX):
+            incomplete.unlink(missing_ok=True)
+        for incomplete in self.folder.glob("step-*" + SUFFIX):
+            format.remove(incomplete)
+        format.remove_later(self.folder, step)
+
+    def _write_shards(
+        self, path: Path, entries: dict[str, Any], writers: dist.ProcessGroup
+    ) -> None:
+        """Write a folder; all ranks call it. Its tensors are not written again at the same step."""
+        is_written = self._written_step == entries["step"]
+        if dist.get_rank() == 0:
+            try:
+                self._prepare(entries["step"])
+            except OSError as error:  # the other ranks are waiting for this one
+                self.logger.warning(f"{self.folder}: old checkpoints can't be removed ({error})")
+        if not is_written:
+            format.write_or_make_room(path, entries, self.logger.warning, writers)
+            self._written_step = entries["step"]
+        elif dist.get_rank() == 0:
+            sharded.update(path, entries)
+
+    def _requeue(self) -> None:
+        """Ask SLURM, if it started this job, to start it again."""
+        job = os.environ.get("SLURM_JOB_ID")
+        if "SLURM_ARRAY_JOB_ID" in os.environ:  # the plain id of an array's last job would mean all
+            job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+        if not job:
+            return
+        try:
+            subprocess.run(["scontrol", "requeue", job], check=True, timeout=20)
+            self.logger.info(f"SLURM starts job {job} again")
+        except (OSError, subprocess.SubprocessError) as error:
+            self.logger.warning(f"scontrol requeue {job} failed ({error})")
