@@ -25,13 +25,14 @@ from step import main_py
 HERE = Path(__file__).resolve().parent
 # Writes (seconds of the step, whether it saved, whether a checkpoint was being written).
 RUN = """
-import json, sys, time
+import json, sys, threading, time
 sys.argv[1:] = {flags!r}
 import torch
 import torch.distributed as dist
 import main
 from engine import distributed
 from engine.checkpoint import CheckpointManager
+from engine.distributed.peers import SHARD_WRITER, WRITER
 
 end_step, started, rows, saved = CheckpointManager.end_step, None, [], []
 save = CheckpointManager.save
@@ -42,7 +43,7 @@ def timed_save(self, results=None):
 
 def timed_end_step(self, meter):
     global started
-    is_writing = bool(self._writer and self._writer.is_alive())
+    is_writing = any(one.name in (SHARD_WRITER, WRITER) for one in threading.enumerate())
     result = end_step(self, meter)
     if torch.cuda.is_available():
         torch.cuda.synchronize()

@@ -5,7 +5,6 @@ import math
 import os
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from engine import SUFFIX, UserError, distributed
+from engine import UserError, distributed
 from engine.backend import is_sharded
 from engine.checkpoint import format, sharded, validation
 from engine.checkpoint.archive import security_warning
@@ -30,12 +29,12 @@ from engine.checkpoint.compatibility import (
     describe_data,
     is_same_data,
 )
-from engine.checkpoint.format import BEST, LAST, TrainingState
+from engine.checkpoint.format import TrainingState
 from engine.checkpoint.restore import restore
 from engine.checkpoint.selection import AUTO, Source, find
+from engine.checkpoint.writer import CheckpointWriter
 from engine.data import get_rng_state, mix_seeds, seed_everything, set_rng_state
 from engine.distributed import consistency
-from engine.distributed.peers import SHARD_WRITER, WRITER
 from engine.distributed.watchdog import StopSignals
 from engine.monitoring.curves import CONFIG
 from engine.monitoring.logger import Logger
@@ -65,7 +64,6 @@ class CheckpointManager:
     logger: Logger
     stop_signals: StopSignals
 
-    problem: str = field(default="", init=False)  # with the last write
     # Whether the validation data is that of the resumed checkpoint; None if that is unknown.
     has_same_val_data: bool | None = field(default=None, init=False)
 
@@ -78,12 +76,12 @@ class CheckpointManager:
         assert isinstance(group, dist.ProcessGroup)  # every rank is in it
         self._group = group
         self._agreement = distributed.AsyncMax(group, 2)
-        self._writers: dist.ProcessGroup | None = None  # of the ranks' threads that write shards
-        self._written_step = -1  # of the last folder that was written, or resumed from
-        if is_sharded(self.state.model):
-            writers = dist.new_group(backend="gloo", timeout=timeout)
-            assert isinstance(writers, dist.ProcessGroup)
-            self._writers = writers
+        self._is_sharded = is_sharded(self.state.model)
+        writers = dist.new_group(backend="gloo", timeout=timeout) if self._is_sharded else None
+        assert not isinstance(writers, int)  # every rank is in it
+        self._writer = CheckpointWriter(
+            self.folder, self.keep, self.state.progress, self.logger.warning, writers
+        )
         self._interval_steps = 0
         self._interval_s = math.inf
         if self.save_every and self.save_every.endswith("m"):
@@ -92,7 +90,6 @@ class CheckpointManager:
             self._interval_steps = int(self.save_every)
         self.saved_at = time.monotonic()
         self._saved_step = -1
-        self._writer: threading.Thread | None = None
         self._has_pinned_memory = False
         self._meter: Meter | None = None
         self._means: list[Sums] = []
@@ -163,7 +160,7 @@ class CheckpointManager:
         """
         self.logger.lock()
         dist.barrier(self._group)
-        if self._writers and not distributed.is_single_host():
+        if self._is_sharded and not distributed.is_single_host():
             sharded.require_shared(self.folder, self._group)
 
     def start_epoch(self, meter: Meter) -> None:
@@ -225,7 +222,7 @@ class CheckpointManager:
         dist.gather_object(own, ranks if dist.get_rank() == 0 else None, group=self._group)
         self.saved_at = time.monotonic()
         self._saved_step = self.state.progress.step
-        if dist.get_rank() != 0 and not self._writers:
+        if dist.get_rank() != 0 and not self._is_sharded:
             return
         self.wait()
         progress = self.state.progress
@@ -238,11 +235,7 @@ class CheckpointManager:
         if self.logger.run_id:
             entries["run_id"] = self.logger.run_id
         entries |= {"results": results or {}, "best": max(progress.best, best.score)}
-        copied = torch.cuda.current_stream().record_event() if torch.cuda.is_initialized() else None
-        arguments = (entries, copied)
-        name = SHARD_WRITER if self._writers else WRITER
-        self._writer = threading.Thread(None, self._write, name, arguments, daemon=True)
-        self._writer.start()
+        self._writer.start(entries)
 
     def _sums(self) -> Sums:
         """Return the sums of this rank's meter, which matter within an epoch."""
@@ -262,7 +255,7 @@ class CheckpointManager:
         if self._saved_step != self.state.progress.step:  # an epoch is saved before its validation
             self.save()
         self.wait()
-        if not self.problem:
+        if not self._writer.problem:
             step = self.state.progress.step
             self.logger.finish_tracking("KILLED")
             self.logger.info(f"stopped after step {step}; add --resume auto to continue")
@@ -272,14 +265,13 @@ class CheckpointManager:
 
     def wait(self) -> None:
         """Wait until everything that was saved is on the disk, or could not be written."""
-        if self._writer:
-            self._writer.join()
+        self._writer.wait()
 
     def finish(self) -> None:
         """Wait as `wait` does. Raise UserError if the run's last state could not be written."""
         self.wait()
-        if self.problem:
-            raise UserError(f"{self.problem}: fix that, and add --resume auto")
+        if self._writer.problem:
+            raise UserError(f"{self._writer.problem}: fix that, and add --resume auto")
 
     def _find(self, choice: Path | None, required: bool) -> Source | None:
         """Return the checkpoint to resume from, which is the same on all ranks."""
@@ -324,7 +316,7 @@ class CheckpointManager:
         if warning:
             self.logger.warning(f"--resume {source.path}: {warning}")
         try:
-            if self._writers:
+            if self._is_sharded:
                 return self._load_shards(source)
             if source.path.is_dir():
                 return format.load(source.path)
@@ -342,7 +334,7 @@ class CheckpointManager:
             entries = format.check(source.path, sharded.read_state(source.path))
             sharded.read_shards(source.path, entries, own)
             if source.path.resolve().parent == self.folder.resolve():
-                self._written_step = entries["step"]
+                self._writer.written_step = entries["step"]
             return entries
         content = format.broadcast_file(source.path, source.rank, self._group)
         entries = format.load(source.path, content)
@@ -426,59 +418,8 @@ class CheckpointManager:
         if self._has_pinned_memory or not self.state.optimizer.state:
             return
         self._has_pinned_memory = True
-        if (self._writers or dist.get_rank() == 0) and torch.cuda.is_initialized():
+        if (self._is_sharded or dist.get_rank() == 0) and torch.cuda.is_initialized():
             format.to_cpu(format.collect(self.state))
-
-    def _write(self, entries: dict[str, Any], copied: torch.cuda.Event | None) -> None:
-        """Write `entries`; `copied` is recorded after their copies from the GPU."""
-        path = self.folder / f"step-{entries['step']}{'' if self._writers else '.pt'}"
-        try:
-            if copied:
-                copied.synchronize()
-            if self._writers:
-                self._write_shards(path, entries, self._writers)
-            else:
-                self._prepare(entries["step"])
-                format.write_or_make_room(path, entries, self.logger.warning)
-            if dist.get_rank() == 0:
-                format.alias(path, LAST)
-            if entries["best"] > self.state.progress.best:
-                if dist.get_rank() == 0:
-                    format.alias(path, BEST)
-                self.state.progress.best = entries["best"]
-            if dist.get_rank() == 0:
-                format.prune(self.folder, self.keep)
-            self.problem = ""
-        except (OSError, RuntimeError, ValueError, UserError) as error:
-            reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-            self.problem = f"{path} could not be written ({reason})"
-            self.logger.warning(
-                f"{self.problem}; the run goes on, the checkpoints before it are kept"
-            )
-
-    def _prepare(self, step: int) -> None:
-        """Remove what a killed process left incomplete, and checkpoints of steps after `step`."""
-        for incomplete in self.folder.glob("*.pt" + SUFFIX):
-            incomplete.unlink(missing_ok=True)
-        for incomplete in self.folder.glob("step-*" + SUFFIX):
-            format.remove(incomplete)
-        format.remove_later(self.folder, step)
-
-    def _write_shards(
-        self, path: Path, entries: dict[str, Any], writers: dist.ProcessGroup
-    ) -> None:
-        """Write a folder; all ranks call it. Its tensors are not written again at the same step."""
-        is_written = self._written_step == entries["step"]
-        if dist.get_rank() == 0:
-            try:
-                self._prepare(entries["step"])
-            except OSError as error:  # the other ranks are waiting for this one
-                self.logger.warning(f"{self.folder}: old checkpoints can't be removed ({error})")
-        if not is_written:
-            format.write_or_make_room(path, entries, self.logger.warning, writers)
-            self._written_step = entries["step"]
-        elif dist.get_rank() == 0:
-            sharded.update(path, entries)
 
     def _requeue(self) -> None:
         """Ask SLURM, if it started this job, to start it again."""

@@ -1,0 +1,107 @@
+"""Thread that writes a run's checkpoints while the training continues."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from engine import SUFFIX, UserError
+from engine.checkpoint import format, sharded
+from engine.checkpoint.format import BEST, LAST, Progress
+from engine.distributed.peers import SHARD_WRITER, WRITER
+
+
+class CheckpointWriter:
+    """Writer of one checkpoint at a time, which also updates ``last.pt`` and ``best.pt``.
+
+    Args:
+        folder: of the checkpoints.
+        keep: how many numbered checkpoints to keep.
+        progress: of the run, whose `best` is updated.
+        warn: called with a message if a checkpoint cannot be written.
+        group: of all ranks, whose threads write a sharded checkpoint together; else None, and only
+            rank 0 writes.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        keep: int,
+        progress: Progress,
+        warn: Callable[[str], None],
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self.folder = folder
+        self.keep = keep
+        self.progress = progress
+        self.warn = warn
+        self.group = group
+        self.problem = ""  # with the last write
+        self.written_step = -1  # of the last folder that was written, or resumed from
+        self._thread: threading.Thread | None = None
+
+    def start(self, entries: dict[str, Any]) -> None:
+        """Start to write `entries`. Their copies from the GPU may still be in the current stream.
+
+        Call `wait` before.
+        """
+        copied = torch.cuda.current_stream().record_event() if torch.cuda.is_initialized() else None
+        arguments = (entries, copied)
+        name = SHARD_WRITER if self.group else WRITER
+        self._thread = threading.Thread(None, self._write, name, arguments, daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait until everything that was saved is on the disk, or could not be written."""
+        if self._thread:
+            self._thread.join()
+
+    def _write(self, entries: dict[str, Any], copied: torch.cuda.Event | None) -> None:
+        """Write `entries`; `copied` is recorded after their copies from the GPU."""
+        path = self.folder / f"step-{entries['step']}{'' if self.group else '.pt'}"
+        try:
+            if copied:
+                copied.synchronize()
+            if self.group:
+                self._write_shards(path, entries, self.group)
+            else:
+                self._prepare(entries["step"])
+                format.write_or_make_room(path, entries, self.warn)
+            if dist.get_rank() == 0:
+                format.alias(path, LAST)
+            if entries["best"] > self.progress.best:
+                if dist.get_rank() == 0:
+                    format.alias(path, BEST)
+                self.progress.best = entries["best"]
+            if dist.get_rank() == 0:
+                format.prune(self.folder, self.keep)
+            self.problem = ""
+        except (OSError, RuntimeError, ValueError, UserError) as error:
+            reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+            self.problem = f"{path} could not be written ({reason})"
+            self.warn(f"{self.problem}; the run goes on, the checkpoints before it are kept")
+
+    def _prepare(self, step: int) -> None:
+        """Remove what a killed process left incomplete, and checkpoints of steps after `step`."""
+        for incomplete in self.folder.glob("*.pt" + SUFFIX):
+            incomplete.unlink(missing_ok=True)
+        for incomplete in self.folder.glob("step-*" + SUFFIX):
+            format.remove(incomplete)
+        format.remove_later(self.folder, step)
+
+    def _write_shards(self, path: Path, entries: dict[str, Any], group: dist.ProcessGroup) -> None:
+        """Write a folder; all ranks call it. Its tensors are not written again at the same step."""
+        is_written = self.written_step == entries["step"]
+        if dist.get_rank() == 0:
+            try:
+                self._prepare(entries["step"])
+            except OSError as error:  # the other ranks are waiting for this one
+                self.warn(f"{self.folder}: old checkpoints can't be removed ({error})")
+        if not is_written:
+            format.write_or_make_room(path, entries, self.warn, group)
+            self.written_step = entries["step"]
+        elif dist.get_rank() == 0:
+            sharded.update(path, entries)
