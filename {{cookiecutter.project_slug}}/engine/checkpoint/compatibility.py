@@ -1,10 +1,12 @@
 """Comparison of a checkpoint with the data and the settings of the run that loads it."""
 
+import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from itertools import zip_longest
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch.distributed as dist
@@ -13,10 +15,34 @@ from engine import UserError, fingerprint, summarize
 from engine.checkpoint import format, selection
 from engine.data import SizedDataset
 from engine.data.images import ImageSpec
+from engine.distributed import consistency
+from engine.monitoring.curves import CONFIG
 from engine.monitoring.logger import Logger
 from engine.text import printable
 
 DataSets = Mapping[str, SizedDataset]  # by name, such as "train"
+
+
+def require_same_settings(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Raise UserError on rank 0 if a run with other settings left its checkpoints in the folder."""
+    path = folder / CONFIG
+    if dist.get_rank() != 0 or not path.exists():
+        return
+    try:
+        theirs = dict(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise UserError(
+            f"{path} can't be read ({shorten(str(error), 80)}): add --resume auto to continue "
+            "the run there, or --output with another folder"
+        ) from None
+    ours = json.loads(json.dumps(settings, default=str))
+    compared = (ours.keys() & theirs.keys()).difference(consistency.HOST_SETTINGS, {"steps"})
+    for name in sorted(compared):
+        if theirs[name] != ours[name]:
+            raise UserError(
+                f"{folder} holds another run, of {name} {theirs[name]} and not {ours[name]}: "
+                "add --resume auto to continue it, or --output with another folder"
+            )
 
 
 def describe_data(data_sets: DataSets) -> dict[str, Any]:
@@ -63,6 +89,36 @@ def use_saved_classes(
         missing = [printable(name) for name in saved if name not in own]
         without = f"; the data has no {summarize(missing)}" if missing else ""
         logger.info(f"evaluating with the {len(saved)} classes of {source.path}{without}")
+
+
+def compare_metadata(
+    path: Path,
+    saved: Mapping[str, Any],
+    own: dict[str, Any],
+    data_sets: DataSets,
+    warn: Callable[[str], None],
+) -> str:
+    """Compare classes, images and opt_level with a checkpoint's; return notes for the log.
+
+    Args:
+        path: of the checkpoint.
+        saved: its metadata.
+        own: that of this run, which gets the checkpoint's order of classes.
+        data_sets: that get this order, too.
+        warn: called with a message if the images differ.
+
+    Raises UserError if the classes do not fit.
+    """
+    notes = adapt_classes(path, saved.get("classes", []), own.get("classes", []), data_sets)
+    if notes:
+        own["classes"] = saved.get("classes", [])
+    images = compare_images(saved, own)
+    if images:
+        warn(f"--resume {path}: it was trained with other images ({images})")
+    opt_level = own.get("opt_level")
+    if saved.get("opt_level", opt_level) != opt_level:
+        notes += f", saved at {saved['opt_level']}"
+    return notes
 
 
 def adapt_classes(
@@ -141,6 +197,35 @@ def compare_data(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, 
         elif parts:
             changes[name] = f"other {' and '.join(parts)}"
     return changes
+
+
+def warn_of_changed_data(
+    path: Path,
+    entries: Mapping[str, Any],
+    own: Mapping[str, Any],
+    is_evaluation: bool,
+    warn: Callable[[str], None],
+) -> None:
+    """Warn of data other than a checkpoint's; it may have grown, so that is no error.
+
+    Args:
+        path: of the checkpoint.
+        entries: of the checkpoint.
+        own: metadata of this run.
+        is_evaluation: only the validation data matters.
+        warn: called with the message.
+    """
+    changes = compare_data(entries["metadata"], own)
+    if is_evaluation and "val" in changes:
+        warn(
+            f"--resume {path}: this is other data than it was validated on in training "
+            f"({changes['val']})"
+        )
+    elif changes and not is_evaluation:
+        text = ", ".join(f"{name}: {change}" for name, change in changes.items())
+        if "train" in changes and entries["samples"]:
+            text += "; the rest of its epoch may repeat or leave out samples"
+        warn(f"--resume {path}: the data has changed ({text})")
 
 
 def compare_images(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str:

@@ -1,6 +1,5 @@
 """Manager of a run's checkpoints: when to save, and how to resume."""
 
-import json
 import math
 import os
 import signal
@@ -23,22 +22,20 @@ from engine.checkpoint import format, sharded, validation
 from engine.checkpoint.archive import security_warning
 from engine.checkpoint.compatibility import (
     DataSets,
-    adapt_classes,
-    compare_data,
-    compare_images,
+    compare_metadata,
     describe_data,
     is_same_data,
+    require_same_settings,
+    warn_of_changed_data,
 )
 from engine.checkpoint.format import TrainingState
-from engine.checkpoint.restore import restore
+from engine.checkpoint.restore import restore, restore_average, restore_ranks
 from engine.checkpoint.selection import AUTO, Source, find
 from engine.checkpoint.writer import CheckpointWriter
-from engine.data import get_rng_state, mix_seeds, seed_everything, set_rng_state
-from engine.distributed import consistency
+from engine.data import get_rng_state
 from engine.distributed.watchdog import StopSignals
-from engine.monitoring.curves import CONFIG
 from engine.monitoring.logger import Logger
-from engine.monitoring.meter import LOSS, Meter, Sums
+from engine.monitoring.meter import Meter, Sums
 from engine.monitoring.metric import AVERAGE
 
 T = TypeVar("T")
@@ -117,8 +114,12 @@ class CheckpointManager:
                 raise UserError("--eval-only needs --resume with a checkpoint")
             return None
         entries = self._load(source)
-        notes = self._compare_metadata(source.path, entries["metadata"], required)
-        self._compare_data(source.path, entries, required)
+        saved = entries["metadata"]
+        notes = compare_metadata(
+            source.path, saved, self.metadata, self.data_sets, self.logger.warning
+        )
+        self.has_same_val_data = is_same_data(saved, self.metadata, "val")
+        warn_of_changed_data(source.path, entries, self.metadata, required, self.logger.warning)
         restore(source.path, entries, self.state)
         progress = self.state.progress
         for name, value in vars(progress).items():
@@ -140,8 +141,10 @@ class CheckpointManager:
         if source.rank:
             message += f", from the host of rank {source.rank}"
         try:
-            ranks_note = self._restore_ranks(entries["ranks"])
-            message += self._restore_ema(entries.get("ema"))
+            self._means, ranks_note = restore_ranks(
+                entries["ranks"], progress.step, bool(self.settings.get("scale_lr"))
+            )
+            message += restore_average(entries.get("ema"), self.state)
         except Exception as error:  # altered values raise anything
             reason = shorten(str(error), 160)
             raise UserError(
@@ -277,7 +280,7 @@ class CheckpointManager:
         """Return the checkpoint to resume from, which is the same on all ranks."""
         is_restart = distributed.is_restart() and not required
         if is_restart and choice != AUTO:
-            self._check_folder()
+            require_same_settings(self.folder, self.settings)
         first = AUTO if is_restart else choice
         source = find(self.folder, first, self.logger.warning, self._group)
         if source or not is_restart:
@@ -286,28 +289,6 @@ class CheckpointManager:
             self.logger.info(f"{self.folder} has no checkpoint: the run starts over")
             return None
         return find(self.folder, choice, self.logger.warning, self._group)
-
-    def _check_folder(self) -> None:
-        """Raise UserError if a run with other settings left its checkpoints in the folder."""
-        path = self.folder / CONFIG
-        if dist.get_rank() != 0 or not path.exists():
-            return
-        try:
-            theirs = dict(json.loads(path.read_text()))
-        except (OSError, ValueError, TypeError, RecursionError) as error:
-            raise UserError(
-                f"{path} can't be read ({shorten(str(error), 80)}): add --resume auto to continue "
-                "the run there, or --output with another folder"
-            ) from None
-        ours = json.loads(json.dumps(self.settings, default=str))
-        compared = (ours.keys() & theirs.keys()).difference(consistency.HOST_SETTINGS, {"steps"})
-        for name in sorted(compared):
-            if theirs[name] != ours[name]:
-                raise UserError(
-                    f"{self.folder} holds another run, of {name} {theirs[name]} and not "
-                    f"{ours[name]}: add --resume auto to continue it, or --output with another "
-                    "folder"
-                )
 
     def _load(self, source: Source) -> dict[str, Any]:
         """Return the entries of a checkpoint, which its host sends to all others."""
@@ -346,69 +327,6 @@ class CheckpointManager:
                 "the classes that it was made with"
             ) from None
         return entries
-
-    def _compare_metadata(self, path: Path, saved: dict[str, Any], is_evaluation: bool) -> str:
-        """Compare classes and opt_level with a checkpoint's; return notes for the log.
-
-        Raises UserError if the classes do not fit.
-        """
-        notes = adapt_classes(
-            path, saved.get("classes", []), self.metadata.get("classes", []), self.data_sets
-        )
-        if notes:
-            self.metadata["classes"] = saved.get("classes", [])
-        images = compare_images(saved, self.metadata)
-        if images:
-            self.logger.warning(f"--resume {path}: it was trained with other images ({images})")
-        opt_level = self.metadata.get("opt_level")
-        if saved.get("opt_level", opt_level) != opt_level:
-            notes += f", saved at {saved['opt_level']}"
-        return notes
-
-    def _compare_data(self, path: Path, entries: dict[str, Any], is_evaluation: bool) -> None:
-        """Warn of data other than a checkpoint's; it may have grown, so that is no error."""
-        saved = entries["metadata"]
-        self.has_same_val_data = is_same_data(saved, self.metadata, "val")
-        changes = compare_data(saved, self.metadata)
-        if is_evaluation and "val" in changes:
-            self.logger.warning(
-                f"--resume {path}: this is other data than it was validated on in training "
-                f"({changes['val']})"
-            )
-        elif changes and not is_evaluation:
-            text = ", ".join(f"{name}: {change}" for name, change in changes.items())
-            if "train" in changes and entries["samples"]:
-                text += "; the rest of its epoch may repeat or leave out samples"
-            self.logger.warning(f"--resume {path}: the data has changed ({text})")
-
-    def _restore_ranks(self, ranks: list[dict[str, Any]]) -> str:
-        """Restore what each process had of its own; return what to add to the message."""
-        rank = dist.get_rank()
-        is_same_number = len(ranks) == dist.get_world_size()
-        if is_same_number:
-            own = [ranks[rank]]
-            set_rng_state(ranks[rank]["rng"])
-        else:
-            own = ranks if rank == 0 else []
-            seed_everything(mix_seeds(torch.initial_seed(), self.state.progress.step))
-        states = [one["meter"] if "meter" in one else {LOSS: one["losses"]} for one in own]
-        self._means = [
-            {str(name): (float(total), int(count)) for name, (total, count) in state.items()}
-            for state in states
-        ]
-        if is_same_number or not ranks:  # none in another script's checkpoint
-            return ""
-        rule = "scales with them" if self.settings.get("scale_lr") else "stays"
-        return f", not bit-identical: {len(ranks)} processes saved it; the learning rate {rule}"
-
-    def _restore_ema(self, average: dict[str, torch.Tensor] | None) -> str:
-        """Restore the average of the weights; return what to add to the message."""
-        ema, backend = self.state.ema, self.state.backend
-        if ema is None:
-            return ", without its average of the weights (--ema)" if average else ""
-        weights = average or backend.fp32_state_dict(self.state.model, self.state.optimizer)
-        ema.module.load_state_dict(weights)
-        return "" if average else "; it has no average of the weights, which starts here"
 
     def _pin_memory(self) -> None:
         """Have torch allocate, once there are moments, the pinned memory that saves copy to.

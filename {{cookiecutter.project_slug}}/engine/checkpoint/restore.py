@@ -1,4 +1,4 @@
-"""Restoring a checkpoint's entries into model, optimizer and loss scalers."""
+"""Restoring a checkpoint's entries: model, optimizer, loss scalers, average, random numbers."""
 
 from itertools import chain
 from pathlib import Path
@@ -6,6 +6,7 @@ from textwrap import shorten
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.optim import Optimizer
@@ -14,6 +15,8 @@ from engine import UserError
 from engine.backend import unwrap
 from engine.checkpoint.format import TrainingState
 from engine.checkpoint.validation import MAX_COUNT, is_number
+from engine.data import mix_seeds, seed_everything, set_rng_state
+from engine.monitoring.meter import LOSS, Sums
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 ERRORS = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
@@ -50,6 +53,47 @@ def restore(path: Path, entries: dict[str, Any], state: TrainingState) -> None:
             "the classes, the --freeze and the --decay-weights-only that it was made with "
             f"({reason})"
         ) from None
+
+
+def restore_average(average: dict[str, Tensor] | None, state: TrainingState) -> str:
+    """Restore the average of the weights; return what to add to the message."""
+    ema = state.ema
+    if ema is None:
+        return ", without its average of the weights (--ema)" if average else ""
+    weights = average or state.backend.fp32_state_dict(state.model, state.optimizer)
+    ema.module.load_state_dict(weights)
+    return "" if average else "; it has no average of the weights, which starts here"
+
+
+def restore_ranks(
+    ranks: list[dict[str, Any]], step: int, scales_lr: bool
+) -> tuple[list[Sums], str]:
+    """Restore the random number generators of this process.
+
+    Args:
+        ranks: what each process saved of its own.
+        step: of the run, for the seeds if the number of processes has changed.
+        scales_lr: the learning rate is a multiple of the number of processes.
+
+    Returns the sums to start this process's meter with, and what to add to the message.
+    """
+    rank = dist.get_rank()
+    is_same_number = len(ranks) == dist.get_world_size()
+    if is_same_number:
+        own = [ranks[rank]]
+        set_rng_state(ranks[rank]["rng"])
+    else:
+        own = ranks if rank == 0 else []
+        seed_everything(mix_seeds(torch.initial_seed(), step))
+    states = [one["meter"] if "meter" in one else {LOSS: one["losses"]} for one in own]
+    means: list[Sums] = [
+        {str(name): (float(total), int(count)) for name, (total, count) in state.items()}
+        for state in states
+    ]
+    if is_same_number or not ranks:  # none in another script's checkpoint
+        return means, ""
+    rule = "scales with them" if scales_lr else "stays"
+    return means, f", not bit-identical: {len(ranks)} processes saved it; the learning rate {rule}"
 
 
 def _restore_optimizer_if_own(optimizer: Optimizer, entries: dict[str, Any]) -> None:
