@@ -1,9 +1,7 @@
 """Manager of a run's checkpoints: when to save, and how to resume."""
 
 import math
-import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -33,6 +31,7 @@ from engine.checkpoint.restore import restore, restore_average, restore_ranks
 from engine.checkpoint.selection import AUTO, Source, find
 from engine.checkpoint.writer import CheckpointWriter
 from engine.data import get_rng_state
+from engine.distributed import slurm
 from engine.distributed.watchdog import StopSignals
 from engine.monitoring.logger import Logger
 from engine.monitoring.meter import Meter, Sums
@@ -263,7 +262,7 @@ class CheckpointManager:
             self.logger.finish_tracking("KILLED")
             self.logger.info(f"stopped after step {step}; add --resume auto to continue")
         if signal_number == signal.SIGUSR1 and dist.get_rank() == 0:
-            self._requeue()
+            slurm.requeue(self.logger.info, self.logger.warning)
         self.stop_signals.exit_together(signal_number, self._group)
 
     def wait(self) -> None:
@@ -338,16 +337,3 @@ class CheckpointManager:
         self._has_pinned_memory = True
         if (self._is_sharded or dist.get_rank() == 0) and torch.cuda.is_initialized():
             format.to_cpu(format.collect(self.state))
-
-    def _requeue(self) -> None:
-        """Ask SLURM, if it started this job, to start it again."""
-        job = os.environ.get("SLURM_JOB_ID")
-        if "SLURM_ARRAY_JOB_ID" in os.environ:  # the plain id of an array's last job would mean all
-            job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
-        if not job:
-            return
-        try:
-            subprocess.run(["scontrol", "requeue", job], check=True, timeout=20)
-            self.logger.info(f"SLURM starts job {job} again")
-        except (OSError, subprocess.SubprocessError) as error:
-            self.logger.warning(f"scontrol requeue {job} failed ({error})")
