@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from engine import UserError, link
+from engine.checkpoint import files
 from engine.checkpoint import format as checkpoint
 from engine.checkpoint.selection import newest
 
@@ -93,7 +94,7 @@ def test_pruning_keeps_the_highest_steps(tmp_path: Path) -> None:
         (tmp_path / f"step-{step}.pt").touch()
         os.utime(tmp_path / f"step-{step}.pt", (100 - age, 100 - age))
     (tmp_path / "step-by-step.pt").touch()
-    checkpoint.prune(tmp_path, 2)
+    files.prune(tmp_path, 2)
     assert {path.name for path in tmp_path.iterdir()} == {"step-60.pt", "step-50.pt"} | {
         "step-by-step.pt"
     }
@@ -102,12 +103,12 @@ def test_pruning_keeps_the_highest_steps(tmp_path: Path) -> None:
 def test_later_checkpoints_are_removed(tmp_path: Path) -> None:
     for step in (10, 20, 30):
         link(saved(tmp_path, step), tmp_path / "last.pt")
-    checkpoint.remove_later(tmp_path, 30)
+    files.remove_later(tmp_path, 30)
     assert len(list(tmp_path.iterdir())) == 4
-    checkpoint.remove_later(tmp_path, 15)
+    files.remove_later(tmp_path, 15)
     assert [path.name for path in tmp_path.iterdir()] == ["step-10.pt"]
     link(tmp_path / "step-10.pt", tmp_path / "last.pt")
-    checkpoint.remove_later(tmp_path, 15)
+    files.remove_later(tmp_path, 15)
     assert len(list(tmp_path.iterdir())) == 2
 
 
@@ -115,12 +116,12 @@ def test_best_folder_outlives_its_step(tmp_path: Path) -> None:
     for step in (10, 20):
         (tmp_path / f"step-{step}").mkdir()
         (tmp_path / f"step-{step}" / "state.pt").write_text(str(step))
-        checkpoint.alias(tmp_path / f"step-{step}", "last.pt")
-    checkpoint.alias(tmp_path / "step-20", "best.pt")
-    checkpoint.remove_later(tmp_path, 15)  # as after --resume step-10
+        files.alias(tmp_path / f"step-{step}", "last.pt")
+    files.alias(tmp_path / "step-20", "best.pt")
+    files.remove_later(tmp_path, 15)  # as after --resume step-10
     assert {path.name for path in tmp_path.iterdir()} == {"step-10", "best"}
     assert (tmp_path / "best" / "state.pt").read_text() == "20"
-    checkpoint.alias(tmp_path / "step-10", "best.pt")  # a better one
+    files.alias(tmp_path / "step-10", "best.pt")  # a better one
     assert (tmp_path / "best").is_symlink()
     assert (tmp_path / "best" / "state.pt").read_text() == "10"
 
@@ -149,5 +150,5 @@ def test_a_folder_with_the_name_of_a_checkpoint_is_left_alone(tmp_path: Path) ->
     (tmp_path / "step-1.pt").mkdir()
     for step in (2, 3):
         saved(tmp_path, step)
-    checkpoint.prune(tmp_path, 1)
+    files.prune(tmp_path, 1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1.pt", "step-3.pt"]

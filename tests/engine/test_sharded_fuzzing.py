@@ -16,7 +16,14 @@ import torch.distributed as dist
 from apex_native import amp
 from apex_native.optimizers import FusedAdam
 from engine import UserError, backend
-from engine.checkpoint import CheckpointManager, TrainingState, format, sharded, tensor_storage
+from engine.checkpoint import (
+    CheckpointManager,
+    TrainingState,
+    files,
+    format,
+    sharded,
+    tensor_storage,
+)
 from engine.distributed.sharding import Sharding
 from engine.distributed.watchdog import StopSignals
 from engine.monitoring.meter import Meter
@@ -357,7 +364,7 @@ def test_index_of_torch_is_not_read(folder: Path) -> None:
 def test_link_to_a_checkpoint_is_removed_alone(folder: Path, tmp_path: Path) -> None:
     link = tmp_path / "step-3"
     link.symlink_to(folder)
-    format.remove(link)
+    files.remove(link)
     assert not link.is_symlink() and (folder / "state.pt").exists()
     assert not list(tmp_path.glob("*.tmp"))
 

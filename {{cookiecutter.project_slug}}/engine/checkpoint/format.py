@@ -1,10 +1,7 @@
 """Checkpoint files: tensors and plain types only, written atomically, for either backend."""
 
-import errno
 import io
 import math
-import os
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,14 +12,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from engine import SUFFIX, UserError, distributed, link, replacing
+from engine import UserError, distributed, replacing
 from engine.backend import Backend
 from engine.checkpoint import sharded
 from engine.checkpoint.archive import read
 from engine.checkpoint.validation import check_sizes, check_values, first_nan
 from engine.optim import Ema
 
-LAST, BEST = "last.pt", "best.pt"
 KEYS = ("model", "optimizer", "amp", "epoch", "step", "samples", "best", "ranks")
 FORMAT_VERSION = 1  # of the files that `write` writes; those of version 0.9 have none
 
@@ -100,58 +96,6 @@ def write(path: Path, entries: dict[str, Any]) -> None:
             raise error.__context__ or error from None
 
 
-def write_or_make_room(
-    path: Path,
-    entries: dict[str, Any],
-    warn: Callable[[str], None],
-    writers: dist.ProcessGroup | None = None,
-) -> None:
-    """Write a checkpoint; on a full disk, remove the oldest ones and retry.
-
-    Args:
-        writers: group of all ranks, which call this together, for a sharded checkpoint.
-    """
-    while True:
-        try:
-            if writers:
-                sharded.write(path, entries, writers)
-            else:
-                write(path, entries)
-        except OSError as error:
-            is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            if not (is_full and _make_room(path, warn, writers)):
-                raise
-        else:
-            return
-
-
-def _make_room(path: Path, warn: Callable[[str], None], writers: dist.ProcessGroup | None) -> bool:
-    """Remove the oldest checkpoint to write `path`; return whether there is one on rank 0.
-
-    The newest checkpoint stays. The best one does, too: to remove another name of a file makes no
-    room.
-    """
-    removed = [""]
-    if dist.get_rank() == 0:
-        best = (path.parent / BEST).with_suffix("")
-        older = [one for one in numbered(path.parent)[1:] if not _is_kept(one, best)]
-        with suppress(OSError):  # the other ranks are waiting for this one
-            for oldest in older[-1:]:
-                remove(oldest)
-                warn(f"the disk is full: removed {oldest} to write {path}")
-                removed = [str(oldest)]
-    if writers:
-        dist.broadcast_object_list(removed, 0, writers)
-    return bool(removed[0])
-
-
-def _is_kept(path: Path, best: Path) -> bool:
-    """Return whether a numbered checkpoint is the best one, too."""
-    if path.is_dir():
-        return best.exists() and best.samefile(path)
-    return path.stat().st_nlink > 1
-
-
 def load(path: Path, content: io.BytesIO | None = None) -> dict[str, Any]:
     """Read a checkpoint into the CPU's memory without running any code that it may hold.
 
@@ -208,12 +152,6 @@ def check(path: Path, entries: Any) -> dict[str, Any]:
     return entries
 
 
-def has_best(folder: Path) -> bool:
-    """Return whether there is a checkpoint of the best metric, of either kind."""
-    best = folder / BEST
-    return best.exists() or best.with_suffix("").exists()
-
-
 def read_step(path: Path) -> float:
     """Return the step of a checkpoint, -1 if there is none.
 
@@ -233,85 +171,6 @@ def best_weights(entries: dict[str, Any]) -> str:
     Checkpoints without metrics of both, such as those of version 0.9, prefer the average.
     """
     return "ema" if "ema" in entries and entries.get("weights") != "model" else "model"
-
-
-def prune(folder: Path, keep: int) -> None:
-    """Remove the numbered checkpoints in `folder` except for the `keep` of the highest steps."""
-    best = (folder / BEST).with_suffix("")
-    for path in numbered(folder)[keep:]:
-        if path.is_file() or not _is_kept(path, best):  # a file that is best.pt keeps its content
-            remove(path)
-
-
-def remove(path: Path) -> None:
-    """Remove a checkpoint, which is a file or a folder."""
-    if path.is_dir():
-        sharded.remove(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def alias(path: Path, name: str) -> None:
-    """Give a numbered checkpoint the name `name`, such as last.pt, too.
-
-    A folder gets a symbolic link without the suffix, such as last. The other kind is removed.
-    """
-    other = path.with_name(name)
-    if not path.is_dir():
-        link(path, other)
-        _remove_name(other.with_suffix(""))
-        return
-    temporary = path.with_name(name + SUFFIX)
-    temporary.unlink(missing_ok=True)
-    temporary.symlink_to(path.name, target_is_directory=True)
-    _remove_name(other.with_suffix(""))
-    os.replace(temporary, other.with_suffix(""))
-    other.unlink(missing_ok=True)
-
-
-def _remove_name(name: Path) -> None:
-    """Remove a link to a folder, or the folder that `remove_later` gave the name to."""
-    if name.is_dir() and not name.is_symlink():
-        remove(name)
-    else:
-        name.unlink(missing_ok=True)
-
-
-def remove_later(folder: Path, step: int) -> None:
-    """Remove the numbered checkpoints of steps after `step`, of which last.pt may be another name.
-
-    A run that resumed from an earlier step, because the user chose it or later checkpoints are
-    damaged, trains these steps again. The best checkpoint is kept under its name.
-    """
-    best = (folder / BEST).with_suffix("")
-    names = (folder / LAST, (folder / LAST).with_suffix(""))
-    for path in numbered(folder):
-        if step_of(path) <= step:
-            continue
-        for last in names:
-            if last.exists() and last.samefile(path):
-                last.unlink()
-        if best.is_symlink() and best.exists() and best.samefile(path):
-            best.unlink()
-            path.rename(best)
-        else:
-            remove(path)
-
-
-def numbered(folder: Path) -> list[Path]:
-    """Return the checkpoints that have a step in their name, the highest step first."""
-    paths = (path for path in folder.glob("step-*") if path.stem[5:].isdecimal())
-    found = (one for one in paths if (one.is_dir() if one.suffix == "" else _is_file(one)))
-    return sorted(found, key=step_of, reverse=True)
-
-
-def _is_file(path: Path) -> bool:
-    return path.suffix == ".pt" and path.is_file()
-
-
-def step_of(path: Path) -> int:
-    """Return the step in the name of a numbered checkpoint."""
-    return int(path.stem[5:])
 
 
 def broadcast_file(path: Path, source: int, group: dist.ProcessGroup) -> io.BytesIO | None:

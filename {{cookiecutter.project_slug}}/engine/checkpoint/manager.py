@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from engine import UserError, distributed
 from engine.backend import is_sharded
-from engine.checkpoint import format, sharded, validation
+from engine.checkpoint import files, format, sharded, validation
 from engine.checkpoint.archive import security_warning
 from engine.checkpoint.compatibility import (
     DataSets,
@@ -125,7 +125,7 @@ class CheckpointManager:
             setattr(progress, name, entries.get(name, value))
         self.logger.rows = entries["history"]
         self.logger.run_id = entries.get("run_id", "")
-        if not format.has_best(self.folder):  # another folder's best is not this one's
+        if not files.has_best(self.folder):  # another folder's best is not this one's
             progress.best = -math.inf
         train_set = self.data_sets.get("train")
         if train_set is not None and progress.samples > len(train_set) and not required:

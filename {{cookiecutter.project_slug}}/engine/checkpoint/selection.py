@@ -9,8 +9,9 @@ from typing import NamedTuple, TypeVar
 import torch.distributed as dist
 
 from engine import UserError
-from engine.checkpoint import format
-from engine.checkpoint.format import BEST, LAST, load_state
+from engine.checkpoint import files, format
+from engine.checkpoint.files import BEST, LAST
+from engine.checkpoint.format import load_state
 
 T = TypeVar("T")
 AUTO = Path("auto")  # value of --resume for the newest checkpoint
@@ -96,11 +97,11 @@ def newest(
 
 def _list_checkpoints(folder: Path) -> list[tuple[float, File, Path]]:
     """Return step, file and path of each checkpoint in a folder."""
-    numbered = format.numbered(folder)
+    numbered = files.numbered(folder)
     steps: dict[File, float] = {}
     for path in numbered:
         with suppress(FileNotFoundError):  # removed meanwhile
-            steps[_identify(path)] = format.step_of(path)
+            steps[_identify(path)] = files.step_of(path)
     found = []
     folders = [(folder / name).with_suffix("") for name in (LAST, BEST)]
     for path in (folder / LAST, *numbered, folder / BEST, *folders):

@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 
 from engine import SUFFIX, UserError
-from engine.checkpoint import format, sharded
-from engine.checkpoint.format import BEST, LAST, Progress
+from engine.checkpoint import files, sharded
+from engine.checkpoint.files import BEST, LAST
+from engine.checkpoint.format import Progress
 from engine.distributed.peers import SHARD_WRITER, WRITER
 
 
@@ -69,15 +70,15 @@ class CheckpointWriter:
                 self._write_shards(path, entries, self.group)
             else:
                 self._prepare(entries["step"])
-                format.write_or_make_room(path, entries, self.warn)
+                files.write_or_make_room(path, entries, self.warn)
             if dist.get_rank() == 0:
-                format.alias(path, LAST)
+                files.alias(path, LAST)
             if entries["best"] > self.progress.best:
                 if dist.get_rank() == 0:
-                    format.alias(path, BEST)
+                    files.alias(path, BEST)
                 self.progress.best = entries["best"]
             if dist.get_rank() == 0:
-                format.prune(self.folder, self.keep)
+                files.prune(self.folder, self.keep)
             self.problem = ""
         except (OSError, RuntimeError, ValueError, UserError) as error:
             reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
@@ -89,8 +90,8 @@ class CheckpointWriter:
         for incomplete in self.folder.glob("*.pt" + SUFFIX):
             incomplete.unlink(missing_ok=True)
         for incomplete in self.folder.glob("step-*" + SUFFIX):
-            format.remove(incomplete)
-        format.remove_later(self.folder, step)
+            files.remove(incomplete)
+        files.remove_later(self.folder, step)
 
     def _write_shards(self, path: Path, entries: dict[str, Any], group: dist.ProcessGroup) -> None:
         """Write a folder; all ranks call it. Its tensors are not written again at the same step."""
@@ -101,7 +102,7 @@ class CheckpointWriter:
             except OSError as error:  # the other ranks are waiting for this one
                 self.warn(f"{self.folder}: old checkpoints can't be removed ({error})")
         if not is_written:
-            format.write_or_make_room(path, entries, self.warn, group)
+            files.write_or_make_room(path, entries, self.warn, group)
             self.written_step = entries["step"]
         elif dist.get_rank() == 0:
             sharded.update(path, entries)
