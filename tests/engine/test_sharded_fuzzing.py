@@ -21,6 +21,7 @@ from engine.checkpoint import (
     TrainingState,
     files,
     format,
+    manifest,
     sharded,
     tensor_storage,
 )
@@ -119,11 +120,11 @@ def allocated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def complete(folder: Path) -> None:
     """Write sizes and checksums of the files as they are into the manifest."""
-    manifest = json.loads((folder / "manifest.json").read_text())
-    for name in manifest["files"]:
+    content = json.loads((folder / "manifest.json").read_text())
+    for name in content["files"]:
         with contextlib.suppress(OSError):
-            manifest["files"][name] = sharded._describe(folder / name)
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+            content["files"][name] = manifest.describe(folder / name)
+    (folder / "manifest.json").write_text(json.dumps(content))
 
 
 def assert_resumed_or_refused(folder: Path, allocated: list[int]) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from engine import UserError
-from engine.checkpoint import sharded, tensor_storage
+from engine.checkpoint import manifest, tensor_storage
 from engine.checkpoint.selection import AUTO, find
 from engine.diagnostics.checks import check_resume
 from engine.diagnostics.preflight import OK
@@ -156,7 +156,7 @@ def test_damaged_folder_of_the_same_step_is_replaced(
     for messages in two_processes(save_over_another, str(tmp_path)):
         assert not [message for message in messages if "could not be written" in message]
     assert {one.name for one in tmp_path.iterdir()} >= {"last", "step-1"}
-    sharded.validate(tmp_path / "step-1")
+    manifest.validate(tmp_path / "step-1")
 
 
 def test_scalars_and_empty_tensors_are_saved(two_processes: Processes, tmp_path: Path) -> None:

@@ -8,13 +8,10 @@ The module `tensor_storage` is imported where it is used: that takes a second, w
 sharded checkpoints don't need.
 """
 
-import json
 import os
 import secrets
 import shutil
 import socket
-import stat
-import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -26,14 +23,14 @@ from torch import Tensor
 
 from engine import SUFFIX, UserError, replacing
 from engine.backend import local_shard
+from engine.checkpoint import manifest
 from engine.checkpoint.archive import read as read_file
+from engine.checkpoint.manifest import INDEX, MANIFEST
 
 if TYPE_CHECKING:
     from engine.checkpoint.tensor_storage import Entry
 
-MANIFEST, STATE, INDEX = "manifest.json", "state.pt", "index.json"
-MANIFEST_VERSION = 1
-CHUNK = 2**24  # bytes
+STATE = "state.pt"
 PARTS = ("model", "ema", "optimizer")
 
 
@@ -137,7 +134,9 @@ def _write(path: Path, temporary: Path, entries: dict[str, Any], group: dist.Pro
             )
     with _together(group):
         tensor_storage.save(temporary, tensors, group)
-        own = {one.name: _describe(one) for one in sorted(temporary.glob(f"__{rank}_*.distcp"))}
+        own = {
+            one.name: manifest.describe(one) for one in sorted(temporary.glob(f"__{rank}_*.distcp"))
+        }
     files: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(files, own, group)
     with _together(group):
@@ -150,11 +149,9 @@ def _complete(
 ) -> None:
     """Add the entries of rank 0 and the manifest, and give the folder its name."""
     identity = secrets.token_hex(8)
-    files[INDEX] = _describe(temporary / INDEX)
+    files[INDEX] = manifest.describe(temporary / INDEX)
     _write_state(temporary / STATE, entries, identity)
-    manifest = {"version": MANIFEST_VERSION, "id": identity, "files": files}
-    with replacing(temporary / MANIFEST) as file:
-        file.write_text(json.dumps(manifest, indent=1))
+    manifest.write(temporary, identity, files)
     if path.exists():  # of another run, or damaged
         remove(path)
     temporary.rename(path)
@@ -166,7 +163,7 @@ def _complete(
 
 def update(path: Path, entries: dict[str, Any]) -> None:
     """Replace the entries other than tensors of a complete checkpoint, atomically; on rank 0."""
-    _write_state(path / STATE, entries, _read_manifest(path)["id"])
+    _write_state(path / STATE, entries, manifest.read(path)["id"])
 
 
 def _write_state(path: Path, entries: dict[str, Any], identity: str) -> None:
@@ -188,29 +185,16 @@ def remove(path: Path) -> None:
     shutil.rmtree(temporary, ignore_errors=True)
 
 
-def validate(path: Path) -> None:
-    """Raise UserError if a file is missing, or has another size or checksum than it was written."""
-    for name, expected in _read_manifest(path)["files"].items():
-        try:
-            found = _describe(path / name)
-        except OSError as error:
-            raise UserError(
-                f"{path}: its {name} can't be read ({error.strerror}); use another one"
-            ) from None
-        if found != expected:
-            raise UserError(f"{path}: its {name} is torn or altered; use another one")
-
-
 def read_state(path: Path) -> dict[str, Any]:
     """Return the entries of a checkpoint other than its tensors.
 
     Raises UserError if one of the files is missing or altered, or of another checkpoint.
     """
-    validate(path)
+    manifest.validate(path)
     if (path / STATE).is_symlink():
         raise UserError(f"{path}: its {STATE} is no regular file; use another one")
     entries = read_file(path / STATE)
-    identity = _read_manifest(path)["id"]
+    identity = manifest.read(path)["id"]
     if not isinstance(entries, dict) or entries.pop("manifest", None) != identity:
         raise UserError(f"{path}: its {MANIFEST} is that of another checkpoint; use another one")
     optimizer = entries.get("optimizer")
@@ -242,7 +226,7 @@ def _load(
     """Add the tensors to `entries`: shards of those that are sharded in `own`, others whole."""
     from engine.checkpoint import tensor_storage
 
-    sizes = {name: size for name, (size, _) in _read_manifest(path)["files"].items()}
+    sizes = {name: size for name, (size, _) in manifest.read(path)["files"].items()}
     try:
         index = tensor_storage.read_index(path, sizes)
     except Exception:  # a file of any bytes raises anything
@@ -289,50 +273,6 @@ def _place(entries: dict[str, Any], name: str, value: Tensor) -> None:
         entries.setdefault(part, {})[rest] = value
     else:
         raise ValueError(f"{name} is no tensor of a checkpoint")
-
-
-def _read_manifest(path: Path) -> dict[str, Any]:
-    try:
-        if not _is_file(path / MANIFEST):
-            raise ValueError
-        manifest = json.loads((path / MANIFEST).read_text())
-        is_valid = manifest["version"] == MANIFEST_VERSION and isinstance(manifest["id"], str)
-        files = manifest["files"]
-        is_valid = is_valid and INDEX in files and all(map(_is_name, files))
-        if not is_valid or not all(_are_counts(one) for one in files.values()):
-            raise ValueError
-    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
-        raise UserError(
-            f"{path}: it has no valid {MANIFEST}, so it is incomplete or no checkpoint; use "
-            "another one"
-        ) from None
-    return manifest
-
-
-def _is_name(name: str) -> bool:
-    """Return whether `name` is that of a file in the folder."""
-    return Path(name).name == name and name.isprintable()
-
-
-def _are_counts(value: Any) -> bool:
-    return isinstance(value, list) and [type(one) for one in value] == [int, int]
-
-
-def _is_file(path: Path) -> bool:
-    """Return whether `path` is a regular file, and neither a link nor a device."""
-    return stat.S_ISREG(path.lstat().st_mode)
-
-
-def _describe(path: Path) -> list[int]:
-    """Return the size and the CRC-32 of a file."""
-    if not _is_file(path):
-        raise OSError(None, "it is no regular file")
-    size = checksum = 0
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK):
-            size += len(chunk)
-            checksum = zlib.crc32(chunk, checksum)
-    return [size, checksum]
 
 
 def _has_nan(value: Tensor) -> bool:

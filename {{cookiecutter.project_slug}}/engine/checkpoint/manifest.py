@@ -1,0 +1,83 @@
+"""Manifest of a sharded checkpoint: ``manifest.json`` with the size and checksum of each file."""
+
+import json
+import stat
+import zlib
+from pathlib import Path
+from typing import Any
+
+from engine import UserError, replacing
+
+MANIFEST, INDEX = "manifest.json", "index.json"
+MANIFEST_VERSION = 1
+CHUNK = 2**24  # bytes
+
+
+def write(path: Path, identity: str, files: dict[str, list[int]]) -> None:
+    """Write the manifest of the folder `path`.
+
+    Args:
+        identity: that ``state.pt`` holds, too.
+        files: by name, as `describe` returns them.
+    """
+    manifest = {"version": MANIFEST_VERSION, "id": identity, "files": files}
+    with replacing(path / MANIFEST) as file:
+        file.write_text(json.dumps(manifest, indent=1))
+
+
+def validate(path: Path) -> None:
+    """Raise UserError if a file is missing, or has another size or checksum than it was written."""
+    for name, expected in read(path)["files"].items():
+        try:
+            found = describe(path / name)
+        except OSError as error:
+            raise UserError(
+                f"{path}: its {name} can't be read ({error.strerror}); use another one"
+            ) from None
+        if found != expected:
+            raise UserError(f"{path}: its {name} is torn or altered; use another one")
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Return the manifest of the folder `path`. Raises UserError if it has no valid one."""
+    try:
+        if not _is_file(path / MANIFEST):
+            raise ValueError
+        manifest = json.loads((path / MANIFEST).read_text())
+        is_valid = manifest["version"] == MANIFEST_VERSION and isinstance(manifest["id"], str)
+        files = manifest["files"]
+        is_valid = is_valid and INDEX in files and all(map(_is_name, files))
+        if not is_valid or not all(_are_counts(one) for one in files.values()):
+            raise ValueError
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
+        raise UserError(
+            f"{path}: it has no valid {MANIFEST}, so it is incomplete or no checkpoint; use "
+            "another one"
+        ) from None
+    return manifest
+
+
+def _is_name(name: str) -> bool:
+    """Return whether `name` is that of a file in the folder."""
+    return Path(name).name == name and name.isprintable()
+
+
+def _are_counts(value: Any) -> bool:
+    return isinstance(value, list) and [type(one) for one in value] == [int, int]
+
+
+def _is_file(path: Path) -> bool:
+    """Return whether `path` is a regular file, and neither a link nor a device."""
+    return stat.S_ISREG(path.lstat().st_mode)
+
+
+def describe(path: Path) -> list[int]:
+    """Return the size and the CRC-32 of a file."""
+    if not _is_file(path):
+        raise OSError(None, "it is no regular file")
+    size = checksum = 0
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK):
+            size += len(chunk)
+            checksum = zlib.crc32(chunk, checksum)
+    return [size, checksum]
