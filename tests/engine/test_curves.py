@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 from engine.monitoring import curves
+from engine.monitoring.run_files import read_run
 from matplotlib.figure import Figure
 from PIL import Image
 
@@ -69,11 +70,11 @@ def test_draws_any_rows(write_run, rows):
 @pytest.mark.parametrize("mode", ["max", "min"])
 def test_best_is_of_the_model_or_its_average(write_run, mode):
     rows = [row(epoch, f1=value, f1_ema=0.5) for epoch, value in enumerate((0.4, 0.9, 0.1), 1)]
-    run = curves.read_run(write_run("run", rows, METRIC="f1", METRIC_MODE=mode))
+    run = read_run(write_run("run", rows, METRIC="f1", METRIC_MODE=mode))
     expected = {"max": "best f1 0.9000 in epoch 2", "min": "best f1 0.1000 in epoch 3"}
     assert run.describe_best() == expected[mode]
     rows = [row(1, f1=math.nan, f1_ema=0.25)]
-    run = curves.read_run(write_run("average", rows, METRIC="f1", METRIC_MODE=mode))
+    run = read_run(write_run("average", rows, METRIC="f1", METRIC_MODE=mode))
     assert run.describe_best() == "best f1_ema 0.2500 in epoch 1"
 
 
@@ -108,9 +109,9 @@ def test_epochs_without_a_validation_are_left_out(write_run, monkeypatch):
     curves.main([str(folder)])
     assert drawn[METRIC] == [2, 4, 5]
     assert drawn["loss"] == [1, 2, 3, 4, 5]
-    assert curves.read_run(folder).describe_best() == f"best {METRIC} 0.9688 in epoch 5"
+    assert read_run(folder).describe_best() == f"best {METRIC} 0.9688 in epoch 5"
     curves.main([str(write_run("none", rows[:1]))])
-    assert curves.read_run(folder.with_name("none")).describe_best() == f"no {METRIC}"
+    assert read_run(folder.with_name("none")).describe_best() == f"no {METRIC}"
 
 
 def test_labels_name_the_flags_that_differ(write_run, tmp_path):
@@ -119,7 +120,7 @@ def test_labels_name_the_flags_that_differ(write_run, tmp_path):
         write_run("a", [row(1), row(2)], **common, lr=0.1, compile=True, output="a", freeze=None),
         write_run("b", [row(1)], **common, lr=0.2, compile=False, output="b", freeze=["x", "y"]),
     ]
-    first, second = curves.make_labels([curves.read_run(folder) for folder in runs])
+    first, second = curves.make_labels([read_run(folder) for folder in runs])
     assert first == f"{runs[0]}: --lr 0.1, --compile, best val_accuracy 0.7500 in epoch 2"
     flags = "--lr 0.2, --no-compile, --freeze x y"
     assert second == f"{runs[1]}: {flags}, best val_accuracy 0.5000 in epoch 1"
@@ -134,7 +135,7 @@ def test_labels_name_only_flags_that_change_results(write_run):
         write_run("old", [row(1)], output="a", **flags),
         write_run("new", [row(1)], **dict.fromkeys(flags, 9), skip_broken=0, patience=3),
     ]
-    first, second = curves.make_labels([curves.read_run(folder) for folder in runs])
+    first, second = curves.make_labels([read_run(folder) for folder in runs])
     assert first == f"{runs[0]}: best val_accuracy 0.5000 in epoch 1"
     assert second == f"{runs[1]}: --patience 3, best val_accuracy 0.5000 in epoch 1"
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any, NoReturn, TypeVar
 
 from engine import distributed
-from engine.monitoring.curves import METRIC, METRIC_MODE
+from engine.monitoring.run_files import METRIC, METRIC_MODE
 
 Value = TypeVar("Value", int, float)
 # They differ at each start, or follow from other flags.

@@ -16,8 +16,8 @@ from engine.checkpoint import format, selection
 from engine.data import SizedDataset
 from engine.data.images import ImageSpec
 from engine.distributed import consistency
-from engine.monitoring.curves import CONFIG
 from engine.monitoring.logger import Logger
+from engine.monitoring.run_files import CONFIG
 from engine.text import printable
 
 DataSets = Mapping[str, SizedDataset]  # by name, such as "train"

@@ -10,21 +10,19 @@ process next to the training.
 from __future__ import annotations
 
 import argparse
-import csv
-import json
 import math
 import os
 import statistics
 import subprocess
 import sys
-from dataclasses import dataclass
 from itertools import chain, cycle
 from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from engine import EXIT_USAGE, UserError, end_with_parent, replacing
-from engine.monitoring.metric import AVERAGE, Best, MonitoredMetric
+from engine.monitoring.metric import AVERAGE
+from engine.monitoring.run_files import COLUMNS, METRIC, METRIC_MODE, Run, read_run
 from engine.text import printable
 
 if TYPE_CHECKING:
@@ -33,11 +31,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.lines import Line2D
 
-TABLE = "metrics.csv"
-CONFIG = "config.json"
 PICTURE = "curves.png"
-COLUMNS = ("epoch", "step", "train_loss", "val_loss", "lr", "loss_scale", "images_per_second")
-METRIC, METRIC_MODE = "METRIC", "METRIC_MODE"  # in config.json, in addition to the flags
 # These do not change results: where a run reads and writes, and how often.
 OTHER_FLAGS = (
     "output",
@@ -75,82 +69,6 @@ STYLE: Any = {
     "lines.linewidth": 1.3,
     "lines.markersize": 5,
 }
-
-
-@dataclass
-class Run:
-    """Settings and metrics of a run, read from its folder."""
-
-    name: str
-    config: dict[str, object]
-    metric: MonitoredMetric
-    columns: list[str]
-    rows: list[dict[str, float]]  # an epoch without a validation has no metrics
-
-    @property
-    def best(self) -> tuple[Best, float]:
-        """The best value of the metric, and the first epoch that has it."""
-        results = [(self.metric.best(row), row["epoch"]) for row in self.rows]
-        return max(results, key=lambda result: (result[0].score, -result[1]))
-
-    def points(self, column: str) -> list[tuple[float, float]]:
-        """Return the epochs that have a value in a column, each with the value."""
-        return [(row["epoch"], row[column]) for row in self.rows if column in row]
-
-    def describe_best(self) -> str:
-        """Return the best value with its epoch."""
-        best, epoch = self.best
-        if best.score == -math.inf:
-            return f"no {best.name}"
-        return f"best {best.name} {self.metric.value(best.score):.4f} in epoch {epoch:.0f}"
-
-
-def read_rows(table: Path) -> list[dict[str, str]]:
-    """Return the rows of a CSV file. Raises OSError if it is another kind: a FIFO may never end."""
-    if table.exists() and not table.is_file():
-        raise OSError(0, "it is not a regular file", str(table))
-    with table.open(newline="", encoding="utf-8-sig") as file:
-        return list(csv.DictReader(file))
-
-
-def read_run(folder: Path) -> Run:
-    """Read a run. Raises UserError if the folder holds none, or one without a finished epoch."""
-    table = folder / TABLE
-    config = folder / CONFIG
-    try:
-        rows = read_rows(table)
-        _check_rows(rows, table)
-        numbers = [{name: float(cell) for name, cell in row.items() if cell} for row in rows]
-        flags = json.loads(config.read_text())
-    except OSError as error:
-        raise UserError(f"{error.filename}: {error.strerror}; name the folder of a run") from None
-    except (ValueError, TypeError, csv.Error) as error:
-        raise UserError(f"{folder} does not hold the files of a run ({error})") from None
-    if not isinstance(flags, dict):
-        raise UserError(f"{config} holds no settings: copy it from the run again")
-    columns = list(rows[0])
-    return Run(str(folder), flags, _metric_of(flags, columns, table), columns, numbers)
-
-
-def _check_rows(rows: list[dict[str, str]], table: Path) -> None:
-    if not rows:
-        raise UserError(f"{table} has no rows yet: a run adds one after each epoch")
-    if not set(COLUMNS) - {"val_loss"} <= rows[0].keys():
-        raise UserError(
-            f"{table} is not the table of a run, which has the columns {', '.join(COLUMNS)}"
-        )
-    for line, row in enumerate(rows, 2):
-        if None in (*row, *row.values()) or not math.isfinite(float(row["epoch"])):
-            raise UserError(f"line {line} of {table} is incomplete: remove it")
-
-
-def _metric_of(flags: dict[str, Any], columns: list[str], table: Path) -> MonitoredMetric:
-    """Return the metric that config.json names; in runs of version 0.9, the only one."""
-    further = [name for name in columns if name not in COLUMNS]
-    metric = MonitoredMetric(str(flags.get(METRIC, *further[:1])), flags.get(METRIC_MODE, "max"))
-    if metric.name not in columns:
-        raise UserError(f"{table} has no column of the run's metric: copy it from the run again")
-    return metric
 
 
 def make_labels(runs: list[Run]) -> list[str]:

@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from itertools import chain, dropwhile
+from itertools import dropwhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,13 +18,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 from engine import UserError, cli, distributed, replacing
-from engine.monitoring import curves
+from engine.monitoring import curves, run_files
 from engine.monitoring.console import Console, has_terminal
-from engine.monitoring.curves import COLUMNS, CONFIG, METRIC, METRIC_MODE, PICTURE, TABLE
+from engine.monitoring.curves import PICTURE
 from engine.monitoring.events import EventWriter
 from engine.monitoring.lock import FolderLock
 from engine.monitoring.meter import LogRecord, Meter
 from engine.monitoring.metric import MonitoredMetric
+from engine.monitoring.run_files import CONFIG, METRIC, METRIC_MODE, POSITION, TABLE
 from engine.monitoring.trackers import TENSORBOARD
 from engine.monitoring.tracking import Tracking
 
@@ -35,7 +36,6 @@ EVALUATION = "eval.json"
 STEP_SCALARS = ("train_loss", "lr", "loss_scale", "images_per_second")
 LOG_EVERY = 10  # steps
 WARM_UP = 3  # steps, in which kernels are chosen and compiled
-POSITION = ("epoch", "step")
 
 
 class Logger(Console):
@@ -94,7 +94,7 @@ class Logger(Console):
                 with replacing(self.output / CONFIG) as temporary:
                     metric = {METRIC: self.monitored.name, METRIC_MODE: self.monitored.mode}
                     temporary.write_text(cli.as_json(config | metric))
-                self._write_table()
+                run_files.write_rows(self.output / TABLE, self.rows, self.monitored.name)
         except (KeyError, TypeError, ValueError, csv.Error):
             problem = f"{self.output / TABLE} is not in the format of this program"
             raise UserError(f"{problem}: move it away, then resume again") from None
@@ -103,12 +103,14 @@ class Logger(Console):
                 self.events = self._open_events(progress.step, table)
         with self._errors_as_warning("nothing is logged to the trackers"):
             self._open_tracking(config, resume, progress.step)
-        self.print_heading(self._main_columns())
+        self.print_heading(run_files.main_columns(self.monitored.name))
 
     def _read_table(self) -> list[dict[str, float]]:
         """Return the rows of the folder's metrics.csv."""
         path = self.output / TABLE
-        return [_parse_row(row) for row in curves.read_rows(path)] if path.exists() else []
+        if not path.exists():
+            return []
+        return [run_files.parse_row(row) for row in run_files.read_rows(path)]
 
     def _rows_to_keep(
         self,
@@ -244,14 +246,14 @@ class Logger(Console):
         self.rows = [one for one in self.rows if int(one["epoch"]) != position["epoch"]]
         self.rows.append(position | values)
         with self._errors_as_warning(f"rows are missing in {TABLE}"):
-            self._write_table()
+            run_files.write_rows(self.output / TABLE, self.rows, self.monitored.name)
         self.throughputs.append(values["images_per_second"])
         self._write_event(lambda events: events.add_scalars("epoch", values, position["step"]))
         if self.tracking:
             self.tracking.check()
         self.curves.start()
         self._print_warm_up(values["images_per_second"])
-        self.print_row(self.rows[-1], self._main_columns())
+        self.print_row(self.rows[-1], run_files.main_columns(self.monitored.name))
 
     def _print_warm_up(self, images_per_second: float) -> None:
         """Print how long the warm-up took, if it was notably longer than other steps."""
@@ -262,22 +264,6 @@ class Logger(Console):
         usual = WARM_UP * meter.images_per_step / images_per_second
         if seconds > usual + 1:
             self.info(f"warm-up: {WARM_UP} steps in {seconds:.1f} s, not counted in images/s")
-
-    def _main_columns(self) -> list[str]:
-        """Return the columns of the console's table, with which metrics.csv starts."""
-        return list(dict.fromkeys([*COLUMNS[:4], self.monitored.name, *COLUMNS[4:]]))
-
-    def _write_table(self) -> None:
-        """Write metrics.csv as a whole, so that a row that did not fit is written later."""
-        with replacing(self.output / TABLE) as temporary, temporary.open("w", newline="") as file:
-            names = dict.fromkeys(chain.from_iterable(self.rows))
-            columns = self._main_columns()
-            if names:  # the metric's column is there before the first validation
-                columns = [name for name in columns if name in {*names, self.monitored.name}]
-            columns += [name for name in names if name not in columns]
-            writer = csv.DictWriter(file, columns, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(self.rows)
 
     def log_image(self, step: int, write_image: Callable[..., Path], *args: object) -> None:
         """Call ``write_image(*args)``, which writes a PNG file, and add the file to the events.
@@ -339,7 +325,7 @@ class Logger(Console):
         self.finish_tracking("FINISHED")
         facts = []
         with contextlib.suppress(UserError):  # no finished epoch, or no room for its row
-            run = curves.read_run(self.output)
+            run = run_files.read_run(self.output)
             facts.append(run.describe_best())
             score = run.best[0].score
             if math.isfinite(best) and best != score:
@@ -354,12 +340,6 @@ class Logger(Console):
 def has_checkpoints(folder: Path) -> bool:
     """Return whether there are complete checkpoints, files or folders, in `folder`."""
     return any(folder.glob("*.pt")) or any(folder.glob("step-*[0-9]"))
-
-
-def _parse_row(row: Mapping[str, str]) -> dict[str, float]:
-    """Return the numbers in a row of metrics.csv."""
-    position = {name: int(row[name]) for name in ("epoch", "step")}
-    return {name: float(value) for name, value in row.items() if value} | position
 
 
 def _as_text(row: Mapping[str, float]) -> str:

@@ -1,0 +1,124 @@
+"""Settings and metrics of runs: their config.json and metrics.csv.
+
+As the process that draws the curves imports this module, it imports no torch.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from engine import UserError, replacing
+from engine.monitoring.metric import Best, MonitoredMetric
+
+TABLE = "metrics.csv"
+CONFIG = "config.json"
+COLUMNS = ("epoch", "step", "train_loss", "val_loss", "lr", "loss_scale", "images_per_second")
+POSITION = ("epoch", "step")
+METRIC, METRIC_MODE = "METRIC", "METRIC_MODE"  # in config.json, in addition to the flags
+
+
+@dataclass
+class Run:
+    """Settings and metrics of a run, read from its folder."""
+
+    name: str
+    config: dict[str, object]
+    metric: MonitoredMetric
+    columns: list[str]
+    rows: list[dict[str, float]]  # an epoch without a validation has no metrics
+
+    @property
+    def best(self) -> tuple[Best, float]:
+        """The best value of the metric, and the first epoch that has it."""
+        results = [(self.metric.best(row), row["epoch"]) for row in self.rows]
+        return max(results, key=lambda result: (result[0].score, -result[1]))
+
+    def points(self, column: str) -> list[tuple[float, float]]:
+        """Return the epochs that have a value in a column, each with the value."""
+        return [(row["epoch"], row[column]) for row in self.rows if column in row]
+
+    def describe_best(self) -> str:
+        """Return the best value with its epoch."""
+        best, epoch = self.best
+        if best.score == -math.inf:
+            return f"no {best.name}"
+        return f"best {best.name} {self.metric.value(best.score):.4f} in epoch {epoch:.0f}"
+
+
+def read_rows(table: Path) -> list[dict[str, str]]:
+    """Return the rows of a CSV file. Raises OSError if it is another kind: a FIFO may never end."""
+    if table.exists() and not table.is_file():
+        raise OSError(0, "it is not a regular file", str(table))
+    with table.open(newline="", encoding="utf-8-sig") as file:
+        return list(csv.DictReader(file))
+
+
+def read_run(folder: Path) -> Run:
+    """Read a run. Raises UserError if the folder holds none, or one without a finished epoch."""
+    table = folder / TABLE
+    config = folder / CONFIG
+    try:
+        rows = read_rows(table)
+        _check_rows(rows, table)
+        numbers = [{name: float(cell) for name, cell in row.items() if cell} for row in rows]
+        flags = json.loads(config.read_text())
+    except OSError as error:
+        raise UserError(f"{error.filename}: {error.strerror}; name the folder of a run") from None
+    except (ValueError, TypeError, csv.Error) as error:
+        raise UserError(f"{folder} does not hold the files of a run ({error})") from None
+    if not isinstance(flags, dict):
+        raise UserError(f"{config} holds no settings: copy it from the run again")
+    columns = list(rows[0])
+    return Run(str(folder), flags, _metric_of(flags, columns, table), columns, numbers)
+
+
+def _check_rows(rows: list[dict[str, str]], table: Path) -> None:
+    if not rows:
+        raise UserError(f"{table} has no rows yet: a run adds one after each epoch")
+    if not set(COLUMNS) - {"val_loss"} <= rows[0].keys():
+        raise UserError(
+            f"{table} is not the table of a run, which has the columns {', '.join(COLUMNS)}"
+        )
+    for line, row in enumerate(rows, 2):
+        if None in (*row, *row.values()) or not math.isfinite(float(row["epoch"])):
+            raise UserError(f"line {line} of {table} is incomplete: remove it")
+
+
+def _metric_of(flags: dict[str, Any], columns: list[str], table: Path) -> MonitoredMetric:
+    """Return the metric that config.json names; in runs of version 0.9, the only one."""
+    further = [name for name in columns if name not in COLUMNS]
+    metric = MonitoredMetric(str(flags.get(METRIC, *further[:1])), flags.get(METRIC_MODE, "max"))
+    if metric.name not in columns:
+        raise UserError(f"{table} has no column of the run's metric: copy it from the run again")
+    return metric
+
+
+def parse_row(row: Mapping[str, str]) -> dict[str, float]:
+    """Return the numbers in a row of metrics.csv."""
+    position = {name: int(row[name]) for name in POSITION}
+    return {name: float(value) for name, value in row.items() if value} | position
+
+
+def main_columns(metric: str) -> list[str]:
+    """Return the columns of the console's table, with which metrics.csv starts."""
+    return list(dict.fromkeys([*COLUMNS[:4], metric, *COLUMNS[4:]]))
+
+
+def write_rows(table: Path, rows: Sequence[Mapping[str, Any]], metric: str) -> None:
+    """Write metrics.csv as a whole, so that a row that did not fit is written later."""
+    with replacing(table) as temporary, temporary.open("w", newline="") as file:
+        names = dict.fromkeys(chain.from_iterable(rows))
+        columns = main_columns(metric)
+        if names:  # the metric's column is there before the first validation
+            columns = [name for name in columns if name in {*names, metric}]
+        columns += [name for name in names if name not in columns]
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
