@@ -124,6 +124,11 @@ def build_model(arch: str, num_classes: int, **options: Any) -> nn.Module:
         arch: a torchvision model, timm:NAME, or one of engine/small_models.py.
         options: of a timm model; see `models.build_timm_model`.
     """
+    if not num_classes:
+        raise UserError(
+            "the data has no classes: give the data sets of build_datasets, in task.py, an "
+            "attribute .classes, the list of the classes' names"
+        )
     if arch.startswith(models.PREFIX):
         return models.build_timm_model(arch, num_classes, **options)
     if model := build_small_model(arch, num_classes):

@@ -83,6 +83,11 @@ def build_model(arch: str, num_classes: int) -> nn.Module:
         arch: a torchvision model, "unet" (the small one below), or "smp:DECODER:ENCODER" for a
             model of segmentation-models-pytorch, such as smp:deeplabv3plus:tu-xception65.
     """
+    if not num_classes:
+        raise UserError(
+            "the data has no classes: give the data sets of build_datasets, in task.py, an "
+            "attribute .classes, the list of the classes' names"
+        )
     if arch == "unet":
         return UNet(num_classes)
     if arch.startswith("smp:"):

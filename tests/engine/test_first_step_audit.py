@@ -349,8 +349,13 @@ def test_trainable_model_passes_and_is_unchanged():
             lambda output, _: output,
             "the loss is not a single number",
         ),
+        (
+            [torch.randn(2, 3, 8, 8), torch.full((2,), 9)],
+            lambda output, labels: nn.functional.cross_entropy(output, labels.long()),
+            "Target 9 is out of bounds",
+        ),
     ],
-    ids=["small_images", "single_value", "no_scalar_loss"],
+    ids=["small_images", "single_value", "no_scalar_loss", "label_of_no_class"],
 )
 def test_untrainable_model_is_an_error(batch, criterion, reason):
     with pytest.raises(UserError) as error:

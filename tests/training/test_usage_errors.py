@@ -98,6 +98,14 @@ def test_train_folder_without_images_is_an_error(project, image_folder):
     refused(project, "--data", image_folder, saying=(image_folder / "train", "holds no images"))
 
 
+@pytest.mark.parametrize("task", ["classification", "segmentation"])
+def test_data_without_classes_is_an_error(bake, task):
+    folder = bake(task=task)
+    with (folder / "task.py").open("a") as file:
+        file.write("\n\ndel Digits.classes\n")
+    refused(folder, saying=("the data has no classes", "build_datasets", ".classes"))
+
+
 def test_decode_gpu_without_a_gpu_is_an_error(project, image_folder, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     flags = ("--decode", "gpu", "--data", image_folder)

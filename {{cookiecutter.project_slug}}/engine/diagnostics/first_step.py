@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 INTEGER_TYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 PROJECT = Path(__file__).resolve().parents[2]
+# Of a model or a loss that does not fit the batch.
+ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AssertionError, AttributeError)
 MAX_NONFINITE_LOSSES = 10  # consecutive
 MIN_LOSS_SCALE = 2.0**-16  # 32 overflows below the initial dynamic scale
 
@@ -52,7 +54,7 @@ def check_trainable(
         loss = criterion(copy.deepcopy(model).train()(inputs), targets)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise TypeError("the loss is not a single number")
-    except (RuntimeError, ValueError, TypeError, AssertionError, AttributeError) as error:
+    except ERRORS as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         shapes = ", ".join(" × ".join(map(str, tensor.shape)) for tensor in batch)
         line = _owners_line(error)
