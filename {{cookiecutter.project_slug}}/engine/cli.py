@@ -6,6 +6,7 @@ Every process parses the same flags; only rank 0 prints help and errors.
 import argparse
 import json
 import math
+import os
 import re
 import shutil
 import sys
@@ -269,6 +270,8 @@ class ConfigurableParser(ArgumentParser):
             words = [f"{flag}={value}"]
         if not is_valid:
             self.error(f"{action.dest} is {json.dumps(value)}, but must be {expected}")
+        if not all(map(_is_argument, words)):
+            self.error(f"{action.dest} is {json.dumps(value)}, which no command line can hold")
         return getattr(self.parse_known_args(words)[0], action.dest)
 
     def error(self, message: str) -> NoReturn:
@@ -281,6 +284,14 @@ def _is_list_of_texts(value: object) -> bool:
     if not isinstance(value, list) or not value:
         return False
     return all(isinstance(x, str) and not x.startswith("-") for x in value)
+
+
+def _is_argument(text: str) -> bool:
+    """Return whether the command line, or the path of a file, can be `text`."""
+    try:
+        return b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
 
 
 def _suggestion(name: str, names: Iterable[str]) -> str:
