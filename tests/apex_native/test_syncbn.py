@@ -85,17 +85,23 @@ def test_conversion_of_a_batch_norm_itself():
     assert converted.channel_last
 
 
-def on_each_rank_convert():
+def on_each_rank_convert(model):
     with contextlib.redirect_stdout(io.StringIO()) as text:
-        convert_syncbn_model(conv_net())
+        convert_syncbn_model(model)
     return text.getvalue()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says it where there is no GPU")
 def test_rank_zero_logs_local_statistics_on_the_cpu(two_processes):
-    first, second = two_processes(on_each_rank_convert)
+    first, second = two_processes(on_each_rank_convert, conv_net())
     assert first == "SyncBatchNorm: on the CPU each process normalizes over its own batch\n"
     assert second == ""
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm(3), NormAndReLU(3)])
+def test_model_without_converted_norms_logs_no_local_statistics(two_processes, norm):
+    model = nn.Sequential(nn.Linear(3, 3), norm)
+    assert not any("normalizes" in text for text in two_processes(on_each_rank_convert, model))
 
 
 @pytest.mark.parametrize(

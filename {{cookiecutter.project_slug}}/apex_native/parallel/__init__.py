@@ -36,8 +36,6 @@ def convert_syncbn_model(
     all of them trainable, in training mode). A norm of a class with a forward pass of its own, such
     as timm's, which end in a ReLU, is not converted, and logged (Apex's conversion loses the ReLU).
     """
-    if not torch.cuda.is_available():
-        log_rank_zero("SyncBatchNorm: on the CPU each process normalizes over its own batch")
     kept = set()
 
     def to_synced(norm: Any) -> _BatchNorm:
@@ -56,6 +54,9 @@ def convert_syncbn_model(
         return synced
 
     converted = _replace(module, _BatchNorm, to_synced)
+    has_synced = any(isinstance(child, SyncBatchNorm) for child in converted.modules())
+    if has_synced and not torch.cuda.is_available():
+        log_rank_zero("SyncBatchNorm: on the CPU each process normalizes over its own batch")
     if kept:
         names = ", ".join(sorted(kept))
         log_rank_zero(f"SyncBatchNorm: {names} overrides forward and is not converted")
