@@ -85,6 +85,14 @@ def test_resume_auto_restarts_a_run_without_a_checkpoint(logger):
         incomplete.with_suffix(".pt").unlink(missing_ok=True)
 
 
+@pytest.mark.parametrize("target", ["last.pt", "step-7.pt"])
+def test_resume_auto_is_not_advised_where_it_is_given(tmp_path, target):
+    """The only checkpoint is a link, which leads to itself or to a file that is missing."""
+    (tmp_path / "last.pt").symlink_to(target)
+    with pytest.raises(UserError, match="its checkpoints can't be read; choose another folder"):
+        open_logger(tmp_path, flag=Path("auto"))
+
+
 def epochs_in_table(output):
     with (output / "metrics.csv").open() as file:
         return [int(row["epoch"]) for row in csv.DictReader(file)]

@@ -130,6 +130,8 @@ class Logger(Console):
             has_no_checkpoint = config.get("resume") == Path("auto")
             if has_checkpoints(self.output) or table and not has_no_checkpoint:
                 fix = "add --resume auto to resume it, or --output with another folder"
+                if has_no_checkpoint:  # all that the folder has are links to missing files
+                    fix = "its checkpoints can't be read; choose another folder"
                 raise UserError(f"{self.output} already holds a run: {fix}")
             table = []
         by_epoch = {int(row["epoch"]): row for row in table}
