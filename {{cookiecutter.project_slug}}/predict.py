@@ -23,7 +23,7 @@ from engine.checkpoint.archive import security_warning
 from engine.data.folders import list_images
 from engine.export import export_model
 from engine.monitoring.meter import NanCounter
-from engine.text import json_line, printable
+from engine.text import json_line, one_message, printable
 
 
 def parse_args() -> argparse.Namespace:
@@ -119,7 +119,7 @@ def main() -> None:
         try:
             found = predict(file)
         except UserError as error:
-            print(f"error: {printable(error)}", file=sys.stderr)
+            print(f"error: {one_message(error)}", file=sys.stderr)
             status = 1
             continue
         nans.update(torch.tensor([value for _, value in found], device=nans.count.device))

@@ -23,6 +23,18 @@ def test_json_has_no_control_characters_and_the_same_value():
     assert json.loads(line) == {"file": HOSTILE, "found": "七"}
 
 
+def test_long_errors_and_warnings_are_cut(tmp_path, capsys, monkeypatch):
+    """Such as those that hold the arch of an altered checkpoint."""
+    monkeypatch.setattr(distributed, "exit_process", lambda status: None)
+    text = f"best.pt: its arch {2_000_000 * 'x'}; use another one"
+    Logger(tmp_path, 0, "metric").warning(text)
+    distributed.stop(text)
+    said = capsys.readouterr()
+    for line in (said.out, said.err):
+        assert len(line) < 2100
+        assert "best.pt: its arch xxx" in line and line.endswith("xxx; use another one\n")
+
+
 @pytest.mark.parametrize("text", ["=1+1", "+1", "-1", "@SUM(A1)", " =1"])
 def test_formulas_are_quoted_in_csv_files(text):
     assert csv_cell(text).startswith("'")

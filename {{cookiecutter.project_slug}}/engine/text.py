@@ -5,12 +5,20 @@ import re
 
 # Control characters, line separators, changes of direction, and bytes that are not UTF-8.
 UNSAFE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+MAX_MESSAGE = 2000  # characters
 FORMULA = ("=", "+", "-", "@")  # a spreadsheet program evaluates a cell that starts with one
 
 
 def printable(text: object) -> str:
     r"""Return `text` in one line, with escapes such as \x1b for what would control a terminal."""
     return UNSAFE.sub(lambda found: found[0].encode("unicode_escape").decode(), str(text))
+
+
+def one_message(text: object) -> str:
+    """Return `text` in one line, as `printable` does; a long one without its middle."""
+    line = printable(text)
+    half = MAX_MESSAGE // 2
+    return line if len(line) <= MAX_MESSAGE else f"{line[:half]} […] {line[-half:]}"
 
 
 def json_line(value: object) -> str:

@@ -28,7 +28,7 @@ from engine.distributed.peers import (
     peer_monitor,
 )
 from engine.launch import LAUNCHER, RESTART, SIGNALS
-from engine.text import printable
+from engine.text import one_message
 
 PATIENCE_S = 5.0  # in which a launcher ends all processes of a job that failed
 SETTLE_S = 3.0  # in which the peer monitor learns of another process's failure
@@ -42,7 +42,7 @@ def is_rank_zero() -> bool:
 def print_on_rank_zero(message: str) -> None:
     """Print a line on standard error if this process has rank 0."""
     if is_rank_zero():
-        print(printable(message), file=sys.stderr, flush=True)
+        print(one_message(message), file=sys.stderr, flush=True)
 
 
 def is_single_host() -> bool:
@@ -323,5 +323,5 @@ def stop(message: str) -> NoReturn:
         # A data loader's worker wraps the message in its own traceback: the last line is ours.
         if message.startswith("Caught "):
             message = re.sub(r"^[\w.]*(User|File)Error: ", "", message.strip().splitlines()[-1])
-        print(f"error: {printable(message)}", file=sys.stderr, flush=True)
+        print(f"error: {one_message(message)}", file=sys.stderr, flush=True)
     exit_process(EXIT_USAGE)

@@ -12,7 +12,7 @@ from typing import Any
 from tqdm import tqdm
 
 from engine.distributed.watchdog import time_limit
-from engine.text import printable
+from engine.text import one_message
 
 LINE_S = 60.0  # seconds between progress lines where there is no terminal
 FIRST_LINE_S = 10.0  # the same, before the first line of a phase
@@ -49,7 +49,7 @@ class Console:
         if self.active:
             # A full disk, or a closed pipe; a progress bar is redrawn below the message.
             with contextlib.suppress(OSError), tqdm.external_write_mode():
-                print(printable(message), flush=True)
+                print(one_message(message), flush=True)
 
     def warning(self, message: str) -> None:
         """Print a warning. The same warning is printed once."""
