@@ -1,9 +1,11 @@
 """Files that are damaged, hostile or gone: errors with their names, --skip-broken, verify."""
 
 import contextlib
+import io
 import os
 import random
 import struct
+import subprocess
 import sys
 import zlib
 from functools import partial
@@ -19,6 +21,7 @@ from engine.data import SeededDataset, gpu_decoding, images, verify
 from engine.data.files import FileError, read_file
 from engine.data.loading import build_loader
 from engine.data.skipping import RECORD, SkippingDataset, only_readable, skip_broken
+from fresh import TEMPLATE
 from PIL import Image
 from torchvision import tv_tensors
 
@@ -213,6 +216,25 @@ def test_verify_names_all_unreadable_files(folder, monkeypatch, capsys):
         (folder / name).unlink()
     assert run_verify(monkeypatch, folder) == 0
     assert "5 files, 0 unreadable" in capsys.readouterr().err
+
+
+def test_verify_prints_one_line_for_each_file(tmp_path):
+    """PIL warns of the first image, which can be decoded, and logs an error about the second."""
+    content = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(content, "PNG")
+    header, rest = content.getvalue()[:33], content.getvalue()[33:]
+    animation = b"acTL" + bytes(8)  # of no frames
+    chunk = struct.pack(">I", 8) + animation + struct.pack(">I", zlib.crc32(animation))
+    (tmp_path / "animated.png").write_bytes(header + chunk + rest)
+    Image.new("RGB", (8, 8)).save(tmp_path / "samples.tif")
+    entries = [struct.pack("<HHII", 277, 3, 1, samples) for samples in (3, 99)]  # of each pixel
+    tiff = (tmp_path / "samples.tif").read_bytes()
+    (tmp_path / "samples.tif").write_bytes(tiff.replace(*entries))
+    command = [sys.executable, "-B", "-m", "engine.data.verify", str(tmp_path)]
+    done = subprocess.run(command, cwd=TEMPLATE, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stdout.startswith(f"{tmp_path}/samples.tif can't be read as an image")
+    assert done.stderr == "2 files, 1 unreadable\n"
 
 
 def test_verify_of_a_missing_or_empty_folder_is_an_error(tmp_path, monkeypatch):

@@ -5,8 +5,10 @@ crop them; gpu_decoding.DecodingLoader transfers the bytes and does the same on 
 """
 
 import io
+import logging
 import math
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -36,6 +38,11 @@ except (ImportError, AttributeError, OSError, RuntimeError):  # older, or made f
 
         decode_jpeg, RGB = torchvision_io.decode_jpeg, torchvision_io.ImageReadMode.RGB
         JPEG_DECODER = "torchvision"
+
+# PIL reports damaged metadata of images that it decodes, and large images, for each file. Here, not
+# where images are opened: a loader's workers have threads, which share the filters.
+warnings.filterwarnings("ignore", module=r"PIL\.")
+logging.getLogger("PIL").addHandler(logging.NullHandler())
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, in RGB
 # Formats of files, MPO being a kind of JPEG. PIL has more; for EPS it would run Ghostscript.
