@@ -92,7 +92,14 @@ def load_model(path: Path) -> tuple[nn.Module, dict]:
 
 def sample_inputs(options: dict[str, Any], batch_size: int) -> Any:
     """Return a batch of synthetic inputs of a model with these options, on the CPU."""
-    inputs, _ = task.prepare(task.dummy_batch(batch_size, torch.device("cpu"), **options))
+    try:
+        batch = task.dummy_batch(batch_size, torch.device("cpu"), **options)
+    except TypeError as error:
+        raise UserError(
+            f"the checkpoint's model_options don't fit dummy_batch of task.py ({error}); use the "
+            "task.py that it was trained with"
+        ) from None
+    inputs, _ = task.prepare(batch)
     return inputs
 
 

@@ -263,6 +263,19 @@ def test_model_is_exported(
     torch.testing.assert_close(exported, expected, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("name", ["batch_size", "arch"])
+def test_export_with_altered_model_options_is_an_error(
+    generated: Project, model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    metadata = model.metadata | {"model_options": {name: "altered"}}
+    path = model.save(tmp_path / "best.pt", model.build(1).state_dict(), metadata=metadata)
+    command = ["predict.py", str(path), "--export", str(tmp_path / "model.pt2")]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(UserError, match=r"use the task\.py that it was trained with"):
+        generated.predict.main()
+    assert not (tmp_path / "model.pt2").exists()
+
+
 def test_images_or_export_are_needed(
     generated: Project, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
