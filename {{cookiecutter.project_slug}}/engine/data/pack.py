@@ -141,6 +141,8 @@ def verify(out: Path) -> bool:
         for message in filter(None, bar):
             is_intact = False
             tqdm.write(message)
+        if is_intact:
+            shards.Pack(folder)  # also checks the labels
     print(f"{out}: {'intact' if is_intact else 'damaged'}", file=sys.stderr)
     return is_intact
 
