@@ -568,6 +568,21 @@ def test_file_that_is_not_regular_is_an_error(out, run_pack, alarm, name):
     assert len(datasets(out)[0]) == 10 and run_pack(out, "--verify") == 0
 
 
+def test_index_that_became_a_fifo_is_an_error_when_packing_continues(out, folder, run_pack, alarm):
+    path = out / "train" / "index.bin"
+    (out / "train" / "pack.json").rename(out / "train" / "progress.json")
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(UserError, match=f"{path} is not a regular file; delete {path.parent}"):
+        run_pack(folder, out, LARGE, MANY)
+
+
+def test_file_of_class_names_that_is_a_fifo_is_an_error(masks_folder, tmp_path, run_pack, alarm):
+    os.mkfifo(tmp_path / "classes.txt")
+    with pytest.raises(UserError, match=r"can't be written \(.*classes.txt. is a named pipe\)"):
+        run_pack(masks_folder, tmp_path)
+
+
 def test_pack_with_the_files_of_a_mirror_is_checked_too(out, alarm):
     """Its shards are not there, and its index is read without a check of its size."""
     (out / "train" / "remote.json").write_text("{}")

@@ -124,8 +124,8 @@ def naming_write_errors(out: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(
-            f"{error.filename or out} can't be written ({error.strerror}); complete shards are "
-            "kept: correct this, and run the same command again"
+            f"{error.filename or out} can't be written ({error.strerror or error}); complete "
+            "shards are kept: correct this, and run the same command again"
         ) from None
 
 

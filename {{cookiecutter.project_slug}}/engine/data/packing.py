@@ -269,7 +269,10 @@ class SplitPacker:
 
     def run(self, workers: int) -> None:
         """Pack what is left, without the manifest."""
-        with (self.folder / INDEX).open("ab") as index:
+        path = self.folder / INDEX
+        if path.exists() and not path.is_file():  # opening a FIFO would never end
+            raise UserError(f"{path} is not a regular file; delete {self.folder} and pack anew")
+        with path.open("ab") as index:
             try:
                 fcntl.lockf(index, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
