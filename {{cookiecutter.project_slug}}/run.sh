@@ -28,7 +28,7 @@ set -eu
 (: 3<&0) 2>/dev/null || exec </dev/null
 
 fail() {
-    printf 'run.sh: %s\n' "$1" >&2
+    printf 'run.sh: %s\n' "$1" >&2 || : # a full disk
     exit 2
 }
 

@@ -331,6 +331,14 @@ def test_bad_settings_are_refused(machine, env, named):
     assert named in machine.refuses(**env)
 
 
+@pytest.mark.parametrize("shell", SHELLS)
+def test_bad_settings_have_their_exit_status_on_a_full_disk(machine, shell):
+    command = [shutil.which(shell), str(machine.project / "run.sh")]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, env=machine.env | {"NNODES": "x"}, stderr=full, timeout=60)
+    assert done.returncode == 2
+
+
 def test_a_folder_with_a_colon_is_refused(machine):
     machine.project = machine.project.rename(machine.folder / "a:b")
     assert "a:b" in machine.refuses()

@@ -1,11 +1,15 @@
 """engine.text: escapes in text that others wrote."""
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from engine import UserError, distributed
 from engine.monitoring.logger import Logger
 from engine.text import csv_cell, json_line, printable
+from fresh import TEMPLATE
 
 HOSTILE = "a\x1b[2J\nb\x9b\u202e\udc80.jpg"
 ESCAPED = r"a\x1b[2J\nb\x9b\u202e\udc80.jpg"
@@ -33,6 +37,24 @@ def test_long_errors_and_warnings_are_cut(tmp_path, capsys, monkeypatch):
     for line in (said.out, said.err):
         assert len(line) < 2100
         assert "best.pt: its arch xxx" in line and line.endswith("xxx; use another one\n")
+
+
+FAILING_PROGRAM = """
+from engine import UserError, distributed
+
+def main():
+    print("in the buffer of stdout")
+    raise UserError("wrong usage")
+
+distributed.run(main)
+"""
+
+
+def test_usage_error_has_its_exit_status_on_a_full_disk():
+    command = [sys.executable, "-EB", "-c", FAILING_PROGRAM]  # not PYTHONUNBUFFERED
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, cwd=TEMPLATE, stdout=full, stderr=full, check=False)
+    assert done.returncode == 2
 
 
 @pytest.mark.parametrize("text", ["=1+1", "+1", "-1", "@SUM(A1)", " =1"])

@@ -9,7 +9,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
@@ -323,5 +323,6 @@ def stop(message: str) -> NoReturn:
         # A data loader's worker wraps the message in its own traceback: the last line is ours.
         if message.startswith("Caught "):
             message = re.sub(r"^[\w.]*(User|File)Error: ", "", message.strip().splitlines()[-1])
-        print(f"error: {one_message(message)}", file=sys.stderr, flush=True)
+        with suppress(OSError):  # a full disk: the exit status remains
+            print(f"error: {one_message(message)}", file=sys.stderr, flush=True)
     exit_process(EXIT_USAGE)

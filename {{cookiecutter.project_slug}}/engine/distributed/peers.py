@@ -44,7 +44,8 @@ def exit_process(status: int, has_lost_peer: bool = False) -> NoReturn:
     announce_failure(status)
     finish_writing((WRITER,) if has_lost_peer else (WRITER, SHARD_WRITER))
     for stream in filter(None, (sys.stdout, sys.stderr)):  # one may be closed
-        stream.flush()
+        with contextlib.suppress(OSError):  # a full disk
+            stream.flush()
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     may_restart = restarts < int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
     if status in FINAL_STATUSES and may_restart and LAUNCHER in os.environ:
