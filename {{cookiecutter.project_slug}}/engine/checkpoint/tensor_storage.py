@@ -54,7 +54,7 @@ class Entry:
         """
         numbers = [*self.shape, *(n for one in self.chunks for n in (one.start, one.length))]
         numbers += [one.num_rows for one in self.chunks]
-        if not all(type(number) is int and number >= 0 for number in numbers):
+        if not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
             raise ValueError("a size is no count")
         num_rows = math.prod(self.shape[:1]) if math.prod(self.shape) else 0
         if sum(one.num_rows for one in self.chunks) != num_rows:
