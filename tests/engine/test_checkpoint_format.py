@@ -627,6 +627,19 @@ def test_tuples_can_not_be_nested_by_other_opcodes(opcodes: bytes) -> None:
         check_tuples(io.BytesIO(pickled))
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("is_archive", [True, False])
+def test_many_integers_that_may_have_one_hash_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sign: int, is_archive: bool
+) -> None:
+    """To make a dict of some 10,000 of them takes minutes."""
+    content = {number * sign * (2**61 - 1): number for number in range(1000)}
+    torch.save(content, tmp_path / "x.pt", _use_new_zipfile_serialization=is_archive)
+    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("torch.load is called"))
+    with pytest.raises(UserError, match="its structure is altered"):
+        read(tmp_path / "x.pt")
+
+
 @pytest.mark.parametrize("number", [10**400, -(10**400), 2**63, -1])
 @pytest.mark.parametrize("key", ["epoch", "step", "samples", "best"])
 def test_huge_and_negative_numbers_are_rejected(whole: Path, key: str, number: int) -> None:

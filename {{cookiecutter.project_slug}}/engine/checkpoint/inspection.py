@@ -7,6 +7,8 @@ from pickletools import genops, markobject
 from typing import Any, BinaryIO
 
 MAX_SHARING = 10  # times that a container occurs, on average
+LARGE = 2**60  # many larger integers can have one hash, 2**61 - 1 being the modulus
+MAX_LARGE = 500  # integers in a pickle; a dict takes the square of their number to build
 NESTING = ("GET", "DUP", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "FROZENSET")  # opcodes
 # Bytes of an element, by the name of the storage's class.
 ITEM_SIZES = (
@@ -35,15 +37,15 @@ class Placeholder:
 
 
 def check_tuples(file: BinaryIO) -> None:
-    """Check that tuples do not occur too often in one another in the pickle that `file` is at.
+    """Check that the keys in the pickle that `file` is at can be hashed and compared soon.
 
     To hash a key of 60 tuples, each of which is twice in the next one, would take for ever. This
     follows the opcodes with numbers of elements in place of the objects. It raises RecursionError
-    for such tuples, and any exception if the pickle is altered otherwise.
+    for such tuples, and for many large integers; any exception if the pickle is altered otherwise.
     """
     stack: list[Any] = []  # elements of tuples, with the nested ones; 0: others; None: a mark
     memo: dict[Any, Any] = {}
-    total = 0
+    total = num_large = 0
     for count, (opcode, argument, _) in enumerate(genops(file)):
         if opcode.name.endswith(("PUT", "MEMOIZE")):
             memo[len(memo) if argument is None else argument] = stack[-1]
@@ -57,7 +59,8 @@ def check_tuples(file: BinaryIO) -> None:
         items += [stack.pop() for _ in operands]
         elements = sum(items) + len(items) if opcode.name.endswith(NESTING) else 0
         total += elements * len(opcode.stack_after)
-        if total > MAX_SHARING * (1000 + count):
+        num_large += isinstance(argument, int) and abs(argument) >= LARGE
+        if total > MAX_SHARING * (1000 + count) or num_large > MAX_LARGE:
             raise RecursionError
         stack += [None if result is markobject else elements for result in opcode.stack_after]
 
