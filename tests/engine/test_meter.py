@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from engine import UserError
 from engine.monitoring.logger import WARM_UP, Logger
 from engine.monitoring.meter import Meter
 from engine.monitoring.metric import MonitoredMetric
@@ -106,6 +107,13 @@ def test_logged_values_have_means_of_their_own(clock):
     assert again.record(5, 0.1, 8.0).means == {"grad_norm": 8.0}
     results = again.results()
     assert [results[name] for name in ("train_loss", "grad_norm", "tokens")] == [1.0, 4.0, 100.0]
+
+
+@pytest.mark.parametrize("name", ["step", "val_loss"])
+def test_logged_values_replace_no_other_column(clock, name):
+    meter = Meter(torch.device("cpu"), 64)
+    with pytest.raises(UserError, match=rf"meter\.log\({name}=\.\.\.\): it is a column"):
+        meter.log(**{name: 1.0})
 
 
 def test_mean_of_no_steps_is_nan(clock):

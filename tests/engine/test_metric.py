@@ -34,6 +34,13 @@ def test_best_is_the_better_one_of_model_and_average():
     assert MonitoredMetric("loss").best({"loss": math.nan}) == Best(-math.inf, "loss")
 
 
+def test_metrics_replace_no_other_column():
+    metric = MonitoredMetric("val_accuracy", "max")
+    metric.require({"val_loss": 1.0, "val_accuracy": 0.5})
+    with pytest.raises(UserError, match=r"returns lr, step, which is a column of metrics\.csv"):
+        metric.require({"step": 1.0, "lr": 1.0, "val_accuracy": 0.5})
+
+
 def test_unknown_mode_is_an_error():
     with pytest.raises(UserError, match='METRIC_MODE is \'mean\' in task.py: use "max" or "min"'):
         MonitoredMetric("loss", "mean")

@@ -11,6 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from engine import UserError
+from engine.monitoring.metric import COLUMNS
+
 Timestamp = Any  # a torch.cuda.Event on a GPU, otherwise seconds
 Sums = dict[str, tuple[float, int]]  # sum and number of the values of a name
 LOSS = "train_loss"
@@ -98,7 +101,13 @@ class Meter:
         """Add values, by name, to the means of the epoch. Does not wait for the device.
 
         metrics.csv, curves.png and TensorBoard show the means under these names.
+
+        Raises UserError if a name is that of another column.
         """
+        if taken := values.keys() & set(COLUMNS):
+            raise UserError(
+                f"meter.log({min(taken)}=...): it is a column of metrics.csv; use another name"
+            )
         for name, value in values.items():
             self._add(name, value.detach() if isinstance(value, Tensor) else value, 1)
 

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 from engine import UserError
 
+# Of metrics.csv; val_loss is the only one that a task returns.
+COLUMNS = ("epoch", "step", "train_loss", "val_loss", "lr", "loss_scale", "images_per_second")
 AVERAGE = "_ema"  # suffix of the metrics of the moving average
 
 
@@ -38,7 +40,12 @@ class MonitoredMetric:
         return max(finite, key=lambda best: best.score, default=Best(-math.inf, self.name))
 
     def require(self, results: Mapping[str, float]) -> None:
-        """Raise UserError if the task does not return the metric."""
+        """Raise UserError if the task does not return the metric, or a name has another meaning."""
+        if taken := results.keys() & set(COLUMNS) - {"val_loss"}:
+            raise UserError(
+                f"Metrics.compute in task.py returns {', '.join(sorted(taken))}, which is a column "
+                "of metrics.csv: use another name"
+            )
         if self.name not in results:
             raise UserError(
                 f"Metrics.compute in task.py returns {', '.join(results)} but not METRIC, which is "

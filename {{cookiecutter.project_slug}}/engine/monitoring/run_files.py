@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from engine import UserError, replacing
-from engine.monitoring.metric import Best, MonitoredMetric
+from engine.monitoring.metric import COLUMNS, Best, MonitoredMetric
 
 TABLE = "metrics.csv"
 CONFIG = "config.json"
-COLUMNS = ("epoch", "step", "train_loss", "val_loss", "lr", "loss_scale", "images_per_second")
 POSITION = ("epoch", "step")
 METRIC, METRIC_MODE = "METRIC", "METRIC_MODE"  # in config.json, in addition to the flags
 
