@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from engine import UserError
 from engine.checkpoint import manifest, tensor_storage
 from engine.checkpoint.selection import AUTO, find
@@ -20,6 +21,7 @@ from test_sharded_fuzzing import manager_of, train_a_step
 
 pytestmark = needs_fsdp_on_cpu
 
+BUFFERS = ("mean", "var", "other.mean", "other.var")
 SIZES = {"few": 480, "one": 170}  # KiB; a checkpoint takes about 110
 
 
@@ -48,6 +50,21 @@ def train_on(folder: str) -> tuple[list[str], list[str], list[str]]:
             problems.append(str(error))
     dist.barrier()
     return sorted(one.name for one in Path(folder).iterdir()), list(manager.logger), problems
+
+
+def save_buffers(folder: str) -> None:
+    buffers = {name: torch.full((3,), float(dist.get_rank())) for name in BUFFERS}
+    tensor_storage.save(Path(folder), buffers, dist.group.WORLD)
+
+
+def test_tensors_that_are_not_sharded_are_those_of_rank_0(
+    two_processes: Processes, tmp_path: Path
+) -> None:
+    """Without SyncBN, batch norm's statistics differ between ranks."""
+    two_processes(save_buffers, str(tmp_path))
+    saved = {name: torch.ones(3) for name in BUFFERS}
+    dcp.load(saved, checkpoint_id=tmp_path, no_dist=True)
+    assert all(not value.any() for value in saved.values())
 
 
 def test_full_disk_costs_the_oldest_checkpoints(two_processes: Processes, disk: Path) -> None:

@@ -82,10 +82,13 @@ class Entry:
 def save(folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup) -> None:
     """Write `tensors`, of which those that are sharded are this rank's; all ranks call it.
 
+    Of the others, such as batch norm's statistics, rank 0's are written: the validation uses them.
+
     Raises OSError on all ranks if one of them fails.
     """
+    planner = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)
     with _os_errors():
-        dcp.save(tensors, storage_writer=_Writer(folder), process_group=group)
+        dcp.save(tensors, storage_writer=_Writer(folder), planner=planner, process_group=group)
 
 
 def load(folder: Path, index: dict[str, Entry], tensors: dict[str, Tensor], no_dist: bool) -> None:
