@@ -257,7 +257,7 @@ def test_model_is_exported(
     monkeypatch.setattr(sys, "argv", ["predict.py", str(checkpoint), "--export", str(path)])
     generated.predict.main()
     assert capsys.readouterr().out.startswith(f"{path}: outputs as the model's")
-    inputs = generated.predict.sample_inputs(4)
+    inputs = generated.predict.sample_inputs({}, 4)
     exported = torch.export.load(path).module()(inputs)
     expected = model.build(1).eval()(inputs)
     torch.testing.assert_close(exported, expected, rtol=1e-3, atol=1e-3)
