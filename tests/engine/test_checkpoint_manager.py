@@ -456,6 +456,34 @@ def test_a_run_that_resumes_from_an_early_step_removes_later_ones(
         assert (files, step) == (["last.pt", "step-10.pt", "step-12.pt"], 12)
 
 
+def files_after_writes(folder: str, errors: list[OSError | None]) -> list[list[str]]:
+    """Return the files after each save of a run that resumed from step 10."""
+    manager = manager_of(folder)
+    manager.resume(Path(folder, "step-10.pt"), 10)
+    found = []
+    for step, error in enumerate(errors, 12):
+        manager.state.progress.step = step
+        write = mock.Mock(side_effect=error) if error else Disk(Path(folder), 2).write
+        with mock.patch.object(checkpoint, "write", write):
+            manager.save()
+            manager.wait()
+        found.append(sorted(path.name for path in Path(folder).iterdir()))
+    dist.barrier()
+    return found
+
+
+def test_later_checkpoints_are_kept_until_a_new_one_is_complete(
+    two_processes: Processes, tmp_path: Path
+) -> None:
+    """They are removed before, rather than the one that was resumed, if the disk is full."""
+    prepared(tmp_path, {10: 0.0, 20: 0.0})
+    link(tmp_path / "step-20.pt", tmp_path / "last.pt")
+    errors = [OSError(errno.EIO, "failed"), None]
+    found, _ = two_processes(files_after_writes, str(tmp_path), errors)
+    assert found[0] == ["last.pt", "step-10.pt", "step-20.pt"]
+    assert found[1] == ["last.pt", "step-10.pt", "step-13.pt"]
+
+
 def saved_once(folder: str, step: int) -> None:
     manager = manager_of(folder)
     manager.state.progress.step = step

@@ -47,15 +47,16 @@ def write_or_make_room(
 def _make_room(path: Path, warn: Callable[[str], None], writers: dist.ProcessGroup | None) -> bool:
     """Remove the oldest checkpoint to write `path`; return whether there is one on rank 0.
 
-    The newest checkpoint stays. The best one does, too: to remove another name of a file makes no
-    room.
+    Checkpoints of later steps, which `path` replaces, are removed before the oldest. The newest of
+    the others stays. The best one does, too: to remove another name of a file makes no room.
     """
     removed = [""]
     if dist.get_rank() == 0:
-        best = (path.parent / BEST).with_suffix("")
-        older = [one for one in numbered(path.parent)[1:] if not _is_kept(one, best)]
+        step = step_of(path)
+        found = sorted(numbered(path.parent), key=lambda one: step_of(one) > step)
         with suppress(OSError):  # the other ranks are waiting for this one
-            for oldest in older[-1:]:
+            for oldest in [one for one in found[1:] if not _is_kept(one)][-1:]:
+                _remove_last(oldest)
                 remove(oldest)
                 warn(f"the disk is full: removed {oldest} to write {path}")
                 removed = [str(oldest)]
@@ -64,11 +65,15 @@ def _make_room(path: Path, warn: Callable[[str], None], writers: dist.ProcessGro
     return bool(removed[0])
 
 
-def _is_kept(path: Path, best: Path) -> bool:
-    """Return whether a numbered checkpoint is the best one, too."""
+def _is_kept(path: Path) -> bool:
+    """Return whether a numbered checkpoint is the best one, too, or has a name that is unknown."""
     if path.is_dir():
-        return best.exists() and best.samefile(path)
-    return path.stat().st_nlink > 1
+        return _is_same(path.with_name(BEST).with_suffix(""), path)
+    return path.stat().st_nlink > 1 + _is_same(path.with_name(LAST), path)
+
+
+def _is_same(name: Path, path: Path) -> bool:
+    return name.exists() and name.samefile(path)
 
 
 def has_best(folder: Path) -> bool:
@@ -79,9 +84,8 @@ def has_best(folder: Path) -> bool:
 
 def prune(folder: Path, keep: int) -> None:
     """Remove the numbered checkpoints in `folder` except for the `keep` of the highest steps."""
-    best = (folder / BEST).with_suffix("")
     for path in numbered(folder)[keep:]:
-        if path.is_file() or not _is_kept(path, best):  # a file that is best.pt keeps its content
+        if path.is_file() or not _is_kept(path):  # a file that is best.pt keeps its content
             remove(path)
 
 
@@ -124,20 +128,27 @@ def remove_later(folder: Path, step: int) -> None:
 
     A run that resumed from an earlier step, because the user chose it or later checkpoints are
     damaged, trains these steps again. The best checkpoint is kept under its name.
+
+    Call it when the checkpoint of `step` is complete: until then, the later ones may be all that
+    there is.
     """
     best = (folder / BEST).with_suffix("")
-    names = (folder / LAST, (folder / LAST).with_suffix(""))
     for path in numbered(folder):
         if step_of(path) <= step:
             continue
-        for last in names:
-            if last.exists() and last.samefile(path):
-                last.unlink()
-        if best.is_symlink() and best.exists() and best.samefile(path):
+        _remove_last(path)
+        if best.is_symlink() and _is_same(best, path):
             best.unlink()
             path.rename(best)
         else:
             remove(path)
+
+
+def _remove_last(path: Path) -> None:
+    """Remove the name last.pt if that is another name of `path`."""
+    for last in (path.with_name(LAST), path.with_name(LAST).with_suffix("")):
+        if _is_same(last, path):
+            last.unlink()
 
 
 def numbered(folder: Path) -> list[Path]:

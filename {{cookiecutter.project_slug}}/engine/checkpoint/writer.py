@@ -69,9 +69,10 @@ class CheckpointWriter:
             if self.group:
                 self._write_shards(path, entries, self.group)
             else:
-                self._prepare(entries["step"])
+                self._remove_incomplete()
                 files.write_or_make_room(path, entries, self.warn)
             if dist.get_rank() == 0:
+                files.remove_later(self.folder, entries["step"])
                 files.alias(path, LAST)
             if entries["best"] > self.progress.best:
                 if dist.get_rank() == 0:
@@ -85,22 +86,21 @@ class CheckpointWriter:
             self.problem = f"{path} could not be written ({reason})"
             self.warn(f"{self.problem}; the run goes on, the checkpoints before it are kept")
 
-    def _prepare(self, step: int) -> None:
-        """Remove what a killed process left incomplete, and checkpoints of steps after `step`."""
+    def _remove_incomplete(self) -> None:
+        """Remove what a killed process left incomplete."""
         for incomplete in self.folder.glob("*.pt" + SUFFIX):
             incomplete.unlink(missing_ok=True)
         for incomplete in self.folder.glob("step-*" + SUFFIX):
             files.remove(incomplete)
-        files.remove_later(self.folder, step)
 
     def _write_shards(self, path: Path, entries: dict[str, Any], group: dist.ProcessGroup) -> None:
         """Write a folder; all ranks call it. Its tensors are not written again at the same step."""
         is_written = self.written_step == entries["step"]
         if dist.get_rank() == 0:
             try:
-                self._prepare(entries["step"])
+                self._remove_incomplete()
             except OSError as error:  # the other ranks are waiting for this one
-                self.warn(f"{self.folder}: old checkpoints can't be removed ({error})")
+                self.warn(f"{self.folder}: incomplete checkpoints can't be removed ({error})")
         if not is_written:
             files.write_or_make_room(path, entries, self.warn, group)
             self.written_step = entries["step"]
