@@ -1,6 +1,7 @@
 """Saves of sharded checkpoints that fail."""
 
 import os
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -161,7 +162,7 @@ def save_over_another(folder: str) -> list[str]:
     """Return the messages of a run that saves where there is a damaged folder of that step."""
     manager = manager_of(Path(folder))
     if dist.get_rank() == 0:
-        (Path(folder) / "step-1").mkdir()
+        (Path(folder) / "step-1").mkdir(parents=True)
     dist.barrier()
     train_a_step(manager)
     return list(manager.logger)
@@ -174,6 +175,28 @@ def test_damaged_folder_of_the_same_step_is_replaced(
         assert not [message for message in messages if "could not be written" in message]
     assert {one.name for one in tmp_path.iterdir()} >= {"last", "step-1"}
     manifest.validate(tmp_path / "step-1")
+
+
+def save_after_a_copy(folder: str) -> list[str]:
+    """Return the messages of a run that resumes the copy of a checkpoint and saves that step."""
+    manager = manager_of(Path(folder))
+    assert manager.resume(AUTO, 1) == Path(folder) / "step-3"
+    assert manager.state.progress.step == 1
+    manager.save({"val_accuracy": 0.5})
+    manager.finish()
+    dist.barrier()
+    return list(manager.logger)
+
+
+def test_copy_with_the_name_of_another_step_is_kept_until_its_step_is_written(
+    two_processes: Processes, tmp_path: Path
+) -> None:
+    two_processes(save_over_another, str(tmp_path / "there"))
+    shutil.copytree(tmp_path / "there" / "step-1", tmp_path / "here" / "step-3")
+    for messages in two_processes(save_after_a_copy, str(tmp_path / "here")):
+        assert not [message for message in messages if "warning" in message]
+    assert {one.name for one in (tmp_path / "here").iterdir()} == {"best", "last", "step-1"}
+    manifest.validate(tmp_path / "here" / "step-1")
 
 
 def test_scalars_and_empty_tensors_are_saved(two_processes: Processes, tmp_path: Path) -> None:

@@ -313,8 +313,9 @@ class CheckpointManager:
         if source.path.is_dir():
             entries = format.check(source.path, sharded.read_state(source.path))
             sharded.read_shards(source.path, entries, own)
-            if source.path.resolve().parent == self.folder.resolve():
-                self._writer.written_step = entries["step"]
+            step = entries["step"]
+            if source.path.resolve() == self.folder.resolve() / f"step-{step}":
+                self._writer.written_step = step  # a copy may have the name of another step
             return entries
         content = format.broadcast_file(source.path, source.rank, self._group)
         entries = format.load(source.path, content)
