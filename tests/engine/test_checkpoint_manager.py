@@ -498,6 +498,8 @@ def saved_once(folder: str, step: int) -> None:
         {"meter": 5},
         {"meter": {"a": ("many", 1)}},
         {"meter": {"a": (1.0, -1)}},
+        {"meter": {"a\nb": (1.0, 1)}},
+        {"meter": {"step": (1.0, 1)}},
         {"rng": 5},
         {"rng": {"python": 2**70}},
     ],

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from engine import UserError
 from engine.data.images import is_image_spec
+from engine.monitoring.run_files import POSITION
 from engine.monitoring.trackers import is_run_id
 
 MAX_COUNT = 2**53  # of steps and the like; a float holds larger integers inexactly
@@ -78,7 +79,8 @@ def _is_rank(value: object) -> bool:
     sums = value.get("meter", {"": value.get("losses")})  # as version 0.9 called those of the loss
     return (
         isinstance(sums, dict)
-        and all(isinstance(name, str) and _is_sum(one) for name, one in sums.items())
+        and all(_is_metric(name) and _is_sum(one) for name, one in sums.items())
+        and not sums.keys() & set(POSITION)  # they would replace those of a row
         and is_rng_state(value.get("rng"))
     )
 
