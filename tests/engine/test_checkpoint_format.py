@@ -370,6 +370,10 @@ INVALID_IMAGES = [
         {"amp": [1]},
         {"amp": {"loss_scaler0": {"loss_scale": float("nan"), "unskipped": 0}}},
         {"amp": {"loss_scaler0": {"loss_scale": 0.0, "unskipped": 0}}},
+        *(
+            {"amp": {"loss_scaler0": {"loss_scale": 1.0, "unskipped": unskipped}}}
+            for unskipped in ("%9d", -1, 2**31, 0.5, None)
+        ),
         {"run_id": "' or ''"},
         {"run_id": 1},
         {"history": {}},

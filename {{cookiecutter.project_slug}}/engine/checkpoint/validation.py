@@ -42,9 +42,15 @@ def check_values(path: Path, entries: dict[str, Any]) -> None:
         raise UserError(f"{path}: its metadata is altered; use another one")
     scalers = entries.get("amp", {})
     scalers = scalers.values() if isinstance(scalers, dict) else [{}]
-    scales: list[Any] = [part.get("loss_scale") for part in scalers if isinstance(part, dict)]
-    if not all(is_number(scale) and 0 < scale < math.inf for scale in scales):
+    if not all(_is_scaler(part) for part in scalers if isinstance(part, dict)):
         raise UserError(f"{path}: its loss scale is altered; use another one")
+
+
+def _is_scaler(value: dict[str, Any]) -> bool:
+    """Return whether `value` holds the state of a loss scaler."""
+    scale, unskipped = value.get("loss_scale"), value.get("unskipped", 0)
+    is_scale = isinstance(scale, int | float) and is_number(scale) and 0 < scale < math.inf
+    return is_scale and isinstance(unskipped, int) and 0 <= unskipped < 2**31
 
 
 def _is_valid_history(entries: dict[str, Any]) -> bool:
