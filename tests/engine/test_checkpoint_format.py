@@ -389,6 +389,8 @@ INVALID_IMAGES = [
         {"metadata": {"classes": "ab"}},
         {"metadata": {"classes": ["a", 1]}},
         {"metadata": {"samples": 40}},
+        {"metadata": {"samples": {"train": "text"}}},
+        {"metadata": {"samples": {"val": torch.zeros(3)}}},
         *({"metadata": {"model_options": {"image": image}}} for image in INVALID_IMAGES),
         {"metadata": {"fingerprints": ["val"]}},
         {"metadata": {"fingerprints": {"val": "0a"}}},

@@ -31,7 +31,7 @@ def check_values(path: Path, entries: dict[str, Any]) -> None:
     counts = [entries["epoch"], entries["samples"]]
     if entries["step"] is not None:  # as in a checkpoint of another script
         counts.append(entries["step"])
-    if not all(isinstance(count, int) and 0 <= count < MAX_COUNT for count in counts):
+    if not all(map(_is_count, counts)):
         raise UserError(f"{path}: its epoch and step are no counts; use another one")
     best = entries["best"]
     if not (is_number(best) and best == best and isinstance(entries["ranks"], list)):
@@ -44,6 +44,10 @@ def check_values(path: Path, entries: dict[str, Any]) -> None:
     scalers = scalers.values() if isinstance(scalers, dict) else [{}]
     if not all(_is_scaler(part) for part in scalers if isinstance(part, dict)):
         raise UserError(f"{path}: its loss scale is altered; use another one")
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and 0 <= value < MAX_COUNT
 
 
 def _is_scaler(value: dict[str, Any]) -> bool:
@@ -93,8 +97,8 @@ def _is_rank(value: object) -> bool:
 
 def _is_sum(value: object) -> bool:
     match value:
-        case (total, int(count)):
-            return is_number(total) and 0 <= count < MAX_COUNT
+        case (total, count):
+            return is_number(total) and _is_count(count)
     return False
 
 
@@ -156,6 +160,7 @@ def is_metadata(value: object) -> bool:
     return (
         isinstance(classes, list)
         and isinstance(samples, dict)
+        and all(map(_is_count, samples.values()))
         and isinstance(options, dict)
         and is_image_spec(options.get("image", {}))
         and isinstance(fingerprints, dict)
