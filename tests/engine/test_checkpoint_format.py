@@ -367,6 +367,7 @@ INVALID_IMAGES = [
         {"best": None},
         {"ranks": 2},
         {"best": float("nan")},
+        {"best": float("inf")},
         {"amp": [1]},
         {"amp": {"loss_scaler0": {"loss_scale": float("nan"), "unskipped": 0}}},
         {"amp": {"loss_scaler0": {"loss_scale": 0.0, "unskipped": 0}}},

@@ -34,7 +34,8 @@ def check_values(path: Path, entries: dict[str, Any]) -> None:
     if not all(map(_is_count, counts)):
         raise UserError(f"{path}: its epoch and step are no counts; use another one")
     best = entries["best"]
-    if not (is_number(best) and best == best and isinstance(entries["ranks"], list)):
+    # It is -inf before the first validation; no result is better than inf.
+    if not (is_number(best) and best < math.inf and isinstance(entries["ranks"], list)):
         raise UserError(f"{path}: its best or its ranks are altered; use another one")
     if not all(_is_rank(rank) for rank in entries["ranks"]):
         raise UserError(f"{path}: the state of its processes is altered; use another one")
