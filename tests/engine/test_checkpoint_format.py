@@ -407,6 +407,22 @@ def test_invalid_values_are_rejected(whole: Path, change: dict) -> None:
         checkpoint.load(whole)
 
 
+@pytest.mark.parametrize(
+    ("missing", "note"),
+    [
+        ([], ""),
+        ([1], ", without the optimizer's moments of 1 of 2 parameters"),
+        ([0, 1], ", without the optimizer's moments of 2 of 2 parameters"),
+    ],
+)
+def test_missing_moments_are_reported(whole: Path, missing: list[int], note: str) -> None:
+    entries = checkpoint.load(whole)
+    for index in missing:
+        del entries["optimizer"]["state"][index]
+    assert restore(whole, entries, state_of(*small())) == note
+    assert restore(whole, entries | {"step": 0}, state_of(*small())) == ""
+
+
 def test_options_of_images_are_read(whole: Path) -> None:
     spec = ImageSpec(96, "bicubic", 1.0, [0, 0, 0], [1, 1, 1], eval_size=MAX_SIZE)
     for image in ({}, {"size": 32}, ImageSpec()._asdict(), spec._asdict()):

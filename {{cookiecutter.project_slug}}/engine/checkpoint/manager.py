@@ -119,7 +119,7 @@ class CheckpointManager:
         )
         self.has_same_val_data = is_same_data(saved, self.metadata, "val")
         warn_of_changed_data(source.path, entries, self.metadata, required, self.logger.warning)
-        restore(source.path, entries, self.state)
+        moments_note = restore(source.path, entries, self.state)
         progress = self.state.progress
         for name, value in vars(progress).items():
             setattr(progress, name, entries.get(name, value))
@@ -150,7 +150,7 @@ class CheckpointManager:
                 f"--resume {source.path}: the state of its processes, or its average of the "
                 f"weights, is altered ({reason}); use another one"
             ) from None
-        notes += "" if required else ranks_note  # which is about training
+        notes += "" if required else moments_note + ranks_note  # which are about training
         self.logger.info(message + notes + format.describe_origin(entries["origin"]))
         return source.path
 

@@ -22,8 +22,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 ERRORS = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
 
 
-def restore(path: Path, entries: dict[str, Any], state: TrainingState) -> None:
-    """Load a checkpoint's entries into model, optimizer and loss scalers.
+def restore(path: Path, entries: dict[str, Any], state: TrainingState) -> str:
+    """Load a checkpoint's entries into model, optimizer and loss scalers; return a note on them.
 
     The optimizer's settings, such as the weight decay, stay those of this run.
 
@@ -53,6 +53,18 @@ def restore(path: Path, entries: dict[str, Any], state: TrainingState) -> None:
             "the classes, the --freeze and the --decay-weights-only that it was made with "
             f"({reason})"
         ) from None
+    return _describe_missing_moments(state.optimizer) if entries["step"] else ""
+
+
+def _describe_missing_moments(optimizer: Optimizer) -> str:
+    """Return what to add to the message if Adam has trained, but not with all parameters."""
+    if _kind(optimizer.param_groups[0]) != "betas":  # SGD without momentum has no state
+        return ""
+    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    missing = sum(not optimizer.state.get(one) for one in parameters)
+    if not missing:
+        return ""
+    return f", without the optimizer's moments of {missing} of {len(parameters)} parameters"
 
 
 def restore_average(average: dict[str, Tensor] | None, state: TrainingState) -> str:
