@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from apex_native import amp
 from engine import UserError, backend, distributed, link
-from engine.checkpoint import CheckpointManager, TrainingState, compatibility, selection
+from engine.checkpoint import CheckpointManager, TrainingState, compatibility, selection, validation
 from engine.checkpoint import format as checkpoint
 from engine.data import mix_seeds, seed_everything
 from engine.distributed import watchdog
@@ -251,6 +251,23 @@ def test_best_is_the_best_checkpoint_on_the_disk(two_processes: Processes, tmp_p
     assert saved == known == 0.8
     assert len(said) == 1 and "step-2.pt could not be written (full)" in said[0]
     assert metadata == "{'arch': 'linear', 'samples': {}, 'fingerprints': {}}"
+
+
+def saved_beyond_the_limit(folder: str) -> list[str]:
+    manager = manager_of(folder)
+    for step in (validation.MAX_COUNT - 1, validation.MAX_COUNT):
+        manager.state.progress.step = step
+        manager.save()
+        manager.wait()
+    dist.barrier()
+    return list(manager.logger)
+
+
+def test_what_could_not_be_resumed_is_not_written(two_processes: Processes, tmp_path: Path) -> None:
+    (message,), _ = two_processes(saved_beyond_the_limit, str(tmp_path))
+    assert f"step-{2**53}.pt could not be written" in message
+    assert "its epoch and step are no counts" in message
+    assert checkpoint.load(tmp_path / "last.pt")["step"] == 2**53 - 1
 
 
 class Disk:

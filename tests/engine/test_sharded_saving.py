@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from engine import UserError
-from engine.checkpoint import manifest, tensor_storage
+from engine.checkpoint import manifest, tensor_storage, validation
 from engine.checkpoint.selection import AUTO, find
 from engine.diagnostics.checks import check_resume
 from engine.diagnostics.preflight import OK
@@ -90,6 +90,21 @@ def fail_to_write(folder: str) -> str:
     with pytest.raises(UserError) as caught:
         train_a_step(manager)
     return str(caught.value)
+
+
+def save_beyond_the_limit(folder: str) -> str:
+    """Return the problem of a rank with a step that is no count."""
+    manager = manager_of(Path(folder))
+    manager.state.progress.step = validation.MAX_COUNT - 1
+    with pytest.raises(UserError) as caught:
+        train_a_step(manager)
+    return str(caught.value)
+
+
+def test_what_could_not_be_resumed_is_not_written(two_processes: Processes, tmp_path: Path) -> None:
+    for problem in two_processes(save_beyond_the_limit, str(tmp_path)):
+        assert "could not be written" in problem and "epoch and step are no counts" in problem
+    assert not list(tmp_path.iterdir())
 
 
 def fail(*_: object) -> None:

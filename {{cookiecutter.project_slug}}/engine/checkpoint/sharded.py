@@ -23,7 +23,7 @@ from torch import Tensor
 
 from engine import SUFFIX, UserError, replacing
 from engine.backend import local_shard
-from engine.checkpoint import manifest
+from engine.checkpoint import manifest, validation
 from engine.checkpoint.archive import read as read_file
 from engine.checkpoint.manifest import INDEX, MANIFEST
 
@@ -103,8 +103,8 @@ def write(path: Path, entries: dict[str, Any], group: dist.ProcessGroup) -> None
         entries: tensors in the CPU's memory; those of rank 0 are complete.
         group: of gloo, which nothing else uses at the same time.
 
-    Raises ValueError if the weights or the optimizer hold nan, and OSError if a rank cannot write,
-    both on all ranks. Nothing is left then.
+    Raises ValueError if the weights or the optimizer hold nan, UserError if other values could not
+    be resumed, and OSError if a rank cannot write, all on all ranks. Nothing is left then.
     """
     temporary = path.with_name(path.name + SUFFIX)
     try:
@@ -125,6 +125,7 @@ def _write(path: Path, temporary: Path, entries: dict[str, Any], group: dist.Pro
         if bad:
             raise ValueError(f"{bad} is not finite")
         if rank == 0:
+            validation.check_values(path, entries)  # or the checkpoint could not be resumed
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
     with _together(group):

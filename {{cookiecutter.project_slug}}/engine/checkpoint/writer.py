@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from engine import SUFFIX, UserError
-from engine.checkpoint import files, sharded
+from engine.checkpoint import files, sharded, validation
 from engine.checkpoint.files import BEST, LAST
 from engine.checkpoint.format import Progress
 from engine.distributed.peers import SHARD_WRITER, WRITER
@@ -69,6 +69,7 @@ class CheckpointWriter:
             if self.group:
                 self._write_shards(path, entries, self.group)
             else:
+                validation.check_values(path, entries)  # or the file could not be resumed
                 self._remove_incomplete()
                 files.write_or_make_room(path, entries, self.warn)
             if dist.get_rank() == 0:
