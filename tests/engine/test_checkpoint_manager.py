@@ -788,6 +788,22 @@ def test_folder_is_locked_before_a_checkpoint_is_chosen(
     assert two_processes(found_in_a_locked_folder, str(tmp_path), False) == [2, 2]
 
 
+def error_at_the_start(folder: str) -> str:
+    manager = manager_of(folder)
+    if dist.get_rank() != 0:  # which waits for rank 0 in a run
+        return ""
+    with mock.patch.object(dist, "barrier"), pytest.raises(UserError) as caught:
+        manager.resume(None, 10)
+    return str(caught.value)
+
+
+def test_folder_of_the_user_with_the_name_of_a_checkpoint_is_an_error(
+    two_processes: Processes, tmp_path: Path
+) -> None:
+    (tmp_path / "best" / "photos").mkdir(parents=True)
+    assert "best is no checkpoint" in two_processes(error_at_the_start, str(tmp_path))[0]
+
+
 def resumed_to_validate(folder: str, choice: Path | None) -> str:
     with mock.patch.dict(os.environ, {"TORCHELASTIC_RESTART_COUNT": "1"}):
         return str(manager_of(folder).resume(choice, 10, required=True))

@@ -1,5 +1,6 @@
 """Choice of the newest checkpoint, and removal of those that are not kept."""
 
+import json
 import os
 import shutil
 import zipfile
@@ -112,10 +113,17 @@ def test_later_checkpoints_are_removed(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 2
 
 
+def sharded_folder(path: Path, content: str) -> None:
+    """Write a folder with a valid manifest, and `content` in place of a state."""
+    path.mkdir()
+    (path / "state.pt").write_text(content)
+    manifest = {"version": 1, "id": content, "files": {"index.json": [0, 0]}}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
 def test_best_folder_outlives_its_step(tmp_path: Path) -> None:
     for step in (10, 20):
-        (tmp_path / f"step-{step}").mkdir()
-        (tmp_path / f"step-{step}" / "state.pt").write_text(str(step))
+        sharded_folder(tmp_path / f"step-{step}", str(step))
         files.alias(tmp_path / f"step-{step}", "last.pt")
     files.alias(tmp_path / "step-20", "best.pt")
     files.remove_later(tmp_path, 15)  # as after --resume step-10
@@ -124,6 +132,31 @@ def test_best_folder_outlives_its_step(tmp_path: Path) -> None:
     files.alias(tmp_path / "step-10", "best.pt")  # a better one
     assert (tmp_path / "best").is_symlink()
     assert (tmp_path / "best" / "state.pt").read_text() == "10"
+
+
+@pytest.mark.parametrize("name", ["last", "best"])
+def test_folders_of_the_user_are_kept(tmp_path: Path, name: str) -> None:
+    (tmp_path / name / "photos").mkdir(parents=True)
+    (tmp_path / name / "manifest.json").write_text('{"name": "photos"}')
+    with pytest.raises(UserError, match=f"{name} is no checkpoint, but a run has one of this name"):
+        files.check_names(tmp_path)
+    files.alias(saved(tmp_path, 1), f"{name}.pt")
+    assert (tmp_path / name / "photos").is_dir() and (tmp_path / f"{name}.pt").exists()
+
+
+def test_file_of_the_user_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "best").write_text("precious")
+    with pytest.raises(UserError, match="best is no checkpoint"):
+        files.check_names(tmp_path)
+    files.alias(saved(tmp_path, 1), "best.pt")
+    assert (tmp_path / "best").read_text() == "precious"
+
+
+def test_names_of_sharded_checkpoints_are_free(tmp_path: Path) -> None:
+    sharded_folder(tmp_path / "step-1", "")
+    files.alias(tmp_path / "step-1", "last.pt")
+    sharded_folder(tmp_path / "best", "")
+    files.check_names(tmp_path)
 
 
 def test_files_that_never_end_are_skipped(tmp_path: Path) -> None:

@@ -65,6 +65,21 @@ def test_open_creates_parent_folders(tmp_path):
     assert (output / "metrics.csv").exists()
 
 
+@pytest.mark.parametrize("flag", [None, Path("auto")])
+def test_config_that_is_not_of_a_run_is_kept(tmp_path, flag):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"config\.json is not that of a run: move it away"):
+        open_logger(tmp_path, flag=flag)
+    assert [path.name for path in tmp_path.glob("[!.]*")] == ["config.json"]
+    assert (tmp_path / "config.json").read_text() == "{}"
+
+
+def test_sharded_checkpoint_under_another_name_is_kept(tmp_path):
+    (tmp_path / "best").mkdir()
+    with pytest.raises(UserError, match="already holds a run: add --resume auto"):
+        open_logger(tmp_path)
+
+
 @pytest.mark.usefixtures("no_curves")
 def test_resume_auto_restarts_a_run_without_a_checkpoint(logger):
     """Its row is written before the checkpoint."""

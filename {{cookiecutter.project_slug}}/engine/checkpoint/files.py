@@ -13,8 +13,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from engine import SUFFIX, link
-from engine.checkpoint import format, sharded
+from engine import SUFFIX, UserError, link
+from engine.checkpoint import format, manifest, sharded
 
 LAST, BEST = "last.pt", "best.pt"
 
@@ -117,10 +117,21 @@ def alias(path: Path, name: str) -> None:
 
 def _remove_name(name: Path) -> None:
     """Remove a link to a folder, or the folder that `remove_later` gave the name to."""
-    if name.is_dir() and not name.is_symlink():
+    if name.is_symlink():
+        name.unlink()
+    elif manifest.exists(name):
         remove(name)
-    else:
-        name.unlink(missing_ok=True)
+
+
+def check_names(folder: Path) -> None:
+    """Raise UserError if something else has the name of a link to a sharded checkpoint."""
+    for name in (LAST, BEST):
+        path = (folder / name).with_suffix("")
+        if path.exists() and not (path.is_symlink() or manifest.exists(path)):
+            raise UserError(
+                f"{path} is no checkpoint, but a run has one of this name: move it away, or add "
+                "--output with another folder"
+            )
 
 
 def remove_later(folder: Path, step: int) -> None:

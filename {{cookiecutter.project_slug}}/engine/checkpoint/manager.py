@@ -157,10 +157,12 @@ class CheckpointManager:
     def _lock_folder(self) -> None:
         """Lock the folder, before any rank lists its files.
 
-        Raises UserError if another run has locked it, or the hosts of a sharded model don't share
-        it.
+        Raises UserError if another run has locked it, the hosts of a sharded model don't share it,
+        or the name of a checkpoint in it is that of something else.
         """
         self.logger.lock()
+        if dist.get_rank() == 0:
+            files.check_names(self.folder)
         dist.barrier(self._group)
         if self._is_sharded and not distributed.is_single_host():
             sharded.require_shared(self.folder, self._group)

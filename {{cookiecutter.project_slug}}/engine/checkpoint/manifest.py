@@ -25,6 +25,15 @@ def write(path: Path, identity: str, files: dict[str, list[int]]) -> None:
         file.write_text(json.dumps(manifest, indent=1))
 
 
+def exists(path: Path) -> bool:
+    """Return whether `path` is a folder with a valid manifest."""
+    try:
+        read(path)
+    except UserError:
+        return False
+    return True
+
+
 def validate(path: Path) -> None:
     """Raise UserError if a file is missing, or has another size or checksum than it was written."""
     for name, expected in read(path)["files"].items():

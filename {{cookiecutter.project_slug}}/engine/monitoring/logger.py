@@ -91,10 +91,11 @@ class Logger(Console):
                 self.lock()
                 table = self._read_table()
                 self.rows = self._rows_to_keep(table, config, resume, progress.epoch)
+                # First: a config.json without metrics.csv is not that of a run.
+                run_files.write_rows(self.output / TABLE, self.rows, self.monitored.name)
                 with replacing(self.output / CONFIG) as temporary:
                     metric = {METRIC: self.monitored.name, METRIC_MODE: self.monitored.mode}
                     temporary.write_text(cli.as_json(config | metric))
-                run_files.write_rows(self.output / TABLE, self.rows, self.monitored.name)
         except (KeyError, TypeError, ValueError, csv.Error):
             problem = f"{self.output / TABLE} is not in the format of this program"
             raise UserError(f"{problem}: move it away, then resume again") from None
@@ -133,6 +134,9 @@ class Logger(Console):
                 if has_no_checkpoint:  # all that the folder has are links to missing files
                     fix = "its checkpoints can't be read; choose another folder"
                 raise UserError(f"{self.output} already holds a run: {fix}")
+            if (self.output / CONFIG).exists() and not (self.output / TABLE).exists():
+                fix = "move it away, or add --output with another folder"
+                raise UserError(f"{self.output / CONFIG} is not that of a run: {fix}")
             table = []
         by_epoch = {int(row["epoch"]): row for row in table}
         by_epoch |= {int(row["epoch"]): row for row in self.rows}
@@ -341,7 +345,8 @@ class Logger(Console):
 
 def has_checkpoints(folder: Path) -> bool:
     """Return whether there are complete checkpoints, files or folders, in `folder`."""
-    return any(folder.glob("*.pt")) or any(folder.glob("step-*[0-9]"))
+    patterns = ("*.pt", "step-*[0-9]", "last", "best")
+    return any(path for pattern in patterns for path in folder.glob(pattern))
 
 
 def _as_text(row: Mapping[str, float]) -> str:
