@@ -4,6 +4,7 @@ import copy
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -202,7 +203,8 @@ def test_complete_pack_is_left_unchanged(folder, tmp_path, run_pack, capsys):
     run_pack(folder, tmp_path / "out", LARGE)
     times = [path.stat().st_mtime_ns for path in sorted((tmp_path / "out").rglob("*"))]
     run_pack(folder, tmp_path / "out", LARGE)
-    assert "train is complete" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "train is complete: its files have the same names, sizes and times of mod" in said
     assert times == [path.stat().st_mtime_ns for path in sorted((tmp_path / "out").rglob("*"))]
 
 
@@ -216,6 +218,42 @@ def test_other_options_or_files_are_an_error(tmp_path, run_pack):
         run_pack(root, out, LARGE)
     with pytest.raises(UserError, match="holds something else; name a new folder"):
         run_pack(root, root, LARGE)
+
+
+@pytest.mark.parametrize("is_complete", [True, False])
+def test_changed_file_of_the_same_size_is_an_error(tmp_path, run_pack, is_complete):
+    root, out = write_images(tmp_path / "in", 4), tmp_path / "out"
+    image = root / "train" / "cat" / "0.bmp"
+    Image.new("RGB", (40, 40), "red").save(image)
+    (root / "train" / "cat" / "0.jpg").unlink()
+    if is_complete:
+        run_pack(root, out)
+    else:
+        image.write_bytes(b"no image")
+        with pytest.raises(UserError, match="1 files can't be read"):
+            run_pack(root, out)
+    image.write_bytes(image.read_bytes()[::-1])
+    os.utime(image, ns=(0, 10**18))
+    with pytest.raises(UserError, match=r"train was packed from files with other times of modif"):
+        run_pack(root, out)
+
+
+def test_pack_of_a_version_without_times_stays_usable(folder, tmp_path, run_pack, capsys):
+    for _ in range(2):
+        run_pack(folder, tmp_path / "out", LARGE)
+        (tmp_path / "out" / "train" / "times.txt").unlink(missing_ok=True)
+    said = capsys.readouterr().err
+    assert "train is complete: its files have the same names and sizes as when they were" in said
+
+
+def test_bytes_do_not_depend_on_times(folder, tmp_path, run_pack):
+    copied = shutil.copytree(folder, tmp_path / "in", copy_function=shutil.copyfile)
+    for root in (folder, copied):
+        run_pack(root, tmp_path / "packed" / root.name, LARGE)
+    found, expected = (contents(tmp_path / "packed" / one.name) for one in (copied, folder))
+    for name in ("train/times.txt", "val/times.txt"):
+        assert found.pop(name) != expected.pop(name)
+    assert found == expected
 
 
 def test_full_disk_is_an_error_and_the_pack_continues(folder, tmp_path, run_pack):

@@ -89,7 +89,8 @@ def pack(packers: Sequence[SplitPacker], workers: int, skip_broken: int) -> None
     """Pack all splits. Raises UserError if more than `skip_broken` files can't be read."""
     for packer in packers:
         if packer.is_complete:
-            print(f"{packer.folder} is complete", file=sys.stderr)
+            same = f"its files have the same {packer.compared} as when they were packed"
+            print(f"{packer.folder} is complete: {same}", file=sys.stderr)
             continue
         try:
             packer.run(workers)

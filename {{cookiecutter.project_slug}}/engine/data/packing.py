@@ -25,7 +25,7 @@ from engine.data import shards
 from engine.data.files import naming_errors, read_file
 from engine.data.images import read_image, read_labels, trim
 from engine.data.loading import prepare_worker
-from engine.data.shards import BLOCK, INDEX, MANIFEST, PROGRESS, Manifest, Shard
+from engine.data.shards import BLOCK, INDEX, MANIFEST, PROGRESS, TIMES, Manifest, Shard
 
 CHUNK = 8  # files that a worker encodes at a time
 CHUNKS_AHEAD = 4  # of each worker: bounds the memory
@@ -189,16 +189,20 @@ def _member(name: str, size: int) -> tarfile.TarInfo:
     return info
 
 
-def _size(path: str) -> int:
-    """Return the size of a file; -1 for one that can't be read, which is an error later."""
+def _stat(path: str) -> tuple[int, int]:
+    """Return size and time of modification; -1 for a file that can't be read, an error later."""
     try:
-        return os.stat(path).st_size
+        status = os.stat(path)
     except OSError:
-        return -1
+        return -1, -1
+    return status.st_size, status.st_mtime_ns
 
 
 class SplitPacker:
     """Packing of one folder, from the start or from where it was interrupted.
+
+    Attributes:
+        compared: properties of the files, which are the same as when the packing started.
 
     Raises:
         UserError: if the folder holds something else, or a pack of other options or files.
@@ -213,12 +217,13 @@ class SplitPacker:
         kind: str,
     ) -> None:
         self.folder, self.sources, self.options, self.kind = folder, sources, options, kind
+        self.compared = "names, sizes and times of modification"
         self.root = os.path.commonpath([os.path.dirname(source.path) for source in sources])
         self.progress = Manifest("", folder.name, kind, options._asdict(), list(classes))
         if kind == "txt":
             lines = (line for source in sources for line in source.text.split(b"\n"))
             self.progress.longest = max(map(len, lines))
-        self.progress.id = self._digest()
+        self.progress.id, self.times = self._digests()
         self._resume()
 
     @property
@@ -231,8 +236,10 @@ class SplitPacker:
         self.folder.mkdir(parents=True, exist_ok=True)
         state = next(filter(Path.is_file, map(self.folder.joinpath, (MANIFEST, PROGRESS))), None)
         if state is None:
-            if any(path.suffix != SUFFIX for path in self.folder.iterdir()):
+            if any(path.suffix != SUFFIX for path in self.folder.iterdir() if path.name != TIMES):
                 raise UserError(f"{self.folder} holds something else; name a new folder")
+            with replacing(self.folder / TIMES) as temporary:
+                temporary.write_text(self.times)
             self._save(PROGRESS)
             return
         try:
@@ -241,6 +248,7 @@ class SplitPacker:
             raise UserError(f"{state} is damaged; delete {self.folder} and pack anew") from None
         if before.id == self.progress.id:
             self.progress = before
+            self._require_same_times()
             return
         changed = [
             f"--{name.replace('_', '-')} {value} instead of {before.options.get(name)}"
@@ -253,14 +261,31 @@ class SplitPacker:
             "name a new folder"
         )
 
-    def _digest(self) -> str:
-        """Return an id that differs for other options, and for files of other names or sizes."""
+    def _digests(self) -> tuple[str, str]:
+        """Return an id, and a checksum of the times at which the files were modified.
+
+        The id differs for other options, and for files of other names or sizes. The times are not
+        part of it: a pack of copied files has the same bytes.
+        """
         digest = sha256(json.dumps(asdict(self.progress), sort_keys=True).encode())
+        times = sha256()
         for source in self.sources:
             name = os.path.relpath(source.path, self.root)
-            sizes = _size(source.path), _size(source.mask)
-            digest.update(repr((name, source.labels, source.text, sizes)).encode())
-        return digest.hexdigest()[: shards.ID_LENGTH]
+            (size, time), (mask_size, mask_time) = _stat(source.path), _stat(source.mask)
+            digest.update(repr((name, source.labels, source.text, (size, mask_size))).encode())
+            times.update(repr((time, mask_time)).encode())
+        return digest.hexdigest()[: shards.ID_LENGTH], times.hexdigest()
+
+    def _require_same_times(self) -> None:
+        """Raise UserError if a file was modified after the packing had started."""
+        path = self.folder / TIMES
+        if not path.is_file():  # of a version that did not store them
+            self.compared = "names and sizes"
+        elif path.read_text() != self.times:
+            raise UserError(
+                f"{self.folder} was packed from files with other times of modification, so they "
+                "may have changed; pack into a new folder"
+            )
 
     def _save(self, name: str) -> None:
         with replacing(self.folder / name) as temporary:

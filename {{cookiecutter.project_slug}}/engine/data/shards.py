@@ -27,6 +27,7 @@ from engine import UserError
 
 FORMAT = 1  # version, in the manifest
 MANIFEST, PROGRESS, INDEX = "pack.json", "progress.json", "index.bin"
+TIMES = "times.txt"  # checksum of the times at which the packed files were modified
 REMOTE = "remote.json"  # in a local mirror of a pack that is read by URL (engine/data/remote.py)
 SPLITS, MASK_SPLITS = ("train", "val"), ("training", "validation")
 CLASS_FILES = ("classes.txt", "objectInfo150.txt")  # beside the splits of a pack with masks
