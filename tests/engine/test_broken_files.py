@@ -170,6 +170,24 @@ def test_one_unreadable_file_too_many_is_an_error(folder):
         greys(SeededDataset(skipping(folder, 0), 0), 0)
 
 
+def test_record_that_is_a_link_is_an_error(folder):
+    """Names of files would be lines of any file that it leads to."""
+    record = folder.parent / "run" / RECORD
+    record.parent.mkdir()
+    (folder.parent / "target").touch()
+    record.symlink_to(folder.parent / "target")
+    with pytest.raises(UserError, match=rf"{RECORD} can't be written \(Too many levels of symb"):
+        greys(SeededDataset(skipping(folder, 3), 0), 0)
+    assert record.read_text() == ""
+
+
+def test_line_of_the_record_is_one_file(folder):
+    (folder / "2.png").rename(folder / "2\n3.png")
+    greys(SeededDataset(skipping(folder, 3), 0), 0)
+    listed = (folder.parent / "run" / RECORD).read_text().splitlines()
+    assert rf"{folder}/2\n3.png" in listed and len(listed) == 3
+
+
 def test_files_that_the_gpu_does_not_decode_are_tested_on_the_cpu(folder):
     dataset = SkippingDataset(
         task.Images(folder.parent, task.center_crop, "gpu"), 3, folder / RECORD

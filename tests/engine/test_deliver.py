@@ -197,6 +197,17 @@ def test_keys_are_not_in_messages(queue, tmp_path, monkeypatch, capsys):
     assert not [key for key in ("s3cr3t-key", "p4ssw0rd", "other") if key in seen]
 
 
+def test_lock_that_is_a_link_is_an_error(queue, tmp_path, capsys):
+    target = tmp_path / "target"
+    target.write_text("precious")
+    (tmp_path / FOLDER / "mlflow.lock").symlink_to(target)
+    with pytest.raises(SystemExit) as stopped:
+        deliver.main([str(tmp_path)])
+    assert stopped.value.code == 2
+    assert "mlflow.lock can't be used (Too many levels of symbolic" in capsys.readouterr().err
+    assert target.read_text() == "precious"
+
+
 def test_command_reports_what_is_left(queue, tmp_path, capsys):
     queue(point(1))
     FakeTracker.reset(risk=1.0)

@@ -11,6 +11,7 @@ import time
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from engine.checkpoint.format import Progress
@@ -301,6 +302,25 @@ def test_full_disk_ends_the_queue_with_a_warning(tmp_path, capsys):
     said = capsys.readouterr().out
     assert said.count("warning: no further points are logged to the trackers (No space left") == 1
     assert logger.tracking is None
+
+
+@pytest.mark.usefixtures("clock")
+@pytest.mark.parametrize("name", ["", QUEUE, "mlflow.log"])
+def test_links_are_not_followed(tmp_path, monkeypatch, capsys, name):
+    """They may lead out of a folder that someone else has made."""
+    monkeypatch.setattr(tracking, "_environment", dict)
+    monkeypatch.setattr(subprocess, "Popen", mock.Mock())
+    target = tmp_path / "target"
+    target.mkdir()
+    file = target / QUEUE
+    file.write_text("precious")
+    folder = tmp_path / "run" / FOLDER
+    (folder if name else folder.parent).mkdir(parents=True)
+    (folder / name if name else folder).symlink_to(file if name else target)
+    logger = open_logger(folder.parent, trackers=["mlflow"])
+    assert logger.tracking is None
+    assert "warning: nothing is logged to the trackers (" in capsys.readouterr().out
+    assert file.read_text() == "precious"
 
 
 def run_with(tracker, output):

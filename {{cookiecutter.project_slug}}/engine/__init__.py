@@ -4,6 +4,7 @@ import ctypes
 import os
 import shutil
 import signal
+import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -56,6 +57,18 @@ def link(path: Path, other: Path) -> None:
             temporary.hardlink_to(path)
         except OSError:
             shutil.copyfile(path, temporary)
+
+
+def regular_only(path: str, flags: int) -> int:
+    """Open a file for `open`, which takes this as `opener`, in a folder that others may have filled.
+
+    Raises OSError for a link, which would lead to another file, and for a FIFO or a device.
+    """
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise OSError(0, "it is not a regular file")
 
 
 def _flush(path: Path) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from engine import UserError
+from engine import UserError, regular_only
 from engine.data import DatasetWrapper, SeededDataset, SizedDataset, decode_crops
 from engine.data.files import FileError
 from engine.data.images import Encoded, decode
@@ -71,7 +71,7 @@ class SkippingDataset(DatasetWrapper):
         """Add a file to the record. Raises UserError if it is one too many."""
         try:
             self.record.parent.mkdir(parents=True, exist_ok=True)
-            with self.record.open("a+", encoding="utf-8") as file:
+            with open(self.record, "a+", encoding="utf-8", opener=regular_only) as file:
                 fcntl.lockf(file, fcntl.LOCK_EX)  # other processes add to it, too
                 file.seek(0)
                 known = file.read().splitlines()

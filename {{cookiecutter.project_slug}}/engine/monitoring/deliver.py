@@ -23,7 +23,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from engine import EXIT_USAGE, SUFFIX, UserError
+from engine import EXIT_USAGE, SUFFIX, UserError, regular_only
 from engine.monitoring.trackers import ADAPTERS, FOLDER, QUEUE, STATE, Tracker
 from engine.text import printable
 
@@ -243,7 +243,7 @@ def end_after(parent: int) -> None:
 @contextmanager
 def _locked(path: Path, wait: bool) -> Iterator[None]:
     """Hold the lock of a tracker: two processes would send the same points twice."""
-    with path.open("w") as file:
+    with open(path, "w", opener=regular_only) as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except (BlockingIOError, PermissionError):
@@ -302,6 +302,9 @@ def main(arguments: list[str] | None = None) -> None:
         parser.exit(EXIT_USAGE, f"error: {printable(error)}\n")
     except (FileNotFoundError, NotADirectoryError):
         problem = f"{args.output} has no points: name the --output folder of a run with --tracker"
+        parser.exit(EXIT_USAGE, f"error: {printable(problem)}\n")
+    except OSError as error:
+        problem = f"{error.filename or args.output} can't be used ({error.strerror})"
         parser.exit(EXIT_USAGE, f"error: {printable(problem)}\n")
     sys.exit(0 if is_done else 1)
 

@@ -23,6 +23,7 @@ from typing import Any, BinaryIO
 import torch
 import torch.distributed as dist
 
+from engine import regular_only
 from engine.monitoring.trackers import FOLDER, LOG, QUEUE, STATE, is_run_id
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -61,10 +62,13 @@ class Tracking:
         """
         path = self.output / FOLDER / QUEUE
         path.parent.mkdir(exist_ok=True)
+        if path.parent.is_symlink():
+            raise OSError(0, f"{path.parent} is a link")
         queued_id = "" if is_new else _queued_run_id(path)
         self.run_id = run_id or queued_id or uuid.uuid4().hex[:16]
         self.is_first = queued_id != self.run_id
-        self._queue = path.open("w+b" if self.is_first else "r+b")
+        mode = "w+b" if self.is_first else "r+b"
+        self._queue = open(path, mode, opener=regular_only)  # noqa: SIM115 - kept open
         _remove_torn_line(self._queue)
         texts = {name: str(value) for name, value in parameters.items() if value is not None}
         start = {"run_id": self.run_id, "step": step, "name": self.output.name}
@@ -137,7 +141,7 @@ class Tracking:
         path = os.pathsep.join(map(os.path.abspath, sys.path))  # "" in a notebook
         command = [sys.executable, "-m", "engine.monitoring.deliver", str(self.output)]
         command += ["--tracker", name, "--follow", str(os.getpid())]
-        with (self.output / FOLDER / LOG.format(name)).open("wb") as log:
+        with open(self.output / FOLDER / LOG.format(name), "wb", opener=regular_only) as log:
             self._processes[name] = subprocess.Popen(
                 command,
                 env=os.environ | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
