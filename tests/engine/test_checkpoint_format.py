@@ -232,6 +232,52 @@ def test_a_pickle_is_checked_in_front_of_an_archive(tmp_path) -> None:
         archive_module.read(path)
 
 
+class Call:
+    """A call of `function` in a pickle."""
+
+    def __init__(self, function: Callable, *args: object) -> None:
+        self.call = (function, args)
+
+    def __reduce__(self) -> tuple:
+        return self.call
+
+
+def rebuild(storage: Call) -> Call:
+    """Return the call that makes a tensor of three elements of a storage."""
+    return Call(torch._utils._rebuild_tensor_v2, storage, 0, (3,), (1,), False, OrderedDict())
+
+
+@pytest.mark.parametrize("is_archive", [True, False], ids=["archive", "torch 1.5"])
+@pytest.mark.parametrize(
+    "value",
+    [
+        Call(torch.FloatTensor, 3),
+        Call(torch.Tensor, 3),
+        rebuild(Call(torch.storage.TypedStorage, 3)),
+        Call(torch._tensor._rebuild_from_type_v2, torch.FloatTensor, torch.Tensor, (3,), {}),
+    ],
+    ids=["FloatTensor", "Tensor", "storage", "indirect"],
+)
+def test_a_tensor_that_is_not_stored_is_rejected(tmp_path: Path, value, is_archive: bool) -> None:
+    """torch would allocate any number of bytes for it, and leave them uninitialized."""
+    path = tmp_path / "weights.pt"
+    torch.save({"weight": value}, path, _use_new_zipfile_serialization=is_archive)
+    assert torch.load(path, weights_only=True)["weight"].shape == (3,)
+    with pytest.raises(UserError, match="it holds torch.*(Tensor|Storage|_v2), which can't be r"):
+        archive_module.read(path)
+
+
+def test_a_storage_that_is_not_in_a_file_of_torch_1_5_is_rejected(tmp_path: Path) -> None:
+    path = tmp_path / "weights.pt"
+    torch.save({"weight": torch.ones(3)}, path, _use_new_zipfile_serialization=False)
+    assert archive_module.read(path)["weight"].tolist() == [1, 1, 1]
+    before, _, _ = path.read_bytes().rpartition(b"\x80\x02]")  # a list of the storages' keys
+    path.write_bytes(before + pickle.dumps([], protocol=2))
+    assert torch.load(path, weights_only=True)["weight"].shape == (3,)
+    with pytest.raises(UserError, match="torn"):
+        archive_module.read(path)
+
+
 def append_items(pickled: bytes) -> bytes:
     """Add an instruction that stores an item in the last tensor, which is no dict."""
     return pickled[:-2] + b"(K\x01K\x01u" + pickled[-2:]

@@ -60,7 +60,7 @@ def link(path: Path, other: Path) -> None:
 
 
 def regular_only(path: str, flags: int) -> int:
-    """Open a file for `open`, which takes this as `opener`, in a folder that others may have filled.
+    """Open a file, as `opener` of `open`, in a folder that someone else may have filled.
 
     Raises OSError for a link, which would lead to another file, and for a FIFO or a device.
     """

@@ -11,7 +11,13 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 
 from engine import UserError
-from engine.checkpoint.inspection import MAX_SHARING, check_storages, check_tuples
+from engine.checkpoint.inspection import (
+    MAX_SHARING,
+    NUM_OLD_PICKLES,
+    check_old_storages,
+    check_storages,
+    check_tuples,
+)
 
 SAFE_TORCH = (2, 10)
 MAX_DEPTH = 100  # of nested containers
@@ -88,7 +94,9 @@ def _check_archive(path: Path, file: BinaryIO) -> None:
     memory or read beyond a record. Files of torch < 1.6 are no archives.
     """
     if not _is_archive(file):
-        _check_pickle(path, file.read(), num_pickles=5)
+        content = file.read()
+        _check_pickle(path, content, NUM_OLD_PICKLES)
+        check_old_storages(content)
         return
     with zipfile.ZipFile(file) as archive:
         if sum(part.file_size for part in archive.infolist()) > file.seek(0, io.SEEK_END):

@@ -4,8 +4,12 @@ import io
 import pickle
 from collections import OrderedDict
 from pickletools import genops, markobject
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
 
+NUM_OLD_PICKLES = 5  # in a file of torch before 1.6; the last two: content, keys of storages
+# torch.load calls these with any arguments, such as the size of a tensor without values, or another
+# function. A file of torch.save names classes of storages, and calls none of them.
+NOT_CALLED = ("Tensor", "Storage", "_rebuild_from_type_v2")
 MAX_SHARING = 10  # times that a container occurs, on average
 LARGE = 2**60  # many larger integers can have one hash, 2**61 - 1 being the modulus
 MAX_LARGE = 500  # integers in a pickle; a dict takes the square of their number to build
@@ -32,8 +36,19 @@ class Placeholder:
         self.extend([value])
 
     def extend(self, items: Any) -> None:
-        # As torch words its refusal of a class.
-        raise pickle.UnpicklingError(f"GLOBAL {type(self).__module__}.{type(self).__name__}")
+        raise _refusal(type(self))
+
+
+class NotCalled(Placeholder):
+    """A class or a function of which a pickle may hold the name alone."""
+
+    def __new__(cls, *args: Any) -> NoReturn:  # type: ignore[misc]
+        raise _refusal(cls)
+
+
+def _refusal(kind: type) -> pickle.UnpicklingError:
+    """Return an exception in torch's words."""
+    return pickle.UnpicklingError(f"GLOBAL {kind.__module__}.{kind.__name__}")
 
 
 def check_tuples(file: BinaryIO) -> None:
@@ -66,7 +81,7 @@ def check_tuples(file: BinaryIO) -> None:
 
 
 def check_storages(pickled: bytes, records: dict[str, int]) -> None:
-    """Check that each storage is as large as its record, and that only dicts and lists take items.
+    """Check that tensors have values in the archive, and that only dicts and lists take items.
 
     Nothing of the pickle is imported or called: its objects are placeholders.
 
@@ -75,21 +90,42 @@ def check_storages(pickled: bytes, records: dict[str, int]) -> None:
 
     Raises any exception if the pickle is altered.
     """
-    _Inspector(pickled, records).load()
+    inspector = _Inspector(io.BytesIO(pickled))
+    inspector.load()
+    if any(size > records[key] for key, size in inspector.sizes.items()):
+        raise pickle.UnpicklingError("a storage is larger than its record")
+
+
+def check_old_storages(content: bytes) -> None:
+    """Check a file of torch before 1.6 as `check_storages` does; torch checks the sizes of these."""
+    file = io.BytesIO(content)
+    inspectors = [_Inspector(file) for _ in range(NUM_OLD_PICKLES)]
+    *_, keys = [inspector.load() for inspector in inspectors]
+    if not inspectors[-2].sizes.keys() <= set(keys):
+        raise pickle.UnpicklingError("a storage is not in the file")
 
 
 class _Inspector(pickle.Unpickler):
-    def __init__(self, pickled: bytes, records: dict[str, int]) -> None:
-        super().__init__(io.BytesIO(pickled))
-        self.records = records
+    """Unpickler of placeholders.
+
+    Attributes:
+        sizes: of the storages, in bytes, by their keys.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        super().__init__(file)
+        self.sizes: dict[str, int] = {}
 
     def find_class(self, module: str, name: str) -> type:
         if (module, name) == ("collections", "OrderedDict"):
             return OrderedDict
-        return type(name, (Placeholder,), {"__module__": module})
+        kind = NotCalled if name.endswith(NOT_CALLED) else Placeholder
+        return type(name, (kind,), {"__module__": module})
 
     def persistent_load(self, pid: Any) -> Placeholder:
-        _, kind, key, _, count = pid
-        if count * ITEM_SIZES.get(kind.__name__, 1) > self.records[key]:
-            raise pickle.UnpicklingError(f"storage {key} is larger than its record")
+        if pid[0] == "module":  # as in files of torch before 1.6
+            raise _refusal(pid[1])
+        _, kind, key, _, count, *_ = pid
+        size = count * ITEM_SIZES.get(kind.__name__, 1)
+        self.sizes[key] = max(size, self.sizes.get(key, 0))
         return Placeholder()
