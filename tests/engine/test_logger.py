@@ -246,6 +246,13 @@ def test_table_fits_a_metric_of_any_name(tmp_path, capsys, name):
 
 
 @pytest.mark.usefixtures("no_curves")
+def test_name_of_a_metric_is_no_formula(logger):
+    logger.log_epoch(row(1) | {"=1+1": 2.0})
+    header, values = (logger.output / "metrics.csv").read_text().splitlines()
+    assert header.split(",")[-1] == "'=1+1" and values.split(",")[-1] == "2.0"
+
+
+@pytest.mark.usefixtures("no_curves")
 def test_row_of_an_unfinished_epoch_is_replaced(logger):
     """--steps ended a run within the epoch, and the resumed run validates both."""
     logger.log_epoch(row(1, step=3))

@@ -97,7 +97,7 @@ def check_storages(pickled: bytes, records: dict[str, int]) -> None:
 
 
 def check_old_storages(content: bytes) -> None:
-    """Check a file of torch before 1.6 as `check_storages` does; torch checks the sizes of these."""
+    """Check a file of torch before 1.6 as `check_storages` does, but for sizes, as torch does."""
     file = io.BytesIO(content)
     inspectors = [_Inspector(file) for _ in range(NUM_OLD_PICKLES)]
     *_, keys = [inspector.load() for inspector in inspectors]

@@ -3,6 +3,7 @@
 import math
 import struct
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from engine.monitoring.run_files import POSITION
 from engine.monitoring.trackers import is_run_id
 
 MAX_COUNT = 2**53  # of steps and the like; a float holds larger integers inexactly
+MAX_CELLS = 10**7  # of metrics.csv: the rows times the columns, most of which may be empty
 NUM_WORDS = 624  # of a Mersenne Twister, the random-number generator of all libraries on the CPU
 TORCH_HEADER = struct.Struct("=QiiQ")  # of torch's: seed, left, seeded, next
 
@@ -70,13 +72,20 @@ def _is_valid_history(entries: dict[str, Any]) -> bool:
 
 
 def _are_rows(value: object) -> bool:
-    """Return whether `value` is a list of rows of metrics.csv."""
-    return isinstance(value, list) and all(
-        isinstance(row, dict)
-        and all(isinstance(row.get(name), int) for name in ("epoch", "step"))
+    """Return whether `value` is a list of rows of metrics.csv, in a table of limited size."""
+    if not isinstance(value, list) or not all(isinstance(row, dict) for row in value):
+        return False
+    if len(value) * len(set(chain.from_iterable(value))) > MAX_CELLS:
+        return False
+    return all(
+        all(_is_count(row.get(name)) for name in ("epoch", "step"))
         and all(_is_metric(name) and is_number(value) for name, value in row.items())
         for row in value
     )
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and 0 <= value < MAX_COUNT
 
 
 def _is_metric(name: object) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 
 from engine import UserError, replacing
 from engine.monitoring.metric import COLUMNS, Best, MonitoredMetric
+from engine.text import csv_cell
 
 TABLE = "metrics.csv"
 CONFIG = "config.json"
@@ -117,7 +118,7 @@ def write_rows(table: Path, rows: Sequence[Mapping[str, Any]], metric: str) -> N
         columns = main_columns(metric)
         if names:  # the metric's column is there before the first validation
             columns = [name for name in columns if name in {*names, metric}]
-        columns += [name for name in names if name not in columns]
+        columns = list(dict.fromkeys([*columns, *names]))
         writer = csv.DictWriter(file, columns, lineterminator="\n")
-        writer.writeheader()
+        writer.writerow({name: csv_cell(name) for name in columns})
         writer.writerows(rows)
