@@ -19,7 +19,7 @@ import torch
 from apex_native import log_rank_zero
 from engine import UserError
 from engine.checkpoint.format import Progress
-from engine.monitoring import console, curves
+from engine.monitoring import console, curves, run_files
 from engine.monitoring.curves import BackgroundProcess
 from engine.monitoring.logger import Logger
 from engine.monitoring.metric import MonitoredMetric
@@ -562,6 +562,14 @@ def test_impossible_output_is_an_error(tmp_path, name):
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     with pytest.raises(UserError, match="can't be written"):
         open_logger(tmp_path / name)
+
+
+def test_huge_metrics_are_an_error(logger, monkeypatch):
+    """Such as a sparse file, whose only line takes all memory."""
+    logger.folder_lock.release()
+    monkeypatch.setattr(run_files, "MAX_TABLE_BYTES", 50)
+    with pytest.raises(UserError, match=r"it has \d+ bytes, more than 50"):
+        open_logger(logger.output, Progress(epoch=1, step=10), logger.output / "last.pt")
 
 
 def test_metrics_in_a_fifo_are_an_error(logger):

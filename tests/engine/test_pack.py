@@ -400,6 +400,12 @@ def test_packed_captions_are_those_of_the_folder(captions_folder, tmp_path, run_
     assert run_pack(out, "--verify") == 0
 
 
+def test_huge_file_of_captions_is_an_error(captions_folder):
+    os.truncate(captions_folder / "train" / "captions.tsv", 2**40)
+    with pytest.raises(UserError, match=r"captions.tsv can't be read .it has \d+ bytes, more"):
+        caption_datasets(captions_folder)
+
+
 def test_packed_caption_that_is_too_long_is_an_error(
     captions_folder, tmp_path, run_pack, monkeypatch
 ):
@@ -473,6 +479,10 @@ def damage_manifest(out: Path) -> None:
     (out / "train" / "pack.json").write_text("{}")
 
 
+def enlarge_manifest(out: Path) -> None:
+    os.truncate(out / "train" / "pack.json", 2**40)  # a sparse file
+
+
 def change_format(out: Path) -> None:
     path = out / "train" / "pack.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 2}))
@@ -487,6 +497,7 @@ def change_format(out: Path) -> None:
         (mix_splits, "shard-00000.tar does not belong to the pack of pack.json beside it"),
         (mix_indices, "index.bin does not belong to the pack"),
         (damage_manifest, "pack.json is damaged, or of another version"),
+        (enlarge_manifest, r"pack.json can't be read .it has \d+ bytes, more than"),
         (change_format, "pack.json has format 2, not 1; pack anew"),
     ],
 )

@@ -130,6 +130,15 @@ def test_config_file_that_never_ends_is_an_error(parse, tmp_path):
             parse("--config", path)
 
 
+def test_huge_config_file_is_an_error(parse, tmp_path):
+    """A sparse file, which takes no space on the disk."""
+    path = tmp_path / "config.json"
+    path.touch()
+    os.truncate(path, 2**40)
+    with pytest.raises(UserError, match=r"config.json: it can't be read, it has \d+ bytes, more"):
+        parse("--config", path)
+
+
 def test_long_config_file_is_read_in_linear_time(parse, file):
     path = file({f"a{index}": 1 for index in range(200_000)})  # quadratic: many minutes
     with pytest.raises(UserError, match="there is no setting a0"):

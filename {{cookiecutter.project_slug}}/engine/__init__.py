@@ -13,6 +13,8 @@ from pathlib import Path
 VERSION = "1.0.0"
 EXIT_USAGE = 2  # exit status of the program after a UserError
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
+MAX_BYTES = 2**26  # of a text file, but for tables
+MAX_TABLE_BYTES = 2**30
 SUFFIX = ".tmp"  # of a file that `replacing` has not completed
 
 
@@ -69,6 +71,21 @@ def regular_only(path: str, flags: int) -> int:
         return descriptor
     os.close(descriptor)
     raise OSError(0, "it is not a regular file")
+
+
+def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
+    """Return the text of a regular file in UTF-8, without a byte order mark.
+
+    Raises OSError if it is another kind of file or has more than `max_bytes`, which may be a sparse
+    file that takes no space on the disk; and ValueError if it is not UTF-8.
+    """
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(0, "it is not a regular file", str(path))
+    if status.st_size > max_bytes:
+        raise OSError(0, f"it has {status.st_size} bytes, more than {max_bytes}", str(path))
+    with path.open(encoding="utf-8-sig") as file:
+        return file.read(max_bytes)  # some files have a size of 0 and no end
 
 
 def _flush(path: Path) -> None:

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, NoReturn, TypeVar
 
-from engine import distributed
+from engine import distributed, read_text
 from engine.monitoring.run_files import METRIC, METRIC_MODE
 
 Value = TypeVar("Value", int, float)
@@ -222,10 +222,7 @@ class ConfigurableParser(ArgumentParser):
         """Return the values in a file, each converted as its flag converts its argument."""
         self.error_prefix = f"--config {path}: "
         try:
-            if path.exists() and not path.is_file():
-                self.error("it is not a regular file")
-            text = path.read_text(encoding="utf-8-sig")
-            config = json.loads(text, object_pairs_hook=self._reject_duplicates)
+            config = json.loads(read_text(path), object_pairs_hook=self._reject_duplicates)
         except OSError as error:
             self.error(f"it can't be read, {error.strerror}")
         except (ValueError, RecursionError) as error:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from engine import UserError, fingerprint, summarize
+from engine import UserError, fingerprint, read_text, summarize
 from engine.checkpoint import format, selection
 from engine.data import SizedDataset
 from engine.data.images import ImageSpec
@@ -29,7 +29,7 @@ def require_same_settings(folder: Path, settings: Mapping[str, Any]) -> None:
     if dist.get_rank() != 0 or not path.exists():
         return
     try:
-        theirs = dict(json.loads(path.read_text()))
+        theirs = dict(json.loads(read_text(path)))
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise UserError(
             f"{path} can't be read ({shorten(str(error), 80)}): add --resume auto to continue "

@@ -6,7 +6,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from engine import UserError, replacing
+from engine import UserError, read_text, replacing
 
 MANIFEST, INDEX = "manifest.json", "index.json"
 MANIFEST_VERSION = 1
@@ -52,7 +52,7 @@ def read(path: Path) -> dict[str, Any]:
     try:
         if not _is_file(path / MANIFEST):
             raise ValueError
-        manifest = json.loads((path / MANIFEST).read_text())
+        manifest = json.loads(read_text(path / MANIFEST))
         is_valid = manifest["version"] == MANIFEST_VERSION and isinstance(manifest["id"], str)
         files = manifest["files"]
         is_valid = is_valid and INDEX in files and all(map(_is_name, files))

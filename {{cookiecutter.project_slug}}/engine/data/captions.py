@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from engine import UserError, fingerprint
+from engine import MAX_TABLE_BYTES, UserError, fingerprint, read_text
 from engine.data import shards
 from engine.data.files import naming_errors, read_file
 
@@ -93,7 +93,7 @@ def read_captions(folder: Path, limit: int) -> list[tuple[Path, bytes]]:
 def read_lines(path: Path) -> list[str]:
     """Return the lines of a text file, split at \\n only: a caption may contain U+0085."""
     try:
-        return path.read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")
+        return read_text(path, MAX_TABLE_BYTES).removesuffix("\n").split("\n")
     except OSError as error:
         raise UserError(f"{path} can't be read ({error.strerror}); name another file") from None
     except UnicodeDecodeError:

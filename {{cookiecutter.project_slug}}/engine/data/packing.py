@@ -20,7 +20,7 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional
 from tqdm import tqdm
 
-from engine import SUFFIX, UserError, replacing
+from engine import SUFFIX, UserError, read_text, replacing
 from engine.data import shards
 from engine.data.files import naming_errors, read_file
 from engine.data.images import read_image, read_labels, trim
@@ -243,8 +243,8 @@ class SplitPacker:
             self._save(PROGRESS)
             return
         try:
-            before = Manifest.parse(state.read_bytes())
-        except ValueError:
+            before = Manifest.parse(read_text(state).encode())
+        except (OSError, ValueError):
             raise UserError(f"{state} is damaged; delete {self.folder} and pack anew") from None
         if before.id == self.progress.id:
             self.progress = before
@@ -281,7 +281,7 @@ class SplitPacker:
         path = self.folder / TIMES
         if not path.is_file():  # of a version that did not store them
             self.compared = "names and sizes"
-        elif path.read_text() != self.times:
+        elif read_text(path) != self.times:
             raise UserError(
                 f"{self.folder} was packed from files with other times of modification, so they "
                 "may have changed; pack into a new folder"

@@ -23,7 +23,7 @@ from typing import Any, get_origin, get_type_hints
 
 import numpy as np
 
-from engine import UserError
+from engine import MAX_BYTES, UserError
 
 FORMAT = 1  # version, in the manifest
 MANIFEST, PROGRESS, INDEX = "pack.json", "progress.json", "index.bin"
@@ -203,7 +203,7 @@ def read_manifest(folder: Path) -> Manifest:
             "continues it"
         )
     try:
-        with _opening(path) as file:  # not read to its end: some files have none
+        with _opening(path, MAX_BYTES) as file:  # not read to its end: some files have none
             manifest = Manifest.parse(file.read(os.fstat(file.fileno()).st_size))
         if not manifest.samples:
             raise ValueError
@@ -259,10 +259,10 @@ def checksum(path: Path) -> str:
 
 
 @contextmanager
-def _opening(path: Path) -> Iterator[FileIO]:
+def _opening(path: Path, max_bytes: int = 2**63) -> Iterator[FileIO]:
     """Open a file of a pack for reading. Raises UserError if it can't be read."""
     try:
-        with open_regular(path) as file:
+        with open_regular(path, max_bytes) as file:
             yield file
     except OSError as error:
         raise UserError(f"{path} can't be read ({error.strerror}); {AGAIN}") from None

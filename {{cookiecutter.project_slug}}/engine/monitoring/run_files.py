@@ -6,6 +6,7 @@ As the process that draws the curves imports this module, it imports no torch.
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from engine import UserError, replacing
+from engine import MAX_TABLE_BYTES, UserError, read_text, replacing
 from engine.monitoring.metric import COLUMNS, Best, MonitoredMetric
 from engine.text import csv_cell
 
@@ -53,11 +54,8 @@ class Run:
 
 
 def read_rows(table: Path) -> list[dict[str, str]]:
-    """Return the rows of a CSV file. Raises OSError if it is another kind: a FIFO may never end."""
-    if table.exists() and not table.is_file():
-        raise OSError(0, "it is not a regular file", str(table))
-    with table.open(newline="", encoding="utf-8-sig") as file:
-        return list(csv.DictReader(file))
+    """Return the rows of a CSV file. Raises OSError and ValueError as `read_text` does."""
+    return list(csv.DictReader(io.StringIO(read_text(table, MAX_TABLE_BYTES))))
 
 
 def read_run(folder: Path) -> Run:
@@ -68,7 +66,7 @@ def read_run(folder: Path) -> Run:
         rows = read_rows(table)
         _check_rows(rows, table)
         numbers = [{name: float(cell) for name, cell in row.items() if cell} for row in rows]
-        flags = json.loads(config.read_text())
+        flags = json.loads(read_text(config))
     except OSError as error:
         raise UserError(f"{error.filename}: {error.strerror}; name the folder of a run") from None
     except (ValueError, TypeError, csv.Error) as error:
