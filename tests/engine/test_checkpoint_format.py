@@ -48,7 +48,7 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> TrainingStat
 
 def entries_of(model: nn.Module, optimizer: torch.optim.Optimizer, step: int = 1) -> dict:
     """Return all entries of a run's checkpoint."""
-    rest = {"epoch": 0, "step": step, "samples": 2, "best": 0.5, "ranks": []}
+    rest = {"epoch": 0, "step": step, "samples": 0, "best": 0.5, "ranks": []}
     return checkpoint.collect(state_of(model, optimizer)) | rest
 
 
@@ -428,6 +428,7 @@ INVALID_IMAGES = [
         {"history": [{"epoch": 1, "step": "1"}]},
         {"history": [{"epoch": 1, "step": 1, "val_loss": [1]}]},
         {"history": [{"epoch": 1, "step": 1, "a\x1b[2J": 1.0}]},
+        {"samples": 64, "ranks": []},
         {"history": [{"epoch": -1, "step": 1}]},
         {"history": [{"epoch": 1, "step": -1}]},
         {"history": [{"epoch": 1, "step": 1, f"m{index}": 1.0} for index in range(3200)]},

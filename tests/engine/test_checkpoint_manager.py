@@ -622,6 +622,7 @@ def resumed_with_other_labels(folder: str, samples: int, is_evaluation: bool) ->
     there = {name: LabelledSamples([0, 1, 0, 1]) for name in ("train", "val")}
     manager = manager_of(folder, data_sets=there)
     manager.state.progress.samples = samples
+    manager._means = [{"train_loss": (1.0, 1)}]
     manager.save()
     manager.finish()
     dist.barrier()
@@ -838,7 +839,7 @@ def prepared(folder: Path, steps: dict[int, float]) -> None:
         model = nn.Linear(3, 3)
         nn.init.constant_(model.bias, step)
         state = TrainingState(model, torch.optim.SGD(model.parameters()), NATIVE)
-        rest = {"epoch": 0, "step": step, "samples": 8, "best": 0.5, "ranks": []}
+        rest = {"epoch": 0, "step": step, "samples": 0, "best": 0.5, "ranks": []}
         path = folder / f"step-{step}.pt"
         checkpoint.write(path, checkpoint.collect(state) | rest)
         os.utime(path, (now - age, now - age))

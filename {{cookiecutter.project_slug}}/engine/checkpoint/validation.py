@@ -12,6 +12,7 @@ from torch import Tensor
 
 from engine import UserError
 from engine.data.images import is_image_spec
+from engine.monitoring.meter import LOSS
 from engine.monitoring.run_files import POSITION
 from engine.monitoring.trackers import is_run_id
 
@@ -39,7 +40,8 @@ def check_values(path: Path, entries: dict[str, Any]) -> None:
     # It is -inf before the first validation; no result is better than inf.
     if not (is_number(best) and best < math.inf and isinstance(entries["ranks"], list)):
         raise UserError(f"{path}: its best or its ranks are altered; use another one")
-    if not all(_is_rank(rank) for rank in entries["ranks"]):
+    are_valid = all(map(_is_rank, entries["ranks"]))
+    if not are_valid or entries["samples"] and not any(map(_has_losses, entries["ranks"])):
         raise UserError(f"{path}: the state of its processes is altered; use another one")
     if not is_metadata(entries["metadata"]):
         raise UserError(f"{path}: its metadata is altered; use another one")
@@ -103,6 +105,12 @@ def _is_rank(value: object) -> bool:
         and not sums.keys() & set(POSITION)  # they would replace those of a row
         and is_rng_state(value.get("rng"))
     )
+
+
+def _has_losses(rank: dict[str, Any]) -> bool:
+    """Return whether a process has trained in this epoch, whose mean would be nan otherwise."""
+    _, count = rank["meter"].get(LOSS, (0.0, 0)) if "meter" in rank else rank["losses"]
+    return count > 0
 
 
 def _is_sum(value: object) -> bool:
