@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -46,7 +46,7 @@ class Tracking:
 
     run_id: str = field(default="", init=False)
     is_first: bool = field(default=True, init=False)  # there were no points of this run
-    _queue: BinaryIO = field(init=False)
+    _queue: IO[bytes] = field(init=False)
     _processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict, init=False)
     _warned: set[str] = field(default_factory=set, init=False)
     _checked_at: float = field(default=0.0, init=False)
@@ -159,7 +159,7 @@ def _queued_run_id(path: Path) -> str:
     return ""
 
 
-def _remove_torn_line(queue: BinaryIO) -> None:
+def _remove_torn_line(queue: IO[bytes]) -> None:
     """Remove a line that a killed process has not completed; move to the end."""
     size = queue.seek(0, os.SEEK_END)
     queue.seek(0)
