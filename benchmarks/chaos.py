@@ -321,7 +321,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=file_name, default=HERE / "chaos.csv")
     args = parser.parse_args()
-    # Of the server, too, whose forks keep the number of threads that torch had when it was imported.
+    # Also of the server: its forks keep the number of threads of the time when it imported torch.
     os.environ["OMP_NUM_THREADS"] = "1"
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch._dynamo", "torchvision", "tensorboard.summary"])
