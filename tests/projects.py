@@ -53,7 +53,10 @@ def evaluate(
         memory_format=torch.contiguous_format,
         watchdog=SimpleNamespace(watch=lambda batches, _: batches),
         checkpoints=SimpleNamespace(until_stopped=lambda batches: batches),
-        logger=SimpleNamespace(progress_bar=lambda batches, *_: batches),
+        logger=SimpleNamespace(
+            progress_bar=lambda batches, *_: batches,
+            monitored=SimpleNamespace(require=lambda _: None),
+        ),
     )
     return project.main.evaluate(run, batches)
 

@@ -589,14 +589,14 @@ def evaluate(run: Run, batches: Sequence | DataLoader) -> dict[str, float]:
                 found = dict.fromkeys(found, math.nan)
             results |= found
         run.watchdog.leave()
+    run.logger.monitored.require(results)
     return results
 
 
 def check_validation(run: Run) -> None:
     """Validate a small batch: a mistake in a metric is an error before training, not after it."""
     with rng_preserved(), optim.without_compilation():
-        results = evaluate(run, [run.data.val_sample])
-    run.logger.monitored.require(results)
+        evaluate(run, [run.data.val_sample])
 
 
 def show_samples(run: Run, results: dict[str, float], epoch: int | None = None) -> None:

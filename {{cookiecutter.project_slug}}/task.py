@@ -43,7 +43,7 @@ from engine.monitoring.class_report import ClassReport
 from engine.optim import FlipAverage, eval_mode
 from engine.small_models import EXAMPLES, build_small_model
 
-METRIC = "val_accuracy"  # best.pt has the best value
+METRIC = "val_accuracy"  # a key of Metrics.compute; best.pt has its best value
 METRIC_MODE = "max"  # or "min"
 LAYOUT = "train/CLASS/IMAGE and val/CLASS/IMAGE"
 BATCH_SIZE = 32
@@ -259,7 +259,7 @@ class Metrics:
         """Return val_loss and val_accuracy (0 to 1) over all processes; every process calls it."""
         dist.all_reduce(self.totals)
         loss, correct, count = self.totals.tolist()
-        results = {"val_loss": loss / count, METRIC: correct / count}
+        results = {"val_loss": loss / count, "val_accuracy": correct / count}
         return results | self.report.compute() if self.report else results
 
 

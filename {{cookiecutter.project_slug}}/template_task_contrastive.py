@@ -34,7 +34,7 @@ from engine.data.images import MEAN, STD, normalize, read_image, trim
 from engine.monitoring import image_grid
 from engine.optim import eval_mode
 
-METRIC = "val_recall_at_1"  # best.pt has the best value
+METRIC = "val_recall_at_1"  # a key of Metrics.compute; best.pt has its best value
 METRIC_MODE = "max"  # or "min"
 LAYOUT = "train/ and val/ with images and a captions.tsv (FILE, tab, TEXT) in each"
 BATCH_SIZE = 32
@@ -300,7 +300,7 @@ class Metrics:
             totals += torch.stack([losses.double(), correct.double(), size.double()])
         dist.all_reduce(totals)
         loss, correct_count, count = totals.tolist()
-        return {"val_loss": loss / count, METRIC: correct_count / count}
+        return {"val_loss": loss / count, "val_recall_at_1": correct_count / count}
 
     def _gather_texts(self) -> tuple[list[bytes], Tensor]:
         """Return the distinct captions of all processes and their embeddings (M, EMBEDDING)."""

@@ -38,7 +38,7 @@ from engine.monitoring import image_grid
 from engine.optim import eval_mode
 from engine.text import csv_cell
 
-METRIC = "val_miou"  # best.pt has the best value
+METRIC = "val_miou"  # a key of Metrics.compute; best.pt has its best value
 METRIC_MODE = "max"  # or "min"
 LAYOUT = "images/ and annotations/ with training/ and validation/ in each, and classes.txt"
 BATCH_SIZE = 16
@@ -269,7 +269,7 @@ class Metrics:
         dist.all_reduce(self.confusion)
         dist.all_reduce(self.losses)
         loss = self.losses / self.confusion.sum()
-        return {"val_loss": loss.item(), METRIC: self.iou().nanmean().item()}
+        return {"val_loss": loss.item(), "val_miou": self.iou().nanmean().item()}
 
     def iou(self) -> Tensor:
         """Return each class's intersection over union, float64 (num_classes,); NaN if absent."""

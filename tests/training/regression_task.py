@@ -102,7 +102,7 @@ class Metrics:
         squares, absolutes, count = self.totals.tolist()
         return {
             "val_loss": squares / count,
-            METRIC: absolutes / count,
+            "val_mae": absolutes / count,
             "val_rmse": math.sqrt(squares / count),
         }
 

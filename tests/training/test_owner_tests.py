@@ -140,13 +140,17 @@ def use_plain_module(project: Path) -> None:
     )
 
 
-def rename_metric(project: Path) -> None:
-    replace(project / "task.py", ('METRIC = "val_accuracy"', 'METRIC = "val_top1"'))
+def select_lowest_loss(project: Path) -> None:
+    replace(
+        project / "task.py",
+        ('METRIC = "val_accuracy"', 'METRIC = "val_loss"'),
+        ('METRIC_MODE = "max"', 'METRIC_MODE = "min"'),
+    )
 
 
 @pytest.mark.weekly
 @pytest.mark.parametrize(
-    "edit", [turn_into_regression, add_auxiliary_loss, use_timm, use_plain_module, rename_metric]
+    "edit", [turn_into_regression, add_auxiliary_loss, use_timm, use_plain_module, select_lowest_loss]
 )
 def test_owner_tests_pass_after_an_edit(bake, edit):
     project = bake()
@@ -170,6 +174,19 @@ def augment_validation(project: Path) -> None:
     replace(project / "task.py", ("if train else v2.Identity()", "if True else v2.Identity()"))
 
 
+def select_lowest_accuracy(project: Path) -> None:
+    replace(project / "task.py", ('METRIC_MODE = "max"', 'METRIC_MODE = "min"'))
+
+
+def misspell_metric(project: Path) -> None:
+    replace(project / "task.py", ('METRIC = "val_accuracy"', 'METRIC = "val_acuracy"'))
+
+
+def name_accuracy_loss(project: Path) -> None:
+    select_lowest_loss(project)
+    replace(project / "task.py", ('"val_accuracy": correct / count', '"val_loss": correct / count'))
+
+
 def resume_nothing(project: Path) -> None:
     path = project / "main.py"
     source, count = re.subn(
@@ -186,6 +203,9 @@ def resume_nothing(project: Path) -> None:
         (ignore_targets, "test_task", "test_loss_depends_on_the_targets"),
         (keep_metrics_at_reset, "test_task", "test_metrics_do_not_depend_on_the_batches"),
         (augment_validation, "test_task", "test_validation_samples_are_not_augmented"),
+        (select_lowest_accuracy, "test_task", "test_training_on_one_batch_improves_the_metric"),
+        (misspell_metric, "test_task", "test_metrics_do_not_depend_on_the_batches"),
+        (name_accuracy_loss, "test_task", "test_training_on_one_batch_improves_the_metric"),
         (resume_nothing, "test_training", "test_resume_is_bit_identical"),
     ],
 )

@@ -457,6 +457,51 @@ def test_patience_counts_validations(
     assert (state["epoch"], state["scores"]) == (6, [0.5] * 3)
 
 
+@torch.no_grad()
+def validated_with(folder: Path, metric: str) -> dict[str, float]:
+    """Return the results of a batch in a project whose METRIC is `metric`."""
+    project = load_project(folder)
+    samples, small = Samples(project), small_task(project.task)
+    inputs, targets = project.task.prepare([samples.images[:8], samples.targets[:8]])
+    with mock.patch.object(project.task, "METRIC", metric):
+        options = Namespace(report=False)
+        metrics = project.task.Metrics(small.num_classes, torch.device("cpu"), options)
+        metrics.update(small.build_model()(inputs), targets)
+        return metrics.compute()
+
+
+def test_results_do_not_depend_on_the_metric_that_selects_the_best_model(
+    generated: Project, two_processes: Processes
+) -> None:
+    expected = two_processes(validated_with, generated.folder, generated.task.METRIC)
+    assert expected[0].keys() == {"val_loss", generated.task.METRIC}
+    assert two_processes(validated_with, generated.folder, "val_loss") == expected
+
+
+def resume_without_metric(folder: Path, output: Path) -> str:
+    """Return the error of a run that is resumed after METRIC has been misspelled."""
+    project = load_project(folder)
+    train(folder, output, "--steps", 2)
+    compute = project.task.Metrics.compute
+
+    def compute_other(metrics: object) -> dict[str, float]:
+        return {"val_loss": compute(metrics)["val_loss"]}
+
+    with (
+        mock.patch.object(project.task.Metrics, "compute", compute_other),
+        pytest.raises(UserError) as failed,
+    ):
+        train(folder, output, "--resume", "auto")
+    return str(failed.value)
+
+
+def test_missing_metric_is_an_error_in_a_resumed_run(
+    shared_project: Callable, two_processes: Processes, tmp_path: Path
+) -> None:
+    for error in two_processes(resume_without_metric, shared_project(), tmp_path / "run"):
+        assert error.startswith("Metrics.compute in task.py returns val_loss but not METRIC")
+
+
 def start_without_metric(folder: Path, output: Path) -> str:
     """Return the error of a run whose task does not return its METRIC."""
     results = {"val_loss": 1.0, "val_f1": 0.5}

@@ -18,6 +18,7 @@ from torch.utils.data import Dataset, Subset
 import main
 import task
 from engine.data import sample_batch
+from engine.monitoring.metric import MonitoredMetric
 
 FLAGS: tuple[str, ...] = ()  # of main.py, for these tests: for example ("--data", "tests/images")
 BATCH_SIZE = 4
@@ -126,12 +127,9 @@ def test_loss_depends_on_the_targets(args: Namespace, datasets: tuple[Dataset, D
     assert any(other != loss for other in mispaired)
 
 
-def test_training_on_one_batch_reduces_the_loss(
-    args: Namespace, datasets: tuple[Dataset, Dataset]
-) -> None:
-    train_set, _ = datasets
-    model = build(args, train_set).train()
-    batch = spread_batch(train_set)
+def train_on_one_batch(model: nn.Module, batch: list[Tensor]) -> list[float]:
+    """Train some steps; return their losses."""
+    model.train()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     losses = []
     for _ in range(15):
@@ -141,6 +139,14 @@ def test_training_on_one_batch_reduces_the_loss(
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
+    return losses
+
+
+def test_training_on_one_batch_reduces_the_loss(
+    args: Namespace, datasets: tuple[Dataset, Dataset]
+) -> None:
+    train_set, _ = datasets
+    losses = train_on_one_batch(build(args, train_set), spread_batch(train_set))
     assert min(losses[-3:]) < losses[0]
 
 
@@ -181,6 +187,28 @@ def test_metrics_do_not_depend_on_the_batches(
     assert task.METRIC in whole
     assert all(math.isfinite(value) for value in whole.values())
     assert parts == pytest.approx(whole, rel=1e-3, abs=1e-5)
+
+
+@torch.no_grad()
+def test_training_on_one_batch_improves_the_metric(
+    args: Namespace, datasets: tuple[Dataset, Dataset]
+) -> None:
+    """METRIC changes in the direction of METRIC_MODE."""
+    _, val_set = datasets
+    model = build(args, val_set)
+    batch = spread_batch(val_set)
+    inputs, targets = task.prepare(batch)
+    scores = []
+    for is_trained in (False, True):
+        if is_trained:
+            with torch.enable_grad():
+                train_on_one_batch(model, batch)
+        for _ in range(20):  # batch norm's running statistics become those of the batch
+            model.train()(inputs)
+        metrics = task.Metrics(len(getattr(val_set, "classes", ())), CPU, args)
+        metrics.update(model.eval()(inputs), targets)
+        scores.append(MonitoredMetric(task.METRIC, task.METRIC_MODE).best(metrics.compute()).score)
+    assert scores[1] >= scores[0]
 
 
 def test_dummy_batch_can_be_trained(monkeypatch: pytest.MonkeyPatch) -> None:
