@@ -434,6 +434,7 @@ def build(args: argparse.Namespace) -> Run:
         state=TrainingState(model, optimizer, backend, ema),
         metadata={
             "metric": task.METRIC,
+            "metric_mode": task.METRIC_MODE,
             "arch": args.arch,
             "model_options": args.model_options,
             "data": str(args.data or ""),

@@ -200,6 +200,52 @@ def test_a_run_that_resumes_in_another_folder_has_a_best_of_its_own(
     assert bests == [0.75, 0.75, -float("inf")]
 
 
+def resumed_with_other_metric(folder: str, saved: dict, own: dict) -> tuple:
+    """Return the best score and the scores after a resume, the warnings, and what best.pt is of."""
+    manager = manager_of(folder, metadata=saved)
+    manager.state.progress.scores = [0.75]
+    manager.save({"val_accuracy": 0.75})
+    manager.finish()
+    dist.barrier()
+    logger = Messages(MonitoredMetric(own["metric"], own["metric_mode"]))
+    again = manager_of(folder, metadata=own, logger=logger)
+    again.resume(Path("auto"), 10)
+    progress = again.state.progress
+    resumed = progress.best, list(progress.scores)
+    progress.step += 1
+    again.save({own["metric"]: 2.0})
+    again.finish()
+    dist.barrier()
+    best = torch.load(Path(folder, "best.pt"), weights_only=True)["results"]
+    return *resumed, [text for text in logger if text.startswith("warning")], best
+
+
+@pytest.mark.parametrize(
+    ("saved", "own"),
+    [("val_accuracy max", "val_loss min"), ("a max", "b max"), ("a max", "a min")],
+)
+def test_scores_of_another_metric_are_not_compared(
+    two_processes: Processes, tmp_path: Path, saved: str, own: str
+) -> None:
+    metadata = [
+        dict(zip(("metric", "metric_mode"), one.split(), strict=True)) for one in (saved, own)
+    ]
+    ranks = two_processes(resumed_with_other_metric, str(tmp_path), *metadata)
+    for best, scores, [warning], results in ranks:
+        assert (best, scores) == (-float("inf"), [])
+        assert f"the metric was {saved} and is {own} now" in warning
+        assert results == {own.split()[0]: 2.0}
+
+
+@pytest.mark.parametrize("saved", [{}, {"metric": "val_accuracy"}])
+def test_old_checkpoints_are_of_the_same_metric(
+    two_processes: Processes, tmp_path: Path, saved: dict
+) -> None:
+    own = {"metric": "val_accuracy", "metric_mode": "max"}
+    ranks = two_processes(resumed_with_other_metric, str(tmp_path), saved, own)
+    assert [rank[:3] for rank in ranks] == [(0.75, [0.75], [])] * 2
+
+
 def warned_of_old_torch(folder: str, output: str) -> list[bool]:
     """Return whether resuming warns, in the folder of the checkpoint and in another one."""
     found = []

@@ -150,7 +150,8 @@ def select_lowest_loss(project: Path) -> None:
 
 @pytest.mark.weekly
 @pytest.mark.parametrize(
-    "edit", [turn_into_regression, add_auxiliary_loss, use_timm, use_plain_module, select_lowest_loss]
+    "edit",
+    [turn_into_regression, add_auxiliary_loss, use_timm, use_plain_module, select_lowest_loss],
 )
 def test_owner_tests_pass_after_an_edit(bake, edit):
     project = bake()

@@ -228,6 +228,19 @@ def warn_of_changed_data(
         warn(f"--resume {path}: the data has changed ({text})")
 
 
+def compare_metrics(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str:
+    """Return how the metric that selects best.pt has changed, or an empty string.
+
+    Names that a checkpoint lacks have not changed: other scripts' have none, old ones no mode.
+    """
+    ours = {name: own[name] for name in ("metric", "metric_mode") if name in own}
+    theirs = {name: saved.get(name, value) for name, value in ours.items()}
+    if theirs == ours:
+        return ""
+    before, now = (" ".join(values.values()) for values in (theirs, ours))
+    return f"the metric was {before} and is {now} now (METRIC in task.py)"
+
+
 def compare_images(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str:
     """Return how the images of a checkpoint's metadata differ, as "size 32 there and 224 here".
 

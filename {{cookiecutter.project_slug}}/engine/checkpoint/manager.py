@@ -21,6 +21,7 @@ from engine.checkpoint.archive import security_warning
 from engine.checkpoint.compatibility import (
     DataSets,
     compare_metadata,
+    compare_metrics,
     describe_data,
     is_same_data,
     require_same_settings,
@@ -120,13 +121,8 @@ class CheckpointManager:
         self.has_same_val_data = is_same_data(saved, self.metadata, "val")
         warn_of_changed_data(source.path, entries, self.metadata, required, self.logger.warning)
         moments_note = restore(source.path, entries, self.state)
+        self._restore_progress(source.path, entries, required)
         progress = self.state.progress
-        for name, value in vars(progress).items():
-            setattr(progress, name, entries.get(name, value))
-        self.logger.rows = entries["history"]
-        self.logger.run_id = entries.get("run_id", "")
-        if not files.has_best(self.folder):  # another folder's best is not this one's
-            progress.best = -math.inf
         train_set = self.data_sets.get("train")
         if train_set is not None and progress.samples > len(train_set) and not required:
             self.logger.warning(
@@ -153,6 +149,21 @@ class CheckpointManager:
         notes += "" if required else moments_note + ranks_note  # which are about training
         self.logger.info(message + notes + format.describe_origin(entries["origin"]))
         return source.path
+
+    def _restore_progress(self, path: Path, entries: dict[str, Any], is_evaluation: bool) -> None:
+        """Restore the counters, the history and the best score, if it is of the same metric."""
+        progress = self.state.progress
+        for name, value in vars(progress).items():
+            setattr(progress, name, entries.get(name, value))
+        self.logger.rows = entries["history"]
+        self.logger.run_id = entries.get("run_id", "")
+        if not files.has_best(self.folder):  # another folder's best is not this one's
+            progress.best = -math.inf
+        change = compare_metrics(entries["metadata"], self.metadata)
+        if change and not is_evaluation:
+            progress.best = -math.inf
+            progress.scores = []
+            self.logger.warning(f"--resume {path}: {change}; the next validation replaces best.pt")
 
     def _lock_folder(self) -> None:
         """Lock the folder, before any rank lists its files.

@@ -174,7 +174,7 @@ def is_metadata(value: object) -> bool:
         return False
     classes, samples = value.get("classes", []), value.get("samples", {})
     options, fingerprints = value.get("model_options", {}), value.get("fingerprints", {})
-    texts = [value.get(name, "") for name in ("metric", "arch", "data", "opt_level")]
+    texts = [value.get(name, "") for name in ("metric", "metric_mode", "arch", "data", "opt_level")]
     return (
         isinstance(classes, list)
         and isinstance(samples, dict)
