@@ -36,6 +36,7 @@ FILES = [
     "task.py",
     "data/digits.npz",
     "data/example.png",
+    "tests/conftest.py",
     "tests/test_task.py",
     "tests/test_training.py",
 ]

@@ -7,7 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from fresh import ROOT
 
 pytestmark = pytest.mark.xdist_group("train")
 TASKS = ("classification", "segmentation", "contrastive")
@@ -140,6 +142,22 @@ def use_plain_module(project: Path) -> None:
     )
 
 
+def use_own_data(project: Path) -> None:
+    """Follow the tutorial own_data.md, with the array data of classification."""
+    page = (ROOT / "docs" / "tutorials" / "own_data.md").read_text(encoding="utf-8")
+    code = re.search(r"### Classification\n.*?```python\n(.*?)```", page, re.DOTALL)[1]
+    flags = re.search(r"^FLAGS: .*\n", page, re.MULTILINE)[0]
+    with (project / "task.py").open("a", encoding="utf-8") as file:
+        file.write(f"\n\n{code}")  # its read_datasets replaces the one above
+    replace(project / "tests" / "conftest.py", ("FLAGS: tuple[str, ...] = ()\n", flags))
+    folder = project / "tests" / "data"
+    folder.mkdir()
+    random = np.random.default_rng(0)
+    for name, count in ("train", 128), ("val", 16):
+        images = random.integers(256, size=(count, 32, 32, 3), dtype=np.uint8)
+        np.savez(folder / f"{name}.npz", images=images, labels=random.integers(2, size=count))
+
+
 def select_lowest_loss(project: Path) -> None:
     replace(
         project / "task.py",
@@ -151,7 +169,14 @@ def select_lowest_loss(project: Path) -> None:
 @pytest.mark.weekly
 @pytest.mark.parametrize(
     "edit",
-    [turn_into_regression, add_auxiliary_loss, use_timm, use_plain_module, select_lowest_loss],
+    [
+        turn_into_regression,
+        add_auxiliary_loss,
+        use_timm,
+        use_plain_module,
+        use_own_data,
+        select_lowest_loss,
+    ],
 )
 def test_owner_tests_pass_after_an_edit(bake, edit):
     project = bake()

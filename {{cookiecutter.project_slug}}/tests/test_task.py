@@ -1,6 +1,6 @@
 """Tests of task.py: the contract on which main.py and predict.py rely.
 
-They hold for any data, model, loss and metric, so they need no change when those change.
+They hold for any data, model, loss and metric. FLAGS in conftest.py are those of your data.
 """
 
 import math
@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import FLAGS
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset
 
@@ -20,7 +21,6 @@ import task
 from engine.data import sample_batch
 from engine.monitoring.metric import MonitoredMetric
 
-FLAGS: tuple[str, ...] = ()  # of main.py, for these tests: for example ("--data", "tests/images")
 BATCH_SIZE = 4
 CPU = torch.device("cpu")
 

@@ -14,12 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import FLAGS, PROJECT
 from torchvision.utils import save_image
 
 import task
 
-PROJECT = Path(__file__).resolve().parent.parent
-FLAGS: tuple[str, ...] = ()  # of main.py, for these tests: for example ("--data", "tests/images")
 STEPS = 4  # of a run, which ends within its first epoch
 MIDDLE = 2  # the step of its first checkpoint
 SHORT = (*FLAGS, "--batch-size", "16", "--steps", str(STEPS), "--save-every", str(MIDDLE))
