@@ -33,7 +33,14 @@ from engine import UserError, cli, distributed, fingerprint, summarize
 from engine.data import SizedDataset, sample_batch
 from engine.data.files import FileError
 from engine.data.images import MEAN, normalize, open_image, read_image, read_labels, trim
-from engine.data.masks import PackedMasks, list_masks, mask_folders
+from engine.data.masks import (
+    IGNORED,
+    PackedMasks,
+    list_masks,
+    mask_folders,
+    read_classes,
+    read_mask,
+)
 from engine.monitoring import image_grid
 from engine.optim import eval_mode
 from engine.text import csv_cell
@@ -48,7 +55,6 @@ BLOCKS: tuple[str, ...] = ()
 DUMMY_CLASSES = 150
 
 SPLITS = ("training", "validation")
-IGNORED = 255  # label of pixels that count neither in the loss nor in the metric
 SIZE = 512  # pixels: side of the training crops, longer side in validation
 AUX_WEIGHT = 0.5  # of the auxiliary head's loss
 GREY = tuple(round(255 * value) for value in MEAN)  # 0 after normalization
@@ -181,41 +187,6 @@ def prepare(batch: list[Tensor]) -> tuple[Tensor, Tensor]:
     """Return the model's input and the loss's targets for a batch that is on the device."""
     pixels, masks = batch
     return normalize(pixels), masks
-
-
-def read_classes(data: Path, ignore_index: int | None) -> tuple[list[str], Tensor]:
-    """Return the class names and the class of each label (256,), IGNORED, or -1 for no class.
-
-    `data`/classes.txt has a name in each line, those of the labels 0, 1, 2 and so on. ADE20K's
-    objectInfo150.txt will do as well: there 0 stands for whatever has no name.
-    """
-    own, ade20k = data / "classes.txt", data / "objectInfo150.txt"
-    if own.is_file():
-        try:
-            names = own.read_text(encoding="utf-8-sig").rstrip().splitlines()
-        except UnicodeDecodeError:
-            raise UserError(f"{own} is not UTF-8; save it as that") from None
-    elif ade20k.is_file():
-        lines = ade20k.read_text(encoding="utf-8", errors="replace").rstrip().splitlines()[1:]
-        names = ["other", *(line.strip().split("\t")[-1] for line in lines)]
-        ignore_index = 0 if ignore_index is None else ignore_index
-    else:
-        raise UserError(f"{own} is missing: it has the name of a class in each line, from label 0")
-    if not 0 < len(names) <= IGNORED or not all(map(str.strip, names)):
-        raise UserError(f"{own} must hold 1 to {IGNORED} names, one in each line")
-    ignored = {IGNORED, IGNORED if ignore_index is None else ignore_index}
-    if max(ignored) > 255:
-        raise UserError(f"--ignore-index {ignore_index}: labels are of 8 bits, from 0 to 255")
-    counted = [label for label in range(len(names)) if label not in ignored]
-    if not counted:
-        raise UserError(
-            f"--data {data}: its only label with a name, {ignore_index}, is ignored "
-            "(--ignore-index): name the others, or ignore another"
-        )
-    numbers = torch.full((256,), -1)
-    numbers[counted] = torch.arange(len(counted))
-    numbers[list(ignored)] = IGNORED
-    return [names[label] for label in counted], numbers
 
 
 def criterion(
@@ -517,17 +488,10 @@ class Pairs(Dataset):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         path, mask_path = self.files[index]
         image = read_image(path)
-        labels = read_labels(mask_path)
-        if image.shape[-2:] != labels.shape[-2:]:  # and another process is still listing them
+        mask = read_mask(mask_path, self.numbers)
+        if image.shape[-2:] != mask.shape[-2:]:  # and another process is still listing them
             odd = odd_sizes((path, mask_path))
             raise UserError(f"in {path.parent}, {odd}; make them alike")
-        mask = self.numbers[labels]
-        if mask.min() < 0:
-            label = labels[mask < 0][0].item()
-            raise UserError(
-                f"{mask_path} holds the label {label}, which is neither one of the "
-                f"{len(self.classes)} classes nor ignored; correct it, or the list of classes"
-            )
         image, mask = tv_tensors.Image(image), tv_tensors.Mask(mask.byte())
         image, mask = self.transform(image, mask)
         return image.as_subclass(Tensor), mask.as_subclass(Tensor)

@@ -21,6 +21,7 @@ METRIC = "val_mae"
 METRIC_MODE = "min"
 LAYOUT = "not used"
 BATCH_SIZE = 16
+WARMUP_EPOCHS = 1.0
 BLOCKS: tuple[str, ...] = ()
 DUMMY_CLASSES = 0
 

@@ -1,6 +1,7 @@
 """Segmentation: metrics, transforms of images and masks, models, and errors of data files."""
 
 import os
+import sys
 from argparse import Namespace
 
 import numpy as np
@@ -11,8 +12,9 @@ import torch.distributed as dist
 from apex_native.parallel import SyncBatchNorm, convert_syncbn_model
 from engine import UserError
 from engine.checkpoint.pretrained import load_pretrained
-from engine.data import ShardSampler
+from engine.data import ShardSampler, verify
 from engine.data.files import FileError
+from engine.data.skipping import skip_broken
 from engine.diagnostics.first_step import check_trainable
 from PIL import Image
 from processes import Processes
@@ -356,10 +358,19 @@ def test_formulas_in_class_names_are_quoted(folder, tmp_path):
         assert picture.size == (3 * 516 + 4, 2 * 516 + 16 + 16 + 8)
 
 
-@pytest.mark.parametrize("text", ["", "sky\n\nhouse\n", "a\n" * 256])
-def test_invalid_class_list_is_an_error(folder, text):
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "must hold 1 to 255 names, one in each line"),
+        ("".join(f"{number}\n" for number in range(256)), "must hold 1 to 255 names"),
+        ("sky\n\nhouse\n", "line 2 of"),
+        ("sky\ntree\nhouse\ntree\n", "are both 'tree'"),
+    ],
+    ids=["empty", "long", "blank", "duplicate"],
+)
+def test_invalid_class_list_is_an_error(folder, text, words):
     (folder / "classes.txt").write_text(text)
-    refused(folder, "classes.txt", "one in each line")
+    refused(folder, "classes.txt", words)
 
 
 def test_class_list_encoding_and_trailing_blank_lines(folder):
@@ -400,6 +411,37 @@ def test_missing_files_are_errors(folder):
     refused(folder, folder / "images" / "training", "holds no images")
     (folder / "images" / "training").rmdir()
     refused(folder, folder / "images" / "training", "there is no folder")
+
+
+def test_invalid_masks_are_skipped_and_found_by_verify(
+    folder, tmp_path_factory, monkeypatch, capsys
+):
+    masks = folder / "annotations" / "training"
+    Image.fromarray(np.full((20, 30), 7, np.uint8)).save(masks / "0.png")
+    Image.fromarray(np.zeros((20, 30, 3), np.uint8)).save(masks / "1.png")
+    train_set, _ = build_datasets(folder)
+    skipping = skip_broken(train_set, 2, tmp_path_factory.mktemp("run"))
+    torch.manual_seed(0)
+    third = train_set[2]
+    for index in range(2):
+        torch.manual_seed(0)
+        torch.testing.assert_close(skipping[index], third, rtol=0, atol=0)
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    capsys.readouterr()
+    for flags, expected in (
+        ((), ["0.png holds the label 7", "1.png is no mask"]),
+        (("--ignore-index", "7"), ["1.png is no mask"]),
+    ):
+        monkeypatch.setattr(sys, "argv", ["verify", str(folder), *flags])
+        with pytest.raises(SystemExit) as end:
+            verify.main()
+        said = capsys.readouterr()
+        found = said.out.splitlines()
+        assert end.value.code == 1
+        assert len(found) == len(expected)
+        for line, words in zip(found, expected, strict=True):
+            assert words in line
+        assert "classes.txt" not in said.err  # it is no ignored file
 
 
 # predict.py

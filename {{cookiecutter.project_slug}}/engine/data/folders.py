@@ -12,6 +12,8 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 from engine import UserError, distributed, summarize
 from engine.data import shards
 
+CLASS_LISTS = ("classes.txt", "objectInfo150.txt")  # of masks: one's own, ADE20K's
+LISTS = (*CLASS_LISTS, "captions.tsv")
 REPORT_EVERY_S = 10.0
 HIDDEN = "hidden files and folders"
 OTHER = "files of other types"
@@ -67,7 +69,7 @@ class Scan:
         for entry in files:
             if entry.name.lower().endswith(self.suffixes):
                 found.append(entry.path)
-            else:
+            elif entry.name not in LISTS:
                 self.ignore(OTHER, entry.path)
         self.num_files += len(found)
         return found

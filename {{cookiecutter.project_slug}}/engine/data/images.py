@@ -22,8 +22,7 @@ from PIL.JpegImagePlugin import JpegImageFile  # also of MPO, which phones write
 from torch import Tensor
 from torchvision.transforms.v2 import InterpolationMode, functional
 
-from engine import UserError
-from engine.data.files import naming_errors, open_file, read_file
+from engine.data.files import FileError, naming_errors, open_file, read_file
 
 JPEG_DECODER = "PIL"
 decode_jpeg: Any = None  # of torchcodec or torchvision
@@ -180,9 +179,10 @@ def read_labels(path: Path) -> Tensor:
     """Return the pixel values of a PNG file: int64 (H, W)."""
     with open_image(path, "a mask") as image:
         if image.mode not in ("L", "P"):
-            raise UserError(
+            raise FileError(
                 f"{path} is no mask: it must hold one value of 8 bits for each pixel, not "
-                f"{image.mode}"
+                f"{image.mode}",
+                str(path),
             )
         return torch.from_numpy(np.array(image)).long()
 

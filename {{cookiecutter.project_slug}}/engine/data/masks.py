@@ -4,10 +4,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from engine import UserError, summarize
 from engine.data import shards
-from engine.data.folders import list_flat
+from engine.data.files import FileError
+from engine.data.folders import CLASS_LISTS, list_flat
+from engine.data.images import read_labels
 
+IGNORED = 255  # label of pixels that count neither in the loss nor in the metric
 SUFFIXES = (".jpg", ".jpeg", ".png")
 
 
@@ -59,3 +65,67 @@ def list_masks(data: Path, split: str) -> Sequence[tuple[Path, Path]]:
             names = ", ".join(sorted(alone)[:5]) + (", …" if len(alone) > 5 else "")
             raise UserError(f"{folder} for {len(alone)} of NAME: {names}; add or remove them")
     return [(found[name], masks[name]) for name in sorted(found)]
+
+
+def read_classes(data: Path, ignore_index: int | None) -> tuple[list[str], Tensor]:
+    """Return the class names and the class of each label (256,), IGNORED, or -1 for no class.
+
+    `data`/classes.txt has a name in each line, those of the labels 0, 1, 2 and so on. ADE20K's
+    objectInfo150.txt will do as well: there 0 stands for whatever has no name.
+    """
+    own, ade20k = (data / name for name in CLASS_LISTS)
+    if own.is_file():
+        try:
+            names = own.read_text(encoding="utf-8-sig").rstrip().splitlines()
+        except UnicodeDecodeError:
+            raise UserError(f"{own} is not UTF-8; save it as that") from None
+    elif ade20k.is_file():
+        lines = ade20k.read_text(encoding="utf-8", errors="replace").rstrip().splitlines()[1:]
+        names = ["other", *(line.strip().split("\t")[-1] for line in lines)]
+        ignore_index = 0 if ignore_index is None else ignore_index
+    else:
+        raise UserError(f"{own} is missing: it has the name of a class in each line, from label 0")
+    if not 0 < len(names) <= IGNORED:
+        raise UserError(f"{own} must hold 1 to {IGNORED} names, one in each line")
+    for number, name in enumerate(names, 1):
+        if not name.strip():
+            raise UserError(f"line {number} of {own} is blank: it must hold a class name")
+        if name in names[: number - 1]:
+            raise UserError(
+                f"lines {names.index(name) + 1} and {number} of {own} are both {name!r}: "
+                "each class needs a name of its own"
+            )
+    ignored = {IGNORED, IGNORED if ignore_index is None else ignore_index}
+    if max(ignored) > 255:
+        raise UserError(f"--ignore-index {ignore_index}: labels are of 8 bits, from 0 to 255")
+    counted = [label for label in range(len(names)) if label not in ignored]
+    if not counted:
+        raise UserError(
+            f"--data {data}: its only label with a name, {ignore_index}, is ignored "
+            "(--ignore-index): name the others, or ignore another"
+        )
+    numbers = torch.full((256,), -1)
+    numbers[counted] = torch.arange(len(counted))
+    numbers[list(ignored)] = IGNORED
+    return [names[label] for label in counted], numbers
+
+
+def read_mask(path: Path | str, numbers: Tensor) -> Tensor:
+    """Return the class of each pixel of a mask, or IGNORED: int64 (H, W).
+
+    Args:
+        numbers: the class of each label, as `read_classes` returns them.
+
+    Raises FileError if the file can't be read, or holds a label without a class.
+    """
+    labels = read_labels(path)
+    mask = numbers[labels]
+    if mask.min() < 0:
+        label = labels[mask < 0][0].item()
+        count = ((numbers >= 0) & (numbers != IGNORED)).sum().item()
+        raise FileError(
+            f"{path} holds the label {label}, which is neither one of the {count} classes nor "
+            "ignored; correct it, or the list of classes",
+            str(path),
+        )
+    return mask

@@ -1,33 +1,52 @@
-"""Search for unreadable image files, before a run meets them.
+"""Search for unreadable image files and invalid masks, before a run reads them.
 
 python -m engine.data.verify DATA          decodes all images in a folder; status 1 if one is broken
+
+Masks in annotations/ are compared with the list of classes.
 """
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from multiprocessing.pool import ThreadPool
+from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
 from engine import UserError, cli, distributed
 from engine.data.files import FileError
-from engine.data.folders import list_images
+from engine.data.folders import CLASS_LISTS, list_images
 from engine.data.images import read_image
+from engine.data.masks import read_classes, read_mask
 
 
-def find_broken(files: list[str], threads: int) -> Iterator[str]:
+def list_reads(folder: Path, ignore_index: int | None) -> list[Callable[[], object]]:
+    """Return a function for each image file, which reads it as an image or as a mask."""
+    files = list_images(folder)
+    if not any((folder / name).is_file() for name in CLASS_LISTS):
+        return [partial(read_image, path) for path in files]
+    _, numbers = read_classes(folder, ignore_index)
+    return [
+        partial(read_mask, path, numbers)
+        if Path(path).is_relative_to(folder / "annotations") and path.lower().endswith(".png")
+        else partial(read_image, path)
+        for path in files
+    ]
+
+
+def find_broken(reads: list[Callable[[], object]], threads: int) -> Iterator[str]:
     """Yield the error message of each unreadable file, in order, and show the progress."""
     with ThreadPool(threads) as pool:  # decoders release Python's lock
-        errors = pool.imap(_error, files, chunksize=16)
-        bar = tqdm(errors, "verifying", len(files), unit=" files", disable=None)
+        errors = pool.imap(_error, reads, chunksize=16)
+        bar = tqdm(errors, "verifying", len(reads), unit=" files", disable=None)
         yield from filter(None, bar)
 
 
-def _error(path: str) -> str:
+def _error(read: Callable[[], object]) -> str:
     try:
-        read_image(path)
+        read()
     except FileError as error:
         return str(error)
     return ""
@@ -42,19 +61,22 @@ def main() -> None:
         "data", nargs="+", type=cli.local_path, metavar="DATA", help="a folder of images"
     )
     parser.add_argument("--threads", type=int, default=distributed.cpu_cores(), metavar="N")
+    parser.add_argument(
+        "--ignore-index", type=cli.non_negative_int, metavar="N", help="as in training"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)  # each file is decoded by one thread
     for folder in args.data:
         if not folder.is_dir():
             raise UserError(f"{folder}: there is no such folder")
-    files = [path for folder in args.data for path in list_images(folder)]
-    if not files:
+    reads = [read for folder in args.data for read in list_reads(folder, args.ignore_index)]
+    if not reads:
         raise UserError(f"{args.data[0]} holds no images, such as NAME.jpg or NAME.png")
     broken = 0
-    for message in find_broken(files, max(1, args.threads)):
+    for message in find_broken(reads, max(1, args.threads)):
         broken += 1
         tqdm.write(message)
-    print(f"{len(files)} files, {broken} unreadable", file=sys.stderr)
+    print(f"{len(reads)} files, {broken} unreadable", file=sys.stderr)
     sys.exit(broken > 0)
 
 
