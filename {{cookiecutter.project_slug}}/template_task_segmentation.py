@@ -40,6 +40,7 @@ from engine.data.masks import (
     mask_folders,
     read_classes,
     read_mask,
+    warn_of_absent_classes,
 )
 from engine.monitoring import image_grid
 from engine.optim import eval_mode
@@ -180,7 +181,10 @@ def build_datasets(args: argparse.Namespace) -> tuple[SizedDataset, SizedDataset
     val_set = Pairs(list_masks(data, val), classes, labels, letterbox)
     if args.eval_only:
         return val_set, val_set
-    return Pairs(list_masks(data, train), classes, labels, augment), val_set
+    train_set = Pairs(list_masks(data, train), classes, labels, augment)
+    if not train_set.shard_sizes:  # reading a sample by URL would load many shards
+        warn_of_absent_classes(train_set.files, classes, labels)
+    return train_set, val_set
 
 
 def prepare(batch: list[Tensor]) -> tuple[Tensor, Tensor]:

@@ -413,6 +413,34 @@ def test_missing_files_are_errors(folder):
     refused(folder, folder / "images" / "training", "there is no folder")
 
 
+def write_masks(folder, count, labels):
+    """Replace the training set by `count` images and masks, which have these labels."""
+    for kind in ("images", "annotations"):
+        for path in (folder / kind / "training").iterdir():
+            path.unlink()
+    mask = Image.fromarray(np.array([labels], dtype=np.uint8))
+    for number in range(count):
+        mask.save(folder / "annotations" / "training" / f"{number}.png")
+        mask.convert("RGB").save(folder / "images" / "training" / f"{number}.png")
+
+
+@pytest.mark.parametrize(
+    ("count", "labels", "absent"),
+    [
+        (4, [0, 255], "4 of 4 training masks has the label 1 (tree), 2 (house); ignored: 255"),
+        (4, [0, 1], "4 of 4 training masks has the label 2 (house); ignored: 255"),
+        (4, [0, 1, 2], ""),
+        (101, [0, 255], "51 of 101 training masks has the label 1 (tree), 2 (house)"),
+        (101, [0, 1], ""),  # a sample may lack a rare class
+    ],
+)
+def test_classes_that_no_mask_has_are_a_warning(folder, capsys, count, labels, absent):
+    write_masks(folder, count, labels)
+    build_datasets(folder)
+    said = capsys.readouterr().err
+    assert (f"warning: no pixel of {absent}" in said) if absent else not said
+
+
 def test_invalid_masks_are_skipped_and_found_by_verify(
     folder, tmp_path_factory, monkeypatch, capsys
 ):

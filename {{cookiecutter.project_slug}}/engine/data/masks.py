@@ -1,19 +1,22 @@
 """Folders of images with masks, or packed ones."""
 
+import math
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from engine import UserError, summarize
+from engine import UserError, distributed, summarize
 from engine.data import shards
 from engine.data.files import FileError
 from engine.data.folders import CLASS_LISTS, list_flat
 from engine.data.images import read_labels
 
 IGNORED = 255  # label of pixels that count neither in the loss nor in the metric
+MAX_SAMPLE = 100  # masks that are read to find absent classes
 SUFFIXES = (".jpg", ".jpeg", ".png")
 
 
@@ -129,3 +132,32 @@ def read_mask(path: Path | str, numbers: Tensor) -> Tensor:
             str(path),
         )
     return mask
+
+
+def warn_of_absent_classes(
+    files: Sequence[tuple[Path, Path]], classes: Sequence[str], numbers: Tensor
+) -> None:
+    """Print a warning on rank 0 if no pixel of the training masks has the label of a class.
+
+    Of many masks, a sample is read. It may lack rare classes, so that the warning then requires
+    half of the classes to be absent.
+    """
+    if not distributed.is_rank_zero():
+        return
+    step = math.ceil(len(files) / MAX_SAMPLE)
+    sample = [files[index][1] for index in range(0, len(files), step)]
+    absent = set(range(len(classes)))
+    for path in sample:
+        with suppress(FileError):  # reading it in training raises the error
+            absent -= set(read_mask(path, numbers).unique().tolist())
+        if not absent:
+            return
+    if step > 1 and 2 * len(absent) < len(classes):
+        return
+    labels = numbers.tolist()
+    names = [f"{labels.index(number)} ({classes[number]})" for number in sorted(absent)]
+    ignored = [str(label) for label, number in enumerate(labels) if number == IGNORED]
+    distributed.print_on_rank_zero(
+        f"warning: no pixel of {len(sample)} of {len(files)} training masks has the label "
+        f"{summarize(names)}; ignored: {', '.join(ignored)}"
+    )
