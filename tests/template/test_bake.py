@@ -36,7 +36,6 @@ FILES = [
     "task.py",
     "data/digits.npz",
     "data/example.png",
-    "tests/conftest.py",
     "tests/test_task.py",
     "tests/test_training.py",
 ]

@@ -149,7 +149,7 @@ def use_own_data(project: Path) -> None:
     flags = re.search(r"^FLAGS: .*\n", page, re.MULTILINE)[0]
     with (project / "task.py").open("a", encoding="utf-8") as file:
         file.write(f"\n\n{code}")  # its read_datasets replaces the one above
-    replace(project / "tests" / "conftest.py", ("FLAGS: tuple[str, ...] = ()\n", flags))
+    replace(project / "tests" / "test_task.py", ("FLAGS: tuple[str, ...] = ()\n", flags))
     folder = project / "tests" / "data"
     folder.mkdir()
     random = np.random.default_rng(0)

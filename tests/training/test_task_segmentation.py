@@ -363,8 +363,8 @@ def test_formulas_in_class_names_are_quoted(folder, tmp_path):
     [
         ("", "must hold 1 to 255 names, one in each line"),
         ("".join(f"{number}\n" for number in range(256)), "must hold 1 to 255 names"),
-        ("sky\n\nhouse\n", "line 2 of"),
-        ("sky\ntree\nhouse\ntree\n", "are both 'tree'"),
+        ("sky\n\nhouse\n", "is blank"),
+        ("sky\ntree\nhouse\ntree\n", "is a duplicate"),
     ],
     ids=["empty", "long", "blank", "duplicate"],
 )

@@ -1,6 +1,6 @@
 """Tests of task.py: the contract on which main.py and predict.py rely.
 
-They hold for any data, model, loss and metric. FLAGS in conftest.py are those of your data.
+They hold for any data, model, loss and metric. FLAGS are those of your data.
 """
 
 import math
@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import FLAGS
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset
 
@@ -21,6 +20,9 @@ import task
 from engine.data import sample_batch
 from engine.monitoring.metric import MonitoredMetric
 
+PROJECT = Path(__file__).resolve().parent.parent
+# Of main.py, for all tests: for example ("--data", f"{PROJECT}/tests/data").
+FLAGS: tuple[str, ...] = ()
 BATCH_SIZE = 4
 CPU = torch.device("cpu")
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import FLAGS, PROJECT
+from test_task import FLAGS, PROJECT
 from torchvision.utils import save_image
 
 import task

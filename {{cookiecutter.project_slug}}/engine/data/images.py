@@ -179,11 +179,8 @@ def read_labels(path: Path) -> Tensor:
     """Return the pixel values of a PNG file: int64 (H, W)."""
     with open_image(path, "a mask") as image:
         if image.mode not in ("L", "P"):
-            raise FileError(
-                f"{path} is no mask: it must hold one value of 8 bits for each pixel, not "
-                f"{image.mode}",
-                str(path),
-            )
+            form = f"one value of 8 bits for each pixel, not {image.mode}"
+            raise FileError(f"{path} is no mask: it must hold {form}", str(path))
         return torch.from_numpy(np.array(image)).long()
 
 

@@ -91,12 +91,10 @@ def read_classes(data: Path, ignore_index: int | None) -> tuple[list[str], Tenso
     if not 0 < len(names) <= IGNORED:
         raise UserError(f"{own} must hold 1 to {IGNORED} names, one in each line")
     for number, name in enumerate(names, 1):
-        if not name.strip():
-            raise UserError(f"line {number} of {own} is blank: it must hold a class name")
-        if name in names[: number - 1]:
+        if not name.strip() or name in names[: number - 1]:
             raise UserError(
-                f"lines {names.index(name) + 1} and {number} of {own} are both {name!r}: "
-                "each class needs a name of its own"
+                f"line {number} of {own} is {'a duplicate' if name.strip() else 'blank'}: "
+                "each line must hold the name of another class"
             )
     ignored = {IGNORED, IGNORED if ignore_index is None else ignore_index}
     if max(ignored) > 255:
@@ -113,11 +111,8 @@ def read_classes(data: Path, ignore_index: int | None) -> tuple[list[str], Tenso
     return [names[label] for label in counted], numbers
 
 
-def read_mask(path: Path | str, numbers: Tensor) -> Tensor:
-    """Return the class of each pixel of a mask, or IGNORED: int64 (H, W).
-
-    Args:
-        numbers: the class of each label, as `read_classes` returns them.
+def read_mask(path: Path, numbers: Tensor) -> Tensor:
+    """Return the class of each pixel of a mask, from that of each label: int64 (H, W).
 
     Raises FileError if the file can't be read, or holds a label without a class.
     """
@@ -139,8 +134,7 @@ def warn_of_absent_classes(
 ) -> None:
     """Print a warning on rank 0 if no pixel of the training masks has the label of a class.
 
-    Of many masks, a sample is read. It may lack rare classes, so that the warning then requires
-    half of the classes to be absent.
+    Of many masks, a sample is read, which may lack rare classes: half of them must be absent.
     """
     if not distributed.is_rank_zero():
         return

@@ -29,7 +29,7 @@ def list_reads(folder: Path, ignore_index: int | None) -> list[Callable[[], obje
         return [partial(read_image, path) for path in files]
     _, numbers = read_classes(folder, ignore_index)
     return [
-        partial(read_mask, path, numbers)
+        partial(read_mask, Path(path), numbers)
         if Path(path).is_relative_to(folder / "annotations") and path.lower().endswith(".png")
         else partial(read_image, path)
         for path in files
@@ -61,9 +61,7 @@ def main() -> None:
         "data", nargs="+", type=cli.local_path, metavar="DATA", help="a folder of images"
     )
     parser.add_argument("--threads", type=int, default=distributed.cpu_cores(), metavar="N")
-    parser.add_argument(
-        "--ignore-index", type=cli.non_negative_int, metavar="N", help="as in training"
-    )
+    parser.add_argument("--ignore-index", type=cli.non_negative_int, metavar="N")
     args = parser.parse_args()
     torch.set_num_threads(1)  # each file is decoded by one thread
     for folder in args.data:
