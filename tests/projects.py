@@ -51,7 +51,9 @@ def evaluate(
         metrics={"": metrics},
         device=torch.device("cpu"),
         memory_format=torch.contiguous_format,
-        watchdog=SimpleNamespace(watch=lambda batches, _: batches),
+        watchdog=SimpleNamespace(
+            watch=lambda batches, _: batches, enter=lambda _: None, leave=lambda: None
+        ),
         checkpoints=SimpleNamespace(until_stopped=lambda batches: batches),
         logger=SimpleNamespace(
             progress_bar=lambda batches, *_: batches,

@@ -146,6 +146,7 @@ def errors(*runs):
 # Launchers
 
 
+@pytest.mark.slow
 def test_hosts_that_do_not_join_are_reported(hosts, idle, tmp_path):
     wait = {"NODE_WAIT": "2"}
     with all_of(
@@ -243,6 +244,7 @@ time.sleep(60)  # with the connections open
 """
 
 
+@pytest.mark.slow
 def test_strangers_at_the_port_of_the_store_do_not_disturb_a_job(hosts, idle, tmp_path):
     with hosts[0].start(idle, "--output", tmp_path / "0", 1) as first:
         first.wait_for("waiting for 2 hosts")

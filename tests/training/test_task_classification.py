@@ -3,7 +3,6 @@
 import pickle
 from argparse import Namespace
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -75,12 +74,13 @@ def evaluate_folder(folder: Path, data: Path, skip_broken: int) -> dict[str, flo
     args = Namespace(data=data, dummy=False, decode="cpu", eval_only=False, **UNCHANGED)
     args.skip_broken, args.output, args.report = skip_broken, data / "run", False
     args.seed, args.epochs, args.batch_size, args.workers, args.timeout = 0, 1, 2, 0, 60
-    logger = SimpleNamespace(timer=lambda _: nullcontext())
     format = torch.contiguous_format
-    loaded = project.main.build_data(args, torch.device("cpu"), format, logger).val_loader
+    data = project.main.build_data(args, torch.device("cpu"), format, SimpleNamespace())
     torch.manual_seed(0)
     model = nn.Sequential(nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(48, 2))
-    return evaluate(project, model, project.task.Metrics(2, torch.device("cpu"), args), loaded)
+    return evaluate(
+        project, model, project.task.Metrics(2, torch.device("cpu"), args), data.val_loader
+    )
 
 
 def test_unreadable_files_are_left_out_of_the_validation(

@@ -86,10 +86,6 @@ def _are_rows(value: object) -> bool:
     )
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and 0 <= value < MAX_COUNT
-
-
 def _is_metric(name: object) -> bool:
     return isinstance(name, str) and name.isprintable()
 
