@@ -12,8 +12,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 from engine import UserError, distributed, summarize
 from engine.data import shards
 
-CLASS_LISTS = ("classes.txt", "objectInfo150.txt")  # of masks: one's own, ADE20K's
-LISTS = (*CLASS_LISTS, "captions.tsv")
+LISTS = (*shards.CLASS_FILES, "captions.tsv")
 REPORT_EVERY_S = 10.0
 HIDDEN = "hidden files and folders"
 OTHER = "files of other types"

@@ -12,7 +12,7 @@ from torch import Tensor
 from engine import UserError, distributed, summarize
 from engine.data import shards
 from engine.data.files import FileError
-from engine.data.folders import CLASS_LISTS, list_flat
+from engine.data.folders import list_flat
 from engine.data.images import read_labels
 
 IGNORED = 255  # label of pixels that count neither in the loss nor in the metric
@@ -76,7 +76,7 @@ def read_classes(data: Path, ignore_index: int | None) -> tuple[list[str], Tenso
     `data`/classes.txt has a name in each line, those of the labels 0, 1, 2 and so on. ADE20K's
     objectInfo150.txt will do as well: there 0 stands for whatever has no name.
     """
-    own, ade20k = (data / name for name in CLASS_LISTS)
+    own, ade20k = (data / name for name in shards.CLASS_FILES)
     if own.is_file():
         try:
             names = own.read_text(encoding="utf-8-sig").rstrip().splitlines()

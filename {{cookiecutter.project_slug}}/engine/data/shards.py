@@ -30,7 +30,8 @@ MANIFEST, PROGRESS, INDEX = "pack.json", "progress.json", "index.bin"
 TIMES = "times.txt"  # checksum of the times at which the packed files were modified
 REMOTE = "remote.json"  # in a local mirror of a pack that is read by URL (engine/data/remote.py)
 SPLITS, MASK_SPLITS = ("train", "val"), ("training", "validation")
-CLASS_FILES = ("classes.txt", "objectInfo150.txt")  # beside the splits of a pack with masks
+# Beside the splits of data with masks: one's own list of the classes, ADE20K's.
+CLASS_FILES = ("classes.txt", "objectInfo150.txt")
 MAGIC = b"PACKIDX1"
 ID_LENGTH = 24  # hexadecimal digits
 HEADER_LENGTH = len(MAGIC) + ID_LENGTH

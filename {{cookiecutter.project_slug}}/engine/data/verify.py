@@ -17,15 +17,16 @@ from tqdm import tqdm
 
 from engine import UserError, cli, distributed
 from engine.data.files import FileError
-from engine.data.folders import CLASS_LISTS, list_images
+from engine.data.folders import list_images
 from engine.data.images import read_image
 from engine.data.masks import read_classes, read_mask
+from engine.data.shards import CLASS_FILES
 
 
 def list_reads(folder: Path, ignore_index: int | None) -> list[Callable[[], object]]:
     """Return a function for each image file, which reads it as an image or as a mask."""
     files = list_images(folder)
-    if not any((folder / name).is_file() for name in CLASS_LISTS):
+    if not any((folder / name).is_file() for name in CLASS_FILES):
         return [partial(read_image, path) for path in files]
     _, numbers = read_classes(folder, ignore_index)
     return [
