@@ -8,6 +8,7 @@ import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import BufferedReader, FileIO, TextIOWrapper
 from pathlib import Path
 
 VERSION = "1.0.0"
@@ -73,18 +74,26 @@ def regular_only(path: str, flags: int) -> int:
     raise OSError(0, "it is not a regular file")
 
 
+def open_regular(path: str | os.PathLike, max_bytes: int = 2**63) -> FileIO:
+    """Open a regular file of at most `max_bytes`, or a link to one, for reading.
+
+    Raises OSError if it is another kind of file: reading a FIFO or a device may never end.
+    """
+    status = os.stat(path)
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(0, "it is not a regular file", os.fspath(path))
+    if status.st_size > max_bytes:
+        raise OSError(0, f"it has {status.st_size} bytes, more than {max_bytes}", os.fspath(path))
+    return FileIO(path)
+
+
 def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
     """Return the text of a regular file in UTF-8, without a byte order mark.
 
     Raises OSError if it is another kind of file or has more than `max_bytes`, which may be a sparse
     file that takes no space on the disk; and ValueError if it is not UTF-8.
     """
-    status = path.stat()
-    if not stat.S_ISREG(status.st_mode):
-        raise OSError(0, "it is not a regular file", str(path))
-    if status.st_size > max_bytes:
-        raise OSError(0, f"it has {status.st_size} bytes, more than {max_bytes}", str(path))
-    with path.open(encoding="utf-8-sig") as file:
+    with TextIOWrapper(BufferedReader(open_regular(path, max_bytes)), "utf-8-sig") as file:
         return file.read(max_bytes)  # some files have a size of 0 and no end
 
 

@@ -7,9 +7,8 @@ from contextlib import contextmanager
 from functools import lru_cache
 from io import BufferedReader, BytesIO, FileIO
 
-from engine import UserError
+from engine import UserError, open_regular
 from engine.data.remote import open_mirror
-from engine.data.shards import open_regular
 from engine.text import printable
 
 MAX_BYTES = 2**30  # of a file that is read

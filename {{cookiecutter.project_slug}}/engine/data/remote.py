@@ -20,7 +20,7 @@ from pathlib import Path
 
 from torch.utils.data import get_worker_info
 
-from engine import SUFFIX, UserError, distributed, replacing
+from engine import SUFFIX, UserError, distributed, open_regular, replacing
 from engine.data import shards
 from engine.data.shards import INDEX, MANIFEST, REMOTE, Manifest, Shard
 from engine.data.store import Store
@@ -151,7 +151,7 @@ class Mirror:
         data = bytearray(length)
         try:
             # Not kept open: the space of a file that is removed would not be free.
-            with shards.open_regular(self.folder / name) as file:
+            with open_regular(self.folder / name) as file:
                 found = os.preadv(file.fileno(), [data], offset)
         except FileNotFoundError:
             self._count_miss(name)

@@ -12,7 +12,6 @@ A folder of a pack holds:
 import json
 import os
 import re
-import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ from typing import Any, get_origin, get_type_hints
 
 import numpy as np
 
-from engine import MAX_BYTES, UserError
+from engine import MAX_BYTES, UserError, open_regular
 
 FORMAT = 1  # version, in the manifest
 MANIFEST, PROGRESS, INDEX = "pack.json", "progress.json", "index.bin"
@@ -267,16 +266,3 @@ def _opening(path: Path, max_bytes: int = 2**63) -> Iterator[FileIO]:
             yield file
     except OSError as error:
         raise UserError(f"{path} can't be read ({error.strerror}); {AGAIN}") from None
-
-
-def open_regular(path: str | os.PathLike, max_bytes: int = 2**63) -> FileIO:
-    """Open a regular file of at most `max_bytes`, or a link to one, for reading.
-
-    Raises OSError if it is another kind of file: reading a FIFO or a device may never end.
-    """
-    status = os.stat(path)
-    if not stat.S_ISREG(status.st_mode):
-        raise OSError(0, "it is not a regular file")
-    if status.st_size > max_bytes:
-        raise OSError(0, f"it has {status.st_size} bytes, more than {max_bytes}")
-    return FileIO(path)
