@@ -1,10 +1,12 @@
 """Saves of sharded checkpoints that fail."""
 
+import dataclasses
 import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from processes import Processes
 from sharding_helpers import needs_fsdp_on_cpu
 from test_preflight_checks import settings
 from test_sharded_fuzzing import manager_of, train_a_step
+from torch.distributed.checkpoint.metadata import Metadata
 
 pytestmark = needs_fsdp_on_cpu
 
@@ -66,6 +69,25 @@ def test_tensors_that_are_not_sharded_are_those_of_rank_0(
     saved = {name: torch.ones(3) for name in BUFFERS}
     dcp.load(saved, checkpoint_id=tmp_path, no_dist=True)
     assert all(not value.any() for value in saved.values())
+
+
+def save_with_metadata_copied(folder: str) -> None:
+    """Save as with torch 2.11, which sets the places of the chunks in a copy."""
+    finish = dcp.FileSystemWriter.finish
+
+    def finish_copy(self: dcp.FileSystemWriter, metadata: Metadata, results: list) -> None:
+        finish(self, dataclasses.replace(metadata), results)
+
+    with patch.object(dcp.FileSystemWriter, "finish", finish_copy):
+        save_buffers(folder)
+
+
+def test_the_index_needs_no_places_in_the_metadata(
+    two_processes: Processes, tmp_path: Path
+) -> None:
+    two_processes(save_with_metadata_copied, str(tmp_path))
+    sizes = {one.name: one.stat().st_size for one in tmp_path.iterdir()}
+    assert tensor_storage.read_index(tmp_path, sizes).keys() == set(BUFFERS)
 
 
 def test_full_disk_costs_the_oldest_checkpoints(two_processes: Processes, disk: Path) -> None:

@@ -120,15 +120,14 @@ def read_index(folder: Path, sizes: Mapping[str, int]) -> dict[str, Entry]:
     return index
 
 
-def _entry(name: str, metadata: Metadata) -> Entry:
-    """Return the entry of a tensor that was saved."""
-    stored = metadata.state_dict_metadata[name]
+def _entry(name: str, stored: Any, places: Mapping[MetadataIndex, Any]) -> Entry:
+    """Return the entry of a tensor that was saved, whose chunks are in `places`."""
     assert isinstance(stored, dcp.TensorStorageMetadata)
     entry = Entry(tuple(stored.size), stored.properties.dtype, [])
     for chunk in sorted(stored.chunks, key=lambda one: tuple(one.offsets)):
         if not math.prod(chunk.sizes):  # of a rank for which no rows are left
             continue
-        where = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+        where = places[MetadataIndex(name, chunk.offsets)]
         num_rows = math.prod(chunk.sizes[:1])
         entry.chunks.append(Chunk(num_rows, where.relative_path, where.offset, where.length))
         if tuple(chunk.sizes[1:]) != entry.shape[1:]:
@@ -150,7 +149,10 @@ class _Writer(dcp.FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: Any) -> None:
         super().finish(metadata, results)
-        entries = {name: _entry(name, metadata) for name in metadata.state_dict_metadata}
+        # Not from metadata.storage_data, which some versions of torch set in a copy.
+        places = {one.index: one.storage_data for of_rank in results for one in of_rank}
+        stored = metadata.state_dict_metadata
+        entries = {name: _entry(name, one, places) for name, one in stored.items()}
         names = {dtype: name for name, dtype in DTYPES.items()}
         content = {name: (one.shape, names[one.dtype], one.chunks) for name, one in entries.items()}
         with replacing(Path(self.path, INDEX)) as file:
