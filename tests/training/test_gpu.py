@@ -50,6 +50,7 @@ def trains(project, tmp_path, backend, level, gpus, *flags, metric="val_accuracy
     assert done.returncode == 0, done.stdout + done.stderr
     assert ("real Apex" if backend == "apex" else "apex_native") in done.stdout
     assert f"{gpus} process" in done.stdout
+    assert "Overriding a previously registered kernel" not in done.stderr
     assert best(tmp_path / "run", metric) >= goal
 
 

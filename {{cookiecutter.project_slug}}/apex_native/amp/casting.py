@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import os
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -197,7 +198,9 @@ def _prepare_process(device_type: str) -> torch.library.Library:
     )
     library = torch.library.Library("aten", "IMPL", "AutocastCUDA")
     if device_type == "cuda":
-        library.impl("binary_cross_entropy", _binary_cross_entropy)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Warning only once for all operators")
+            library.impl("binary_cross_entropy", _binary_cross_entropy)
     return library
 
 
