@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam
 from torch.optim.adamw import adamw
+from torch.optim.sgd import sgd
 
 Tensors = list[Tensor] | tuple[Tensor, ...]
 
@@ -153,25 +154,30 @@ class FusedSGD(FusedOptimizer):
         super().__init__(params, set_grad_none, False, weight_decay=weight_decay, **defaults)
 
     def _update(self, group: dict, values: Tensors, grads: Tensors, states: list[dict]) -> None:
-        decay, momentum = group["weight_decay"], group["momentum"]
-        if decay and not self.wd_after_momentum:
-            grads = torch._foreach_add(grads, values, alpha=decay)
-        if momentum:
-            old = [index for index, state in enumerate(states) if "momentum_buffer" in state]
-            if old:
-                buffers = [states[index]["momentum_buffer"] for index in old]
-                torch._foreach_mul_(buffers, momentum)
-                new = [grads[index] for index in old]
-                torch._foreach_add_(buffers, new, alpha=1 - group["dampening"])
-            for state, grad in zip(states, grads, strict=True):
-                if "momentum_buffer" not in state:
-                    state["momentum_buffer"] = grad.clone()
-            buffers = [state["momentum_buffer"] for state in states]
-            nesterov = group["nesterov"]
-            grads = torch._foreach_add(grads, buffers, alpha=momentum) if nesterov else buffers
+        decay, lr = group["weight_decay"], float(group["lr"])
         if decay and self.wd_after_momentum:
-            grads = torch._foreach_add(grads, values, alpha=decay)
-        torch._foreach_add_(values, grads, alpha=-group["lr"])
+            torch._foreach_mul_(values, 1 - lr * decay)
+            decay = 0.0
+        # All parameters of a call must have a momentum from earlier steps, or none.
+        has_buffer = ["momentum_buffer" in state for state in states]
+        for kind in (False, True):
+            chosen = [i for i, has in enumerate(has_buffer) if has is kind]
+            buffers = [states[i].get("momentum_buffer") for i in chosen]
+            sgd(
+                [values[i] for i in chosen],
+                [grads[i] for i in chosen],
+                buffers,
+                fused=True,
+                weight_decay=decay,
+                momentum=group["momentum"],
+                lr=lr,
+                dampening=group["dampening"],
+                nesterov=group["nesterov"],
+                maximize=False,
+            )
+            for i, buffer in zip(chosen, buffers, strict=True):
+                if buffer is not None:
+                    states[i]["momentum_buffer"] = buffer
 
 
 class FusedAdagrad(FusedOptimizer):
@@ -205,10 +211,9 @@ class FusedAdagrad(FusedOptimizer):
         torch._foreach_addcmul_(sums, grads, grads)
         denominators = torch._foreach_sqrt(sums)
         torch._foreach_add_(denominators, group["eps"])
-        updates = torch._foreach_div(grads, denominators)
         if decay and self.adagrad_w_mode:
-            torch._foreach_add_(updates, values, alpha=decay)
-        torch._foreach_add_(values, updates, alpha=-group["lr"])
+            torch._foreach_mul_(values, 1 - group["lr"] * decay)
+        torch._foreach_addcdiv_(values, grads, denominators, -group["lr"])
 
 
 class FusedAdam(FusedOptimizer):

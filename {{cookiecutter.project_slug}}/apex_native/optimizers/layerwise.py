@@ -24,8 +24,11 @@ class LayerwiseOptimizer(FusedOptimizer):
         """Return the first moments, updated with `grads`."""
         beta = group["betas"][0]
         means = [state["exp_avg"] for state in states]
-        torch._foreach_mul_(means, beta)
-        torch._foreach_add_(means, grads, alpha=1 - beta if group["grad_averaging"] else 1)
+        if group["grad_averaging"]:
+            torch._foreach_lerp_(means, grads, 1 - beta)
+        else:
+            torch._foreach_mul_(means, beta)
+            torch._foreach_add_(means, grads)
         return means
 
 
@@ -143,13 +146,17 @@ class FusedNovoGrad(LayerwiseOptimizer):
         order = 2 if group["norm_type"] == 2 else float("inf")
         norms = torch._foreach_norm(grads, order)
         for state, norm in zip(states, norms, strict=True):
-            start = torch.zeros_like(norm) if group["init_zero"] else norm
-            before = state.get("exp_avg_sq", start)  # the norm itself, not its square
-            if order == 2:
-                state["exp_avg_sq"] = (beta2 * before**2 + (1 - beta2) * norm**2).sqrt()
-            else:
-                state["exp_avg_sq"] = beta2 * before + (1 - beta2) * norm
-        denominators = [state["exp_avg_sq"] / correction2**0.5 + group["eps"] for state in states]
+            if "exp_avg_sq" not in state:  # the norm itself, not its square
+                state["exp_avg_sq"] = torch.zeros_like(norm) if group["init_zero"] else norm.clone()
+        averages = [state["exp_avg_sq"] for state in states]
+        if order == 2:
+            torch._foreach_mul_(averages, averages)
+            torch._foreach_mul_(norms, norms)
+        torch._foreach_lerp_(averages, norms, 1 - beta2)
+        if order == 2:
+            torch._foreach_sqrt_(averages)
+        denominators = torch._foreach_div(averages, correction2**0.5)
+        torch._foreach_add_(denominators, group["eps"])
 
         added = grads
         if self.reg_inside_moment:

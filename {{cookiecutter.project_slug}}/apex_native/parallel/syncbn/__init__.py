@@ -176,7 +176,7 @@ def has_triton() -> bool:
             return True
         except ImportError as error:
             reason = f"Triton is missing ({error})"
-    log_rank_zero(f"SyncBatchNorm: uses torch operations, which are slower, because {reason}")
+    log_rank_zero(f"apex_native: uses torch operations, which are slower, because {reason}")
     return False
 
 
