@@ -111,6 +111,8 @@ def with_accelerate(arch: str, recompute: bool) -> Step:
         activation_checkpointing=recompute,
     )
     accelerator = Accelerator(mixed_precision="bf16", fsdp_plugin=plugin)
+    # All accelerators of a process share the plugin of the first one.
+    accelerator.state.fsdp_plugin.activation_checkpointing = recompute
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     model, optimizer = accelerator.prepare(model, optimizer)
 
