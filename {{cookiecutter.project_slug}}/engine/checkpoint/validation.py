@@ -2,7 +2,7 @@
 
 import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,9 @@ def check_values(path: Path, entries: dict[str, Any]) -> None:
         raise UserError(f"{path}: the state of its processes is altered; use another one")
     if not is_metadata(entries["metadata"]):
         raise UserError(f"{path}: its metadata is altered; use another one")
+    weights = sum(tensor.numel() for _, tensor in _named_tensors(entries["model"]))
+    if 0 < weights < len(entries["metadata"].get("classes", [])):  # a model of them has more
+        raise UserError(f"{path}: it names more classes than it has weights; use another one")
     scalers = entries.get("amp", {})
     scalers = scalers.values() if isinstance(scalers, dict) else [{}]
     if not all(_is_scaler(part) for part in scalers if isinstance(part, dict)):
@@ -198,6 +201,26 @@ def check_sizes(path: Path, entries: dict[str, Any]) -> None:
         # Strides can repeat one element without end.
         if not is_plain or tensor.nbytes > tensor.untyped_storage().nbytes():
             raise UserError(f"{path}: {name} is larger than what is stored; use another one")
+
+
+def check_like(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Raise ValueError for a tensor of another shape or kind than the one of its name in `own`.
+
+    torch would convert it without a warning: complex numbers would lose their imaginary parts.
+    """
+    for name, ours in own.items():
+        if name not in state or not isinstance(ours, Tensor):
+            continue
+        theirs = state[name]
+        if theirs.shape != ours.shape:
+            raise ValueError(f"{name} is {tuple(theirs.shape)}, not {tuple(ours.shape)}")
+        if _kind(theirs.dtype) != _kind(ours.dtype):
+            raise ValueError(f"{name} is {theirs.dtype}, not {ours.dtype}")
+
+
+def _kind(dtype: torch.dtype) -> tuple[bool, bool, bool]:
+    """Return a value that floats of all widths share, as do integers and complex numbers."""
+    return dtype.is_floating_point, dtype.is_complex, dtype == torch.bool
 
 
 def first_nan(entries: dict[str, Any]) -> str | None:
