@@ -43,11 +43,11 @@ def check_values(path: Path, entries: dict[str, Any]) -> None:
     are_valid = all(map(_is_rank, entries["ranks"]))
     if not are_valid or entries["samples"] and not any(map(_has_losses, entries["ranks"])):
         raise UserError(f"{path}: the state of its processes is altered; use another one")
-    if not is_metadata(entries["metadata"]):
-        raise UserError(f"{path}: its metadata is altered; use another one")
+    metadata = entries["metadata"]
     weights = sum(tensor.numel() for _, tensor in _named_tensors(entries["model"]))
-    if 0 < weights < len(entries["metadata"].get("classes", [])):  # a model of them has more
-        raise UserError(f"{path}: it names more classes than it has weights; use another one")
+    # A model has more weights than classes. Here, there are none if the checkpoint is sharded.
+    if not is_metadata(metadata) or 0 < weights < len(metadata.get("classes", [])):
+        raise UserError(f"{path}: its metadata is altered; use another one")
     scalers = entries.get("amp", {})
     scalers = scalers.values() if isinstance(scalers, dict) else [{}]
     if not all(_is_scaler(part) for part in scalers if isinstance(part, dict)):
