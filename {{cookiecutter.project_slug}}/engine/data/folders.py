@@ -11,6 +11,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from engine import UserError, distributed, summarize
 from engine.data import shards
+from engine.text import printable
 
 LISTS = (*shards.CLASS_FILES, "captions.tsv")
 REPORT_EVERY_S = 10.0
@@ -76,10 +77,10 @@ class Scan:
     def walk(self, folder: str, others: Sequence[str] = ()) -> list[str]:
         """Return the image files in a folder and in those below, links included.
 
-        Each folder is read once, whatever links lead to it. Links to `others`, and to a folder that
-        holds the root, are not followed.
+        Each folder is read once, whatever links lead to it. Links to `others`, which are real
+        paths, and to a folder that holds the root, are not followed.
         """
-        seen = set(map(os.path.realpath, (folder, *others)))
+        seen = {os.path.realpath(folder), *others}
         pending = [(folder, os.path.realpath(folder))]
         links: list[os.DirEntry] = []  # follow the folders, so that a folder has its own path
         found: list[tuple[str, list[str]]] = []
@@ -163,7 +164,7 @@ def list_classes(
         classes: those of the training set, for the validation set: no others may occur.
 
     Raises:
-        UserError: if the folder holds no images, or other classes.
+        UserError: if the folder holds no images, or other classes, or two are one folder.
     """
     if shards.is_packed(folder):
         return _list_packed(folder, classes)
@@ -171,7 +172,8 @@ def list_classes(
     subfolders, outside = scan.read(scan.root)
     for entry in outside:
         scan.ignore(OUTSIDE, entry.path)
-    others = [scan.root, *(entry.path for entry in subfolders)]
+    targets = {entry.name: os.path.realpath(entry.path) for entry in subfolders}
+    others = [os.path.realpath(scan.root), *targets.values()]
     files = {
         entry.name: [] if scan.leads_back(entry.path) else scan.walk(entry.path, others)
         for entry in subfolders
@@ -180,6 +182,14 @@ def list_classes(
     for entry in subfolders:
         if not files[entry.name]:
             scan.ignore(EMPTY, entry.path)
+    classes_of: dict[str, str] = {}
+    for name in found:
+        other = classes_of.setdefault(targets[name], name)
+        if other != name:
+            raise UserError(
+                f"{folder}: {printable(other)} and {printable(name)} are the same folder, so its "
+                "images have two labels; remove the link"
+            )
     if not found:
         scan.report()
         raise UserError(f"{folder} holds no images (CLASS/IMAGE.jpg or .png)")
