@@ -383,6 +383,12 @@ def test_index_of_torch_is_not_read(folder: Path) -> None:
     assert entries["step"] == 2 and entries["model"]["0.weight"].shape == (4, 3)
 
 
+def test_index_of_gigabytes_is_not_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_storage, "MAX_TABLE_BYTES", 10)
+    with pytest.raises(UserError, match=r"index.json is torn or altered"):
+        format.load(folder)
+
+
 def test_link_to_a_checkpoint_is_removed_alone(folder: Path, tmp_path: Path) -> None:
     link = tmp_path / "step-3"
     link.symlink_to(folder)

@@ -182,14 +182,7 @@ def list_classes(
     for entry in subfolders:
         if not files[entry.name]:
             scan.ignore(EMPTY, entry.path)
-    classes_of: dict[str, str] = {}
-    for name in found:
-        other = classes_of.setdefault(targets[name], name)
-        if other != name:
-            raise UserError(
-                f"{folder}: {printable(other)} and {printable(name)} are the same folder, so its "
-                "images have two labels; remove the link"
-            )
+    _require_distinct(folder, {name: targets[name] for name in found})
     if not found:
         scan.report()
         raise UserError(f"{folder} holds no images (CLASS/IMAGE.jpg or .png)")
@@ -202,6 +195,18 @@ def list_classes(
             scan.ignore(ABSENT, os.path.join(scan.root, name))
     scan.report()
     return [(path, labels[name]) for name in found for path in files[name]], list(classes)
+
+
+def _require_distinct(folder: Path, targets: dict[str, str]) -> None:
+    """Raise UserError if two classes have the same real path, of those in `targets`."""
+    names: dict[str, str] = {}
+    for name, target in targets.items():
+        first = names.setdefault(target, name)
+        if first != name:
+            raise UserError(
+                f"{folder}: {printable(first)} and {printable(name)} are the same folder, so its "
+                "images have two labels; remove the link"
+            )
 
 
 def _require_known(folder: Path, found: Sequence[str], classes: Sequence[str]) -> None:
