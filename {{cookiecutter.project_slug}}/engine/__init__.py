@@ -88,10 +88,7 @@ def open_regular(path: str | os.PathLike, max_bytes: int = 2**63) -> FileIO:
 
 
 def read_text(path: Path, max_bytes: int = MAX_BYTES, errors: str = "strict") -> str:
-    """Return the text of a regular file in UTF-8, without a byte order mark.
-
-    Args:
-        errors: as for `open`.
+    """Return the text of a regular file in UTF-8, without a byte order mark; `errors` as in `open`.
 
     Raises OSError if it is another kind of file or has more than `max_bytes`, which may be a sparse
     file that takes no space on the disk; and ValueError if it is not UTF-8.
