@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ import task
 from engine import UserError, cli, distributed
 from engine.checkpoint import format as checkpoint_format
 from engine.checkpoint.archive import security_warning
+from engine.checkpoint.restore import build_with
 from engine.data.folders import list_images
 from engine.export import export_model
 from engine.monitoring.meter import NanCounter
@@ -80,12 +82,13 @@ def load_model(path: Path) -> tuple[nn.Module, dict]:
     try:
         num_classes = len(metadata.setdefault("classes", []))
         options = metadata.setdefault("model_options", {})  # which older checkpoints lack
-        model = task.build_model(metadata["arch"], num_classes, **options)
-        model.load_state_dict(state[checkpoint_format.best_weights(state)])
-    except (RuntimeError, TypeError, AttributeError, LookupError, ValueError):
+        build = partial(task.build_model, metadata["arch"], num_classes, **options)
+        weights = state[checkpoint_format.best_weights(state)]
+        model = build_with(weights, build)
+    except (RuntimeError, TypeError, AttributeError, LookupError, ValueError) as error:
         raise UserError(
             f"{path}: its weights do not fit {metadata['arch']} as task.py builds it now; use the "
-            "task.py that it was trained with"
+            f"task.py that it was trained with ({shorten(str(error), 160)})"
         ) from None
     return model.eval(), metadata
 

@@ -28,11 +28,11 @@ from torchvision import tv_tensors
 CPU = torch.device("cpu")
 
 
-def write_bomb(path: Path) -> None:
+def write_bomb(path: Path, width: int = 50_000, height: int = 50_000) -> None:
     """Write a PNG of a few bytes, and gigabytes of pixels."""
     Image.new("L", (1, 1)).save(path, "PNG")
     data = bytearray(path.read_bytes())
-    data[16:24] = struct.pack(">II", 50_000, 50_000)
+    data[16:24] = struct.pack(">II", width, height)
     data[29:33] = struct.pack(">I", zlib.crc32(data[12:29]))
     path.write_bytes(data)
 
@@ -47,6 +47,7 @@ HOSTILE = {
     "postscript": (lambda path: path.write_text("%!PS-Adobe-3.0 EPSF"), "cannot identify"),
     "huge": (lambda path: (path.touch(), os.truncate(path, 2**40)), "more than 1073741824"),
     "bomb": (write_bomb, "could be decompression bomb DOS attack."),
+    "large": (partial(write_bomb, height=1790), "it has 89500000 pixels, more than 89478485"),
 }
 
 

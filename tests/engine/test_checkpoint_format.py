@@ -26,8 +26,9 @@ from engine.checkpoint import archive as archive_module
 from engine.checkpoint import format as checkpoint
 from engine.checkpoint.archive import read
 from engine.checkpoint.inspection import check_tuples
-from engine.checkpoint.restore import restore
+from engine.checkpoint.restore import restore, restore_average
 from engine.data.images import MAX_SIZE, ImageSpec
+from engine.optim import Ema
 from torch import nn
 
 NATIVE = backend.load_backend("native", "O1")
@@ -439,6 +440,7 @@ INVALID_IMAGES = [
         {"metadata": {"arch": 18}},
         {"metadata": {"classes": "ab"}},
         {"metadata": {"classes": ["a", 1]}},
+        {"metadata": {"classes": ["a"] * 1641}},  # of a model with 1,640 weights
         {"metadata": {"samples": 40}},
         {"metadata": {"samples": {"train": "text"}}},
         {"metadata": {"samples": {"val": torch.zeros(3)}}},
@@ -493,6 +495,32 @@ def test_another_shape_is_rejected(whole: Path, part: str) -> None:
     checkpoint.write(whole, entries)
     with pytest.raises(UserError, match="does not fit"):
         restore(whole, checkpoint.load(whole), state_of(model, optimizer))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64])
+@pytest.mark.parametrize("part", ["weight", "moment", "average"])
+def test_another_type_is_rejected(whole: Path, part: str, dtype: torch.dtype) -> None:
+    """torch would convert it without a warning; it does so between floats."""
+    model, optimizer = small()
+    state = TrainingState(model, optimizer, NATIVE, Ema(model, 0.9))
+    for one in (torch.float16, torch.float64, dtype):
+        entries = entries_of(model, optimizer) | {"ema": dict(state.ema.module.state_dict())}
+        moments = entries["optimizer"]["state"][0]
+        for values, name, where in (
+            (entries["model"], "weight", "weight"),
+            (moments, "exp_avg", "moment"),
+            (entries["ema"], "weight", "average"),
+        ):
+            if where == part:
+                values[name] = values[name].to(one)
+        checkpoint.write(whole, entries)
+        loaded = checkpoint.load(whole)
+        if one != dtype:
+            restore(whole, loaded, state)
+            restore_average(loaded["ema"], state)
+    with pytest.raises((UserError, ValueError), match=f" is {dtype}, not torch.float32"):
+        restore(whole, loaded, state)
+        restore_average(loaded["ema"], state)
 
 
 @pytest.mark.parametrize("kind", [FusedAdam, torch.optim.AdamW])

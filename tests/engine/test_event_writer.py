@@ -3,8 +3,10 @@
 import os
 import subprocess
 import sys
+import time
 
 import pytest
+from engine.monitoring.events import EventWriter
 from fresh import TEMPLATE
 
 SCRIPT = """
@@ -60,6 +62,19 @@ def test_event_writer_raises_in_the_failed_call(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\n")[0] == "File too large"
     assert done.stderr == ""
+
+
+def test_steps_after_the_clock_was_set_back_are_shown(tmp_path, monkeypatch):
+    """TensorBoard reads the files in the order of their names, which are times."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    now = time.time_ns()
+    for step, minutes in enumerate((0, -60, -60, 30)):
+        monkeypatch.setattr(time, "time_ns", lambda minutes=minutes: now + minutes * 60 * 10**9)
+        EventWriter(tmp_path, step).add_scalars("step", {"loss": 1.0}, step + 1)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == [f"events.out.tfevents.{now + ns}" for ns in (0, 1, 2, 1800 * 10**9)]
+    shown = accumulator.EventAccumulator(str(tmp_path)).Reload()
+    assert [point.step for point in shown.Scalars("step/loss")] == [1, 2, 3, 4]
 
 
 def test_summary_writer_prints_a_traceback_from_its_thread(tmp_path):

@@ -93,6 +93,19 @@ def test_links_that_loop_or_repeat_files_are_not_followed(root, capsys):
     assert "class folders without images: 2 (here, up)" in said
 
 
+@pytest.mark.parametrize("target", ["train/cat", "elsewhere"])
+def test_two_classes_that_are_one_folder_are_an_error(root, target):
+    """Its images would have two labels. A link to a folder elsewhere is a class like others."""
+    names = list_classes(root)[1]
+    add(root.parent / "elsewhere", "4.jpg")
+    (root / "lynx").symlink_to(root.parent / "elsewhere")
+    assert list_classes(root)[1] == sorted([*names, "lynx"])
+    (root / "puma").symlink_to(root / ".." / target)
+    first = Path(target).name.replace("elsewhere", "lynx")
+    with pytest.raises(UserError, match=f"^{root}: {first} and puma are the same folder, so"):
+        list_classes(root)
+
+
 def test_long_scan_reports_its_progress(root, capsys, monkeypatch):
     monkeypatch.setattr(folders, "REPORT_EVERY_S", -1.0)
     list_classes(root)

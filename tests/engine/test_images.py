@@ -105,6 +105,22 @@ def test_decoded_pixels_equal_those_of_pil(decoder, tmp_path, name):
         assert torch.equal(image, functional.pil_to_tensor(expected.convert("RGB")))
 
 
+@pytest.mark.parametrize("suffix", ["jpg", "png", "webp"])
+def test_exif_orientation_is_not_applied(decoder, tmp_path, suffix):
+    path = tmp_path / f"rotated.{suffix}"
+    picture(40, 60).save(path, exif=ROTATED)
+    with Image.open(path) as image:
+        assert image.getexif()[0x0112] == 6
+    assert read_image(path).shape == (3, 40, 60)
+    assert images.read_encoded(str(path), centre).crop == centre(40, 60)
+
+
+def test_orientation_of_tiff_is_applied(tmp_path):
+    """PIL does so when it reads the file; no other library reads TIFF."""
+    picture(40, 60).save(tmp_path / "rotated.tif", tiffinfo={0x0112: 6})
+    assert read_image(tmp_path / "rotated.tif").shape == (3, 60, 40)
+
+
 def test_16_bit_images_are_scaled_to_8_bits(tmp_path):
     values = np.linspace(0, 65535, 600).reshape(20, 30).astype(np.uint16)
     Image.fromarray(values).save(tmp_path / "deep.png")

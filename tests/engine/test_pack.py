@@ -400,9 +400,13 @@ def test_packed_captions_are_those_of_the_folder(captions_folder, tmp_path, run_
     assert run_pack(out, "--verify") == 0
 
 
-def test_huge_file_of_captions_is_an_error(captions_folder):
+def test_huge_or_endless_file_of_captions_is_an_error(captions_folder):
     os.truncate(captions_folder / "train" / "captions.tsv", 2**40)
     with pytest.raises(UserError, match=r"captions.tsv can't be read .it has \d+ bytes, more"):
+        caption_datasets(captions_folder)
+    (captions_folder / "train" / "captions.tsv").unlink()
+    (captions_folder / "train" / "captions.tsv").symlink_to("/dev/zero")
+    with pytest.raises(UserError, match=r"captions.tsv can't be read .it is not a regular file"):
         caption_datasets(captions_folder)
 
 

@@ -250,6 +250,34 @@ def test_weights_that_are_not_finite_are_an_error(tmp_path: Path, value: float) 
         load_pretrained(model, file, "net")
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("0.weight", torch.int64), ("0.weight", torch.bool), ("1.running_var", torch.complex64)]
+    + [("1.num_batches_tracked", torch.float32)],
+)
+def test_weights_of_another_kind_are_an_error(
+    tmp_path: Path, name: str, dtype: torch.dtype
+) -> None:
+    """torch would convert them without a warning."""
+    file, model = str(tmp_path / "weights.pt"), nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    state = model.state_dict()
+    torch.save(state | {name: state[name].to(dtype)}, file)
+    with pytest.raises(
+        UserError, match=rf"--weights .*\({name} is {dtype}, not {state[name].dtype}"
+    ):
+        load_pretrained(model, file, "net")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_weights_of_another_precision_are_loaded(tmp_path: Path, dtype: torch.dtype) -> None:
+    file, model = str(tmp_path / "weights.pt"), nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    state = {name: torch.full_like(value, 2) for name, value in model.state_dict().items()}
+    counter = {"1.num_batches_tracked": torch.tensor(2, dtype=torch.int32)}
+    torch.save({name: value.to(dtype) for name, value in state.items()} | counter, file)
+    load_pretrained(model, file, "net")
+    torch.testing.assert_close(model.state_dict(), state, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("kind", ["expanded", "compressed"])
 def test_weights_larger_than_their_file_are_an_error(tmp_path: Path, kind: str) -> None:
     """They would fill the memory before their shape is compared."""

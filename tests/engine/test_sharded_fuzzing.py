@@ -331,6 +331,22 @@ def test_tensor_of_another_type_than_in_the_index_is_refused(folder: Path) -> No
         format.load(folder)
 
 
+@pytest.mark.parametrize("name", ["model.0.weight", "ema.0.weight", "optimizer.0.exp_avg"])
+@pytest.mark.parametrize("is_folder", [True, False])
+def test_tensor_of_another_type_than_the_model_is_refused(
+    folder: Path, tmp_path: Path, name: str, is_folder: bool
+) -> None:
+    entries = format.load(folder)
+    part, _, key = name.partition(".")
+    values = entries["optimizer"]["state"][0] if part == "optimizer" else entries[part]
+    key = key.removeprefix("0.") if part == "optimizer" else key
+    values[key] = values[key].to(torch.complex64)
+    path = tmp_path / ("step-3" if is_folder else "step-3.pt")
+    sharded.write(path, entries, dist.group.WORLD) if is_folder else format.write(path, entries)
+    with pytest.raises(UserError, match=r"is torch.complex64, not torch.float32"):
+        manager_of(tmp_path / "run").resume(path, 10)
+
+
 def test_chunk_that_serves_many_tensors_is_refused(folder: Path, allocated: list[int]) -> None:
     def repeat(index: dict) -> None:
         index.update({f"model.extra{number}": index["model.0.weight"] for number in range(999)})
@@ -365,6 +381,12 @@ def test_index_of_torch_is_not_read(folder: Path) -> None:
     (folder / ".metadata").write_bytes(b"cbuiltins\nexit\n(tR.")
     entries = format.load(folder)
     assert entries["step"] == 2 and entries["model"]["0.weight"].shape == (4, 3)
+
+
+def test_index_of_gigabytes_is_not_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_storage, "MAX_TABLE_BYTES", 10)
+    with pytest.raises(UserError, match=r"index.json is torn or altered"):
+        format.load(folder)
 
 
 def test_link_to_a_checkpoint_is_removed_alone(folder: Path, tmp_path: Path) -> None:

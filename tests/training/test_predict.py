@@ -227,6 +227,44 @@ def test_unusable_checkpoints(
         predicted(checkpoint, images)
 
 
+def test_metadata_of_another_model_is_an_error_before_memory_is_allocated(
+    generated: Project,
+    predicted: Predicted,
+    model: Model,
+    images: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Altered metadata may name as many classes, or as large a model, as no memory holds."""
+    other = {"arch": "lraspp_mobilenet_v3_large" if model.arch == "unet" else "resnet18"}
+    altered, classes = [other], model.metadata["classes"]
+    if classes:  # images with captions have none
+        altered.append({"classes": [*classes, "another"]})
+    build, devices = generated.task.build_model, []
+
+    def build_model(*arguments: object, **options: object) -> nn.Module:
+        devices.append(torch.get_default_device().type)
+        return build(*arguments, **options)
+
+    weights = model.build(1).state_dict()
+    monkeypatch.setattr(generated.task, "build_model", build_model)
+    for change in altered:
+        path = model.save(images / "best.pt", weights, metadata=model.metadata | change)
+        with pytest.raises(UserError, match=f"^{path}: its weights do not fit"):
+            predicted(path, images)
+    assert devices == ["meta"] * len(altered)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64])
+def test_weights_of_another_type_are_an_error(
+    predicted: Predicted, model: Model, images: Path, dtype: torch.dtype
+) -> None:
+    weights = model.build(1).state_dict()
+    name = next(iter(weights))
+    path = model.save(images / "best.pt", weights | {name: weights[name].to(dtype)})
+    with pytest.raises(UserError, match=rf"^{path}: .*{name} is {dtype}, not torch.float32"):
+        predicted(path, images)
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

@@ -373,6 +373,17 @@ def test_invalid_class_list_is_an_error(folder, text, words):
     refused(folder, "classes.txt", words)
 
 
+@pytest.mark.parametrize("name", ["classes.txt", "objectInfo150.txt"])
+def test_class_list_without_an_end_or_of_gigabytes_is_an_error(folder, name):
+    (folder / "classes.txt").unlink()
+    (folder / name).symlink_to("/dev/zero")
+    refused(folder, folder / name, "can't be read (it is not a regular file)")
+    (folder / name).unlink()
+    (folder / name).touch()
+    os.truncate(folder / name, 2**40)
+    refused(folder, folder / name, "it has 1099511627776 bytes, more than 67108864")
+
+
 def test_class_list_encoding_and_trailing_blank_lines(folder):
     (folder / "classes.txt").write_bytes("sky\ntree\nmaïs\n".encode("latin-1"))
     refused(folder, "classes.txt is not UTF-8")

@@ -87,13 +87,13 @@ def open_regular(path: str | os.PathLike, max_bytes: int = 2**63) -> FileIO:
     return FileIO(path)
 
 
-def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
-    """Return the text of a regular file in UTF-8, without a byte order mark.
+def read_text(path: Path, max_bytes: int = MAX_BYTES, errors: str = "strict") -> str:
+    """Return the text of a regular file in UTF-8, without a byte order mark; `errors` as in `open`.
 
     Raises OSError if it is another kind of file or has more than `max_bytes`, which may be a sparse
     file that takes no space on the disk; and ValueError if it is not UTF-8.
     """
-    with TextIOWrapper(BufferedReader(open_regular(path, max_bytes)), "utf-8-sig") as file:
+    with TextIOWrapper(BufferedReader(open_regular(path, max_bytes)), "utf-8-sig", errors) as file:
         return file.read(max_bytes)  # some files have a size of 0 and no end
 
 

@@ -70,8 +70,10 @@ def load_pretrained(
         layers = [name for name in shared if other[name].shape != own[name].shape]
         head, note = _adapt_head(state, layers, saved_classes, classes)
     try:
-        target.load_state_dict(own | {name: state[name] for name in shared if name not in head})
-    except RuntimeError as error:  # a type that cannot be converted
+        loaded = {name: state[name] for name in shared if name not in head}
+        validation.check_like(loaded, own)
+        target.load_state_dict(own | loaded)
+    except (RuntimeError, ValueError) as error:  # a type that cannot be converted
         reason = shorten(str(error), 160)
         raise UserError(f"--weights {source}: they can't be loaded ({reason})") from None
     warning = security_warning(Path(source)) if Path(source).is_file() else ""

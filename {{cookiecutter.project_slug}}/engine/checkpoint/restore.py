@@ -1,5 +1,7 @@
 """Restoring a checkpoint's entries: model, optimizer, loss scalers, average, random numbers."""
 
+import warnings
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from textwrap import shorten
@@ -7,14 +9,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.optim import Optimizer
 
 from engine import UserError
 from engine.backend import unwrap
 from engine.checkpoint.format import TrainingState
-from engine.checkpoint.validation import MAX_COUNT, is_number
+from engine.checkpoint.validation import MAX_COUNT, check_like, is_number
 from engine.data import mix_seeds, seed_everything, set_rng_state
 from engine.monitoring.meter import LOSS, Sums
 
@@ -38,6 +40,7 @@ def restore(path: Path, entries: dict[str, Any], state: TrainingState) -> str:
         module = unwrap(state.model)
         if not hasattr(module, "module"):  # old scripts often save the model in its wrapper
             consume_prefix_in_state_dict_if_present(entries["model"], "module.")
+        check_like(entries["model"], module.state_dict())
         state.backend.load_fp32_state_dict(state.model, state.optimizer, entries["model"])
         _restore_optimizer_if_own(state.optimizer, entries)
         # A static scale is this run's own, and is no value to start a dynamic scale with.
@@ -54,6 +57,27 @@ def restore(path: Path, entries: dict[str, Any], state: TrainingState) -> str:
             f"({reason})"
         ) from None
     return _describe_missing_moments(state.optimizer) if entries["step"] else ""
+
+
+def build_with(weights: dict[str, Tensor], build_model: Callable[[], nn.Module]) -> nn.Module:
+    """Return the model of `build_model`, on the CPU, with these weights.
+
+    First a model without memory gets them, because altered metadata can make `build_model` need any
+    amount. Raises RuntimeError or ValueError if they do not fit.
+    """
+    for device in ("meta", "cpu"):
+        try:
+            with torch.device(device):
+                model = build_model()
+        except RuntimeError:
+            if device == "cpu":
+                raise
+            continue  # it computes with values
+        check_like(weights, model.state_dict())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # nothing is copied to the first one
+            model.load_state_dict(weights)
+    return model
 
 
 def _describe_missing_moments(optimizer: Optimizer) -> str:
@@ -73,6 +97,7 @@ def restore_average(average: dict[str, Tensor] | None, state: TrainingState) -> 
     if ema is None:
         return ", without its average of the weights (--ema)" if average else ""
     weights = average or state.backend.fp32_state_dict(state.model, state.optimizer)
+    check_like(weights, ema.module.state_dict())
     ema.module.load_state_dict(weights)
     return "" if average else "; it has no average of the weights, which starts here"
 
@@ -163,14 +188,13 @@ def _check_state(index: int, parameter: Tensor, saved: dict[str, Any], is_adam: 
     if missing:
         raise ValueError(f"parameter {index} has no {min(missing)}")
     for name, value in saved.items():
+        entry = f"{name} of parameter {index}"
         if name in MOMENTS or isinstance(value, Tensor) and value.dim():
             if value is None and not is_adam:  # as torch's SGD without momentum saves it
                 continue
-            if value.shape != parameter.shape or value.is_complex() != parameter.is_complex():
-                shapes = f"{tuple(value.shape)}, not {tuple(parameter.shape)}"
-                raise ValueError(f"{name} of parameter {index} is {shapes}")
+            check_like({entry: value}, {entry: parameter})
         elif value is not None:
-            _check_number(f"{name} of parameter {index}", value, is_count=name == "step")
+            _check_number(entry, value, is_count=name == "step")
 
 
 def _check_number(name: str, value: Any, is_count: bool) -> None:

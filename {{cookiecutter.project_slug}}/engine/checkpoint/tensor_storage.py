@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties
 from torch.futures import Future
 
-from engine import replacing
+from engine import MAX_TABLE_BYTES, read_text, replacing
 from engine.checkpoint.archive import read
 from engine.checkpoint.validation import check_sizes, first_nan
 
@@ -111,7 +111,8 @@ def read_index(folder: Path, sizes: Mapping[str, int]) -> dict[str, Entry]:
         sizes: in bytes, of the files in the folder.
     """
     index = {}
-    for name, (shape, dtype, chunks) in json.loads((folder / INDEX).read_text()).items():
+    content = json.loads(read_text(folder / INDEX, MAX_TABLE_BYTES))
+    for name, (shape, dtype, chunks) in content.items():
         index[name] = Entry(tuple(shape), DTYPES[dtype], [Chunk(*one) for one in chunks])
         index[name].check(sizes)
     total = sum(chunk.length for entry in index.values() for chunk in entry.chunks)

@@ -2,7 +2,7 @@
 
 import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,10 @@ def check_values(path: Path, entries: dict[str, Any]) -> None:
     are_valid = all(map(_is_rank, entries["ranks"]))
     if not are_valid or entries["samples"] and not any(map(_has_losses, entries["ranks"])):
         raise UserError(f"{path}: the state of its processes is altered; use another one")
-    if not is_metadata(entries["metadata"]):
+    metadata = entries["metadata"]
+    weights = sum(tensor.numel() for _, tensor in _named_tensors(entries["model"]))
+    # A model has more weights than classes. Here, there are none if the checkpoint is sharded.
+    if not is_metadata(metadata) or 0 < weights < len(metadata.get("classes", [])):
         raise UserError(f"{path}: its metadata is altered; use another one")
     scalers = entries.get("amp", {})
     scalers = scalers.values() if isinstance(scalers, dict) else [{}]
@@ -198,6 +201,26 @@ def check_sizes(path: Path, entries: dict[str, Any]) -> None:
         # Strides can repeat one element without end.
         if not is_plain or tensor.nbytes > tensor.untyped_storage().nbytes():
             raise UserError(f"{path}: {name} is larger than what is stored; use another one")
+
+
+def check_like(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Raise ValueError for a tensor of another shape or kind than the one of its name in `own`.
+
+    torch would convert it without a warning: complex numbers would lose their imaginary parts.
+    """
+    for name, ours in own.items():
+        if name not in state or not isinstance(ours, Tensor):
+            continue
+        theirs = state[name]
+        if theirs.shape != ours.shape:
+            raise ValueError(f"{name} is {tuple(theirs.shape)}, not {tuple(ours.shape)}")
+        if _kind(theirs.dtype) != _kind(ours.dtype):
+            raise ValueError(f"{name} is {theirs.dtype}, not {ours.dtype}")
+
+
+def _kind(dtype: torch.dtype) -> tuple[bool, bool, bool]:
+    """Return a value that floats of all widths share, as do integers and complex numbers."""
+    return dtype.is_floating_point, dtype.is_complex, dtype == torch.bool
 
 
 def first_nan(entries: dict[str, Any]) -> str | None:

@@ -63,7 +63,7 @@ def read_captions(folder: Path, limit: int) -> list[tuple[Path, bytes]]:
             file that is missing or outside the folder.
     """
     path = folder / "captions.tsv"
-    if not path.is_file():
+    if not path.exists():
         raise UserError(f"{path} is missing: it has FILE, a tab, and TEXT in each line")
     pairs = []
     for number, line in enumerate(read_lines(path), 1):

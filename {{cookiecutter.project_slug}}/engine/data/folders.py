@@ -11,6 +11,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from engine import UserError, distributed, summarize
 from engine.data import shards
+from engine.text import printable
 
 LISTS = (*shards.CLASS_FILES, "captions.tsv")
 REPORT_EVERY_S = 10.0
@@ -76,10 +77,10 @@ class Scan:
     def walk(self, folder: str, others: Sequence[str] = ()) -> list[str]:
         """Return the image files in a folder and in those below, links included.
 
-        Each folder is read once, whatever links lead to it. Links to `others`, and to a folder that
-        holds the root, are not followed.
+        Each folder is read once, whatever links lead to it. Links to `others`, which are real
+        paths, and to a folder that holds the root, are not followed.
         """
-        seen = set(map(os.path.realpath, (folder, *others)))
+        seen = {os.path.realpath(folder), *others}
         pending = [(folder, os.path.realpath(folder))]
         links: list[os.DirEntry] = []  # follow the folders, so that a folder has its own path
         found: list[tuple[str, list[str]]] = []
@@ -163,7 +164,7 @@ def list_classes(
         classes: those of the training set, for the validation set: no others may occur.
 
     Raises:
-        UserError: if the folder holds no images, or other classes.
+        UserError: if the folder holds no images, or other classes, or two are one folder.
     """
     if shards.is_packed(folder):
         return _list_packed(folder, classes)
@@ -171,7 +172,8 @@ def list_classes(
     subfolders, outside = scan.read(scan.root)
     for entry in outside:
         scan.ignore(OUTSIDE, entry.path)
-    others = [scan.root, *(entry.path for entry in subfolders)]
+    targets = {entry.name: os.path.realpath(entry.path) for entry in subfolders}
+    others = [os.path.realpath(scan.root), *targets.values()]
     files = {
         entry.name: [] if scan.leads_back(entry.path) else scan.walk(entry.path, others)
         for entry in subfolders
@@ -180,6 +182,7 @@ def list_classes(
     for entry in subfolders:
         if not files[entry.name]:
             scan.ignore(EMPTY, entry.path)
+    _require_distinct(folder, {name: targets[name] for name in found})
     if not found:
         scan.report()
         raise UserError(f"{folder} holds no images (CLASS/IMAGE.jpg or .png)")
@@ -192,6 +195,18 @@ def list_classes(
             scan.ignore(ABSENT, os.path.join(scan.root, name))
     scan.report()
     return [(path, labels[name]) for name in found for path in files[name]], list(classes)
+
+
+def _require_distinct(folder: Path, targets: dict[str, str]) -> None:
+    """Raise UserError if two classes have the same real path, of those in `targets`."""
+    names: dict[str, str] = {}
+    for name, target in targets.items():
+        first = names.setdefault(target, name)
+        if first != name:
+            raise UserError(
+                f"{folder}: {printable(first)} and {printable(name)} are the same folder, so its "
+                "images have two labels; remove the link"
+            )
 
 
 def _require_known(folder: Path, found: Sequence[str], classes: Sequence[str]) -> None:

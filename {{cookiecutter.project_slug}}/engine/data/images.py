@@ -48,6 +48,7 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, in RGB
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 EXIF = re.compile(rb"\xff\xe1(..Exif\0\0)", re.DOTALL)  # a segment of a JPEG file, APP1
 MAX_RATIO = 64  # of the sides of an image that is resized, see `trim`
+MAX_PIXELS = 2**30 // 12  # of an image that is read: PIL warns of more
 MAX_SIDE = 4096  # of an image that the GPU decodes
 MAX_SIZE = 2**14  # height and width of a model's images
 INTERPOLATIONS = ("bilinear", "bicubic")
@@ -143,6 +144,7 @@ def read_encoded(path: str, choose_crop: Callable[[int, int], Crop]) -> Encoded:
     with naming_errors(path, "an image"):
         data = read_file(path)
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:  # reads only the header
+            _check_size(image)
             width, height = image.size
             suits_gpu = _suits_gpu(image, data)
             if isinstance(image, JpegImageFile) and "exif" in image.info:
@@ -172,7 +174,15 @@ def open_image(path: Path, kind: str = "an image") -> Iterator[Image.Image]:
         open_file(path) as file,
         Image.open(file, formats=FORMATS) as image,
     ):
+        _check_size(image)
         yield image
+
+
+def _check_size(image: Image.Image) -> None:
+    """Raise OSError for an image that would take more than a gigabyte to decode."""
+    pixels = math.prod(image.size)
+    if pixels > MAX_PIXELS:
+        raise OSError(0, f"it has {pixels} pixels, more than {MAX_PIXELS}")
 
 
 def read_labels(path: Path) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine import UserError, distributed, summarize
+from engine import UserError, distributed, read_text, summarize
 from engine.data import shards
 from engine.data.files import FileError
 from engine.data.folders import list_flat
@@ -77,17 +77,21 @@ def read_classes(data: Path, ignore_index: int | None) -> tuple[list[str], Tenso
     objectInfo150.txt will do as well: there 0 stands for whatever has no name.
     """
     own, ade20k = (data / name for name in shards.CLASS_FILES)
-    if own.is_file():
-        try:
-            names = own.read_text(encoding="utf-8-sig").rstrip().splitlines()
-        except UnicodeDecodeError:
-            raise UserError(f"{own} is not UTF-8; save it as that") from None
-    elif ade20k.is_file():
-        lines = ade20k.read_text(encoding="utf-8", errors="replace").rstrip().splitlines()[1:]
-        names = ["other", *(line.strip().split("\t")[-1] for line in lines)]
-        ignore_index = 0 if ignore_index is None else ignore_index
-    else:
-        raise UserError(f"{own} is missing: it has the name of a class in each line, from label 0")
+    try:
+        if own.exists() or not ade20k.exists():
+            names = read_text(own).rstrip().splitlines()
+        else:
+            lines = read_text(ade20k, errors="replace").rstrip().splitlines()[1:]
+            names = ["other", *(line.strip().split("\t")[-1] for line in lines)]
+            ignore_index = 0 if ignore_index is None else ignore_index
+    except FileNotFoundError:
+        raise UserError(
+            f"{own} is missing: it has the name of a class in each line, from label 0"
+        ) from None
+    except UnicodeDecodeError:
+        raise UserError(f"{own} is not UTF-8; save it as that") from None
+    except OSError as error:
+        raise UserError(f"{error.filename} can't be read ({error.strerror}); correct it") from None
     if not 0 < len(names) <= IGNORED:
         raise UserError(f"{own} must hold 1 to {IGNORED} names, one in each line")
     for number, name in enumerate(names, 1):

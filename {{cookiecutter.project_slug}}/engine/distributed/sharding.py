@@ -130,14 +130,16 @@ def _copy_shard(own: Any, whole: Tensor) -> None:
 def distribute_like(own: Tensor, whole: Tensor) -> Tensor:
     """Return this process's shard of `whole`, sharded as `own` is; `whole` itself if it is not.
 
+    The type stays that of `whole`, which is checked later.
+
     Raises ValueError if their shapes differ.
     """
     if not isinstance(own, DTensor):
         return whole
     if own.shape != whole.shape:
         raise ValueError(f"a tensor is {tuple(whole.shape)}, not {tuple(own.shape)}")
-    result = torch.empty_like(own)
-    _copy_shard(result, whole.to(dtype=own.dtype, device=own.device_mesh.device_type))
+    result = torch.empty_like(own, dtype=whole.dtype)
+    _copy_shard(result, whole.to(own.device_mesh.device_type))
     return result
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from PIL import Image
 
+PREFIX = "events.out.tfevents"
+
 
 class EventWriter:
     """Writer of a TensorBoard event file for the steps after `step`.
@@ -22,7 +24,10 @@ class EventWriter:
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._event_type = event_pb2.Event
-        path = folder / f"events.out.tfevents.{time.time_ns()}"  # TensorBoard sorts by name
+        # TensorBoard reads the files in the order of their names. The clock may have been set back.
+        numbers = [path.suffix[1:] for path in folder.glob(f"{PREFIX}.*")]
+        last = max((int(number) for number in numbers if number.isdecimal()), default=0)
+        path = folder / f"{PREFIX}.{max(time.time_ns(), last + 1)}"
         self.writer = RecordWriter(path.open("wb"))
         self._write(file_version="brain.Event:2")
         # Hides events of later steps, which a stopped run wrote after its last checkpoint.
