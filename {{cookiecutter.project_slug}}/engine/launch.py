@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import re
+import secrets
 import signal
 import sys
 import threading
@@ -20,6 +21,7 @@ from typing import NoReturn
 from engine import EXIT_USAGE, UserError
 
 LAUNCHER = "ENGINE_LAUNCH_PID"  # environment variable with the process id of the launcher
+LAUNCH_ID = "ENGINE_LAUNCH_ID"  # the same with an id that all launchers of a job share
 RESTART = "ENGINE_RESTART"  # the same with the reason, in processes that replace others
 USAGE_SIGNAL = signal.SIGUSR2  # makes the launcher exit with EXIT_USAGE
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, USAGE_SIGNAL}
@@ -31,6 +33,7 @@ POLL_S = 0.2
 def main() -> None:
     """Run torchrun; exit with 0, the first failing process's status, or 128 + its signal."""
     os.environ[LAUNCHER] = str(os.getpid())
+    os.environ[LAUNCH_ID] = secrets.token_hex(8)
     for name in [name for name in os.environ if name.startswith("PET_")]:
         del os.environ[name]  # torchrun reads the options that run.sh does not set from these
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if ignored, a failed process would exit with 0

@@ -22,7 +22,8 @@ from engine.text import csv_cell
 TABLE = "metrics.csv"
 CONFIG = "config.json"
 POSITION = ("epoch", "step")
-METRIC, METRIC_MODE = "METRIC", "METRIC_MODE"  # in config.json, in addition to the flags
+METRIC, METRIC_MODE, LAUNCH = "METRIC", "METRIC_MODE", "LAUNCH"
+FACTS = (METRIC, METRIC_MODE, LAUNCH)  # in config.json, in addition to the flags
 
 
 @dataclass
