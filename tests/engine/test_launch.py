@@ -180,3 +180,12 @@ def test_reason_of_a_restart_and_the_id_of_the_launch_are_passed_on(launch):
     launch_id = first.removesuffix(" None")
     assert re.fullmatch(r"[0-9a-f]{16}", launch_id)
     assert re.fullmatch(rf"{launch_id} process \d+ was ended by SIGKILL", second)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_signal_to_one_process_before_it_can_save_is_not_followed_by_a_restart(launch, name):
+    """After its first step, it would save and exit with the same status."""
+    stop = f"print('started', flush=True); os.kill(os.getpid(), signal.{name}); {WAIT}"
+    status, output = launch(UNBLOCK, stop, "--max-restarts=3").end()
+    assert status == 128 + signal.Signals[name], output
+    assert output.count("started") == 1
