@@ -157,8 +157,7 @@ def main() -> None:
         os.environ["APEX_NATIVE_FILL"] = sys.argv.pop(1)  # for the script's own processes, too
     is_module = sys.argv[1:2] == ["-m"] and len(sys.argv) > 2
     if not is_module and (len(sys.argv) < 2 or not Path(sys.argv[1]).is_file()):
-        usage = "usage: python -m apex_native SCRIPT.py [its arguments], or -m MODULE"
-        print(usage, file=sys.stderr)
+        sys.stderr.write("usage: python -m apex_native SCRIPT.py [its arguments], or -m MODULE\n")
         sys.exit(2)
     install()
     try:
