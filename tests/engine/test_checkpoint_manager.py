@@ -21,6 +21,7 @@ from engine.checkpoint import format as checkpoint
 from engine.data import mix_seeds, seed_everything
 from engine.distributed import watchdog
 from engine.distributed.watchdog import StopSignals
+from engine.launch import LAUNCH_ID
 from engine.monitoring.meter import Meter
 from engine.monitoring.metric import MonitoredMetric
 from engine.optim import Ema
@@ -752,6 +753,7 @@ def test_missing_checkpoints_and_classes_are_left_to_the_resume(
 
 
 SETTINGS = {"lr": 0.1, "steps": 5, "workers": 4}
+SLURM_JOB, SLURM_COUNT = "SLURM_JOB_ID", "SLURM_RESTART_COUNT"
 
 
 def resumed_after_restart(folder: str, choice: Path | None, **changed: object) -> tuple:
@@ -791,6 +793,57 @@ def test_a_restart_in_the_folder_of_another_run_is_an_error(
         two_processes(resumed_after_restart, str(tmp_path), None, lr=0.2)
     for path, _ in two_processes(resumed_after_restart, str(tmp_path), Path("auto"), lr=0.2):
         assert path == tmp_path / "last.pt"
+
+
+def resumed_in_launch(folder: str, variables: dict[str, str], by_rank: bool = False) -> tuple:
+    """Return what `resumed_after_restart` does, and whether the logger continues a run."""
+    if by_rank:  # each host has its own disk
+        folder = f"{folder}/{dist.get_rank()}"
+    manager = manager_of(folder, settings=SETTINGS)
+    variables = {"TORCHELASTIC_RESTART_COUNT": "1"} | variables
+    with mock.patch.dict(os.environ, variables):
+        path = manager.resume(None, 10)
+    return path, manager.logger.is_restart
+
+
+@pytest.mark.parametrize(
+    ("launch", "variables", "is_continued"),
+    [
+        ({LAUNCH_ID: "ours"}, {LAUNCH_ID: "ours"}, True),
+        ({LAUNCH_ID: "theirs"}, {LAUNCH_ID: "ours"}, False),
+        ({}, {LAUNCH_ID: "ours"}, False),
+        # A requeued job of SLURM has another launcher; a job may start several launchers.
+        ({SLURM_JOB: "7"}, {LAUNCH_ID: "ours", SLURM_JOB: "7", SLURM_COUNT: "1"}, True),
+        ({SLURM_JOB: "6"}, {LAUNCH_ID: "ours", SLURM_JOB: "7", SLURM_COUNT: "1"}, False),
+        ({SLURM_JOB: "7"}, {LAUNCH_ID: "ours", SLURM_JOB: "7"}, False),
+    ],
+    ids=["own", "older", "unknown", "requeued", "other job", "same job"],
+)
+def test_a_restart_continues_only_what_its_launch_began(
+    two_processes: Processes,
+    tmp_path: Path,
+    launch: dict[str, str],
+    variables: dict[str, str],
+    is_continued: bool,
+) -> None:
+    two_processes(saved_once, str(tmp_path), 3)
+    (tmp_path / "config.json").write_text(json.dumps(SETTINGS | {"LAUNCH": launch}))
+    expected = (tmp_path / "last.pt" if is_continued else None, is_continued)
+    assert two_processes(resumed_in_launch, str(tmp_path), variables) == [expected] * 2
+
+
+def test_a_restart_continues_the_run_of_another_host(
+    two_processes: Processes, tmp_path: Path
+) -> None:
+    variables = {LAUNCH_ID: "ours"}
+    for rank, launch in ((0, {LAUNCH_ID: "older"}), (1, variables)):  # rank 0 was on the other host
+        (tmp_path / str(rank)).mkdir()
+        config = SETTINGS | {"LAUNCH": launch}
+        (tmp_path / str(rank) / "config.json").write_text(json.dumps(config))
+    prepared(tmp_path / "1", {2: 0.0})
+    found = two_processes(resumed_in_launch, str(tmp_path), variables, True)
+    assert [path.name for path, _ in found] == ["step-2.pt"] * 2
+    assert all(is_continued for _, is_continued in found)
 
 
 @pytest.mark.parametrize(

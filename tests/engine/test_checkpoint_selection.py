@@ -152,6 +152,31 @@ def test_file_of_the_user_is_kept(tmp_path: Path) -> None:
     assert (tmp_path / "best").read_text() == "precious"
 
 
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_file_or_folder_that_the_user_makes_during_a_run_is_kept(
+    tmp_path: Path, is_folder: bool
+) -> None:
+    for step in (1, 2):
+        sharded_folder(tmp_path / f"step-{step}", str(step))
+    best = tmp_path / "best"
+    content = best / "photo" if is_folder else best
+    content.parent.mkdir(exist_ok=True)
+    content.write_text("precious")
+    with pytest.raises(UserError, match="best is no checkpoint, .*: move it away"):
+        files.alias(tmp_path / "step-1", "best.pt")
+    assert content.read_text() == "precious"
+    # As are folders with the name of a step; those of checkpoints, also damaged ones, are not.
+    for name in ("step-0/photo", "step-9/manifest.json"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text("precious")
+    (tmp_path / "step-1" / "manifest.json").write_text("torn")
+    (tmp_path / "step-1" / "index.json").touch()
+    files.prune(tmp_path, 1)
+    files.remove_later(tmp_path, 1)
+    assert {path.name for path in tmp_path.iterdir()} == {"best", "step-0", "step-9"}
+    assert (tmp_path / "step-9" / "manifest.json").read_text() == "precious"
+
+
 def test_names_of_sharded_checkpoints_are_free(tmp_path: Path) -> None:
     sharded_folder(tmp_path / "step-1", "")
     files.alias(tmp_path / "step-1", "last.pt")

@@ -67,6 +67,13 @@ def test_draws_any_rows(write_run, rows):
         assert min(image.size) > 500
 
 
+def test_draws_a_run_whose_folder_is_not_named_in_utf_8(write_run):
+    folder = write_run("run\udcff", [row(1)])
+    curves.main([str(folder)])
+    assert (folder / "curves.png").exists()
+    assert read_run(folder).name == str(folder).replace("\udcff", r"\udcff")
+
+
 @pytest.mark.parametrize("mode", ["max", "min"])
 def test_best_is_of_the_model_or_its_average(write_run, mode):
     rows = [row(epoch, f1=value, f1_ema=0.5) for epoch, value in enumerate((0.4, 0.9, 0.1), 1)]

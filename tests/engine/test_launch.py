@@ -170,11 +170,22 @@ def test_variables_of_torchrun_have_no_effect(launch):
     assert launch("", "", PET_NNODES="7", PET_MAX_RESTARTS="many").end() == (0, "")
 
 
-def test_reason_of_a_restart_is_passed_on(launch):
-    show = "print(os.environ.get('ENGINE_RESTART'), flush=True); time.sleep(0.5)"
+def test_reason_of_a_restart_and_the_id_of_the_launch_are_passed_on(launch):
+    names = "('ENGINE_LAUNCH_ID', 'ENGINE_RESTART')"
+    show = f"print(*map(os.environ.get, {names}), flush=True); time.sleep(0.5)"
     die = "os.environ['TORCHELASTIC_RESTART_COUNT'] == '1' or os.kill(os.getpid(), 9)"
     status, output = launch("", f"{show}; {die}", "--max-restarts=1").end()
     assert status == 0
     first, _, second = output.splitlines()
-    assert first == "None"
-    assert re.fullmatch(r"process \d+ was ended by SIGKILL", second)
+    launch_id = first.removesuffix(" None")
+    assert re.fullmatch(r"[0-9a-f]{16}", launch_id)
+    assert re.fullmatch(rf"{launch_id} process \d+ was ended by SIGKILL", second)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_signal_to_one_process_before_it_can_save_is_not_followed_by_a_restart(launch, name):
+    """After its first step, it would save and exit with the same status."""
+    stop = f"print('started', flush=True); os.kill(os.getpid(), signal.{name}); {WAIT}"
+    status, output = launch(UNBLOCK, stop, "--max-restarts=3").end()
+    assert status == 128 + signal.Signals[name], output
+    assert output.count("started") == 1

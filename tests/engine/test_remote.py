@@ -2,12 +2,16 @@
 
 import errno
 import fcntl
+import gzip
 import json
 import os
 import threading
 import time
 from argparse import Namespace
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import task
@@ -274,6 +278,61 @@ def test_missing_credentials_are_an_error_at_the_first_attempt(monkeypatch):
 def test_unusable_url_is_an_error(server, tmp_path, path, message):
     with pytest.raises(UserError, match=message):
         datasets(RemoteFolder(f"{server.url}/{path}", tmp_path / "cache", MANY))
+
+
+class Hostile(BaseHTTPRequestHandler):
+    """Server whose answers have no end, are compressed, or lead to themselves."""
+
+    encodings: ClassVar[set[str]] = set()  # that were asked for
+
+    def do_GET(self) -> None:  # noqa: N802 - a name of http.server
+        self.encodings.add(self.headers["Accept-Encoding"])
+        kind = self.path.split("/")[1]
+        self.send_response({"loop": 302, "range": 206}.get(kind, 200))
+        if kind == "loop":
+            self.send_header("Location", self.path)
+        if kind == "gzip":
+            self.send_header("Content-Encoding", "gzip")
+        self.end_headers()
+        bomb = gzip.compress(bytes(2**20))
+        with suppress(OSError):  # until the client closes the connection
+            while kind != "loop":
+                self.wfile.write(bomb if kind == "gzip" else bytes(2**16))
+
+    def log_message(self, *_: object) -> None:
+        """Log nothing."""
+
+
+@pytest.fixture
+def hostile():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hostile)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "part", "message"),
+    [
+        ("endless", (), "/endless/pack.json has more than 1000000 bytes"),
+        ("range", (5, 100), "the server ignores range requests"),
+        ("gzip", (), r"pack.json: the server compresses it \(gzip\)"),
+        ("gzip", (5, 100), r"pack.json: the server compresses it \(gzip\)"),
+        ("loop", (), r"pack.json can't be read \(too many redirects; attempts: 1\)"),
+    ],
+)
+def test_answers_of_a_hostile_server_are_read_up_to_a_limit(
+    hostile, monkeypatch, kind, part, message
+):
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(store, "MAX_BYTES", 10**6)
+    monkeypatch.setattr(store, "ATTEMPT_S", 5)
+    monkeypatch.setattr(store, "FIRST_DELAY_S", 0.01)
+    files = Store(f"{hostile}/{kind}")
+    with pytest.raises(UserError, match=message):
+        files.read("pack.json", *part)
+    assert Hostile.encodings == {"identity"}
 
 
 @needs_nginx

@@ -199,7 +199,7 @@ def save_over_another(folder: str) -> list[str]:
     """Return the messages of a run that saves where there is a damaged folder of that step."""
     manager = manager_of(Path(folder))
     if dist.get_rank() == 0:
-        (Path(folder) / "step-1").mkdir(parents=True)
+        (Path(folder) / "step-1").mkdir(parents=True, exist_ok=True)
     dist.barrier()
     train_a_step(manager)
     return list(manager.logger)
@@ -212,6 +212,18 @@ def test_damaged_folder_of_the_same_step_is_replaced(
         assert not [message for message in messages if "could not be written" in message]
     assert {one.name for one in tmp_path.iterdir()} >= {"last", "step-1"}
     manifest.validate(tmp_path / "step-1")
+
+
+def test_folder_of_the_user_with_the_name_of_a_step_is_kept(
+    two_processes: Processes, tmp_path: Path
+) -> None:
+    (tmp_path / "step-1").mkdir()
+    (tmp_path / "step-1" / "photo").touch()
+    with pytest.raises(
+        AssertionError, match=r"step-1 could not be written \(Directory not empty\)"
+    ):
+        two_processes(save_over_another, str(tmp_path))
+    assert (tmp_path / "step-1" / "photo").exists()
 
 
 def save_after_a_copy(folder: str) -> list[str]:

@@ -22,7 +22,7 @@ COMMAND = ("-c", "from apex_native.extras.command import main; main()")
         (["--help"], 0, "usage: apex-native run"),
         ([], 2, "usage: apex-native run"),
         (["fix", "script.py"], 2, "no command 'fix'"),
-        (["run", "missing.py"], 1, "usage: python -m apex_native"),
+        (["run", "missing.py"], 2, "usage: python -m apex_native"),
     ],
 )
 def test_command_line(run, arguments, status, text):

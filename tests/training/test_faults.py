@@ -146,6 +146,17 @@ def test_restart_after_a_killed_rank_is_bit_identical(project, whole, tmp_path):
     assert_same_run(tmp_path / "run", whole)
 
 
+@pytest.mark.slow
+def test_restart_before_the_folder_is_opened_leaves_an_older_run_alone(project, whole):
+    with started(project, whole, MAX_RESTARTS="1") as killed:
+        killed.wait_until(lambda: len(killed.ranks()) == 2)  # which import torch
+        os.kill(killed.ranks()[1], signal.SIGKILL)
+        status, _ = killed.end()
+    assert status == 2, killed.said
+    assert "1 of MAX_RESTARTS=1 are used" in killed.said
+    assert f"error: {whole} already holds a run: " in killed.said
+
+
 BREAK = """
 import os, sys, time, runpy
 import torch

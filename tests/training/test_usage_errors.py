@@ -92,6 +92,15 @@ def test_data_folder_without_val_is_an_error(project, image_folder):
     refused(project, "--data", image_folder, saying=image_folder / "val")
 
 
+def test_folder_whose_name_is_not_utf_8_is_an_error_if_torch_traces_code(project, tmp_path):
+    folder = tmp_path / "my\udcffproject"
+    shutil.copytree(project, folder)
+    done = run(folder, "--compile", "--dummy", "--output", tmp_path / "run", nproc=0)
+    assert done.returncode == 2
+    assert r"error: rename the folder " in done.stderr and r"my\udcffproject: " in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
 def test_train_folder_without_images_is_an_error(project, image_folder):
     for image in (image_folder / "train").glob("*/*"):
         image.unlink()

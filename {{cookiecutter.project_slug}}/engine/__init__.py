@@ -26,6 +26,16 @@ class UserError(Exception):
     """
 
 
+def require_traceable(folder: Path = Path(__file__).parent.parent) -> None:
+    """Raise UserError if torch can't trace code in the project's folder, because of its name."""
+    try:
+        str(folder).encode()
+    except UnicodeEncodeError:
+        raise UserError(
+            f"rename the folder {folder}: torch can't compile or export where a name is not UTF-8"
+        ) from None
+
+
 def summarize(names: list[str]) -> str:
     """Return the first three of `names` and the number of those that follow."""
     more = len(names) - 3

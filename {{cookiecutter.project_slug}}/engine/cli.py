@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any, NoReturn, TypeVar
 
 from engine import distributed, read_text
-from engine.monitoring.run_files import METRIC, METRIC_MODE
+from engine.monitoring.run_files import FACTS
 
 Value = TypeVar("Value", int, float)
 # They differ at each start, or follow from other flags.
@@ -229,9 +229,7 @@ class ConfigurableParser(ArgumentParser):
             self.error(f"it is not JSON, {error}")
         if not isinstance(config, dict):
             self.error('it must hold names and values, such as {"epochs": 30}')
-        config = {
-            name: value for name, value in config.items() if name not in (METRIC, METRIC_MODE)
-        }
+        config = {name: value for name, value in config.items() if name not in FACTS}
         actions = {action.dest: action for action in self.actions}
         known = [name for name in actions if name not in NOT_SETTINGS]
         for name in config:

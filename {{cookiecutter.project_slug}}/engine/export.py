@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine import UserError, replacing
+from engine import UserError, replacing, require_traceable
 from engine.diagnostics.first_step import tensors_in
 
 FORMATS = (".onnx", ".pt2")
@@ -39,6 +39,7 @@ def export_model(model: nn.Module, path: Path, sample_inputs: Callable[[int], An
         raise UserError(f"--export {path}: choose a file name that ends in {' or '.join(FORMATS)}")
     if path.suffix == ".onnx":
         _require_onnx(path)
+    require_traceable()
     try:
         with replacing(path) as temporary:
             return f"{path}: {_export_and_compare(model, temporary, path, sample_inputs)}"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from engine import distributed
+from engine import distributed, require_traceable
 from engine.cli import (
     ArgumentParser,
     data_location,
@@ -203,6 +203,8 @@ def backend_needs(args: argparse.Namespace, ddp: str) -> dict[str, bool]:
     if ddp == "dataparallel":
         return {"replicated": True}
     needs = {"compiled": args.compile or args.cuda_graphs}
+    if needs["compiled"]:
+        require_traceable()
     if ddp == "fsdp":
         needs["sharded"] = True
     if ddp == "apex":

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import re
+import secrets
 import signal
 import sys
 import threading
@@ -20,6 +21,7 @@ from typing import NoReturn
 from engine import EXIT_USAGE, UserError
 
 LAUNCHER = "ENGINE_LAUNCH_PID"  # environment variable with the process id of the launcher
+LAUNCH_ID = "ENGINE_LAUNCH_ID"  # the same with an id that all launchers of a job share
 RESTART = "ENGINE_RESTART"  # the same with the reason, in processes that replace others
 USAGE_SIGNAL = signal.SIGUSR2  # makes the launcher exit with EXIT_USAGE
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, USAGE_SIGNAL}
@@ -31,6 +33,7 @@ POLL_S = 0.2
 def main() -> None:
     """Run torchrun; exit with 0, the first failing process's status, or 128 + its signal."""
     os.environ[LAUNCHER] = str(os.getpid())
+    os.environ[LAUNCH_ID] = secrets.token_hex(8)
     for name in [name for name in os.environ if name.startswith("PET_")]:
         del os.environ[name]  # torchrun reads the options that run.sh does not set from these
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if ignored, a failed process would exit with 0
@@ -105,6 +108,7 @@ class SignalThread(threading.Thread):
     def run(self) -> None:
         """Handle signals, SIGUSR1 only once there are processes."""
         num_processes = int(re.findall(r"--nproc-per-node=(\d+)", " ".join(sys.argv))[0])
+        is_single_host = os.environ.get("NNODES", "1") in ("", "1")
         must_save, is_first_failure = False, True
         while True:
             received = signal.sigtimedwait(SIGNALS, POLL_S)
@@ -116,7 +120,14 @@ class SignalThread(threading.Thread):
             if must_save and processes:
                 _send(signal.SIGUSR1, processes)
                 must_save = False
-            failure = _describe_failure(received) if received and number == signal.SIGCHLD else ""
+            failure = ""
+            if received and number == signal.SIGCHLD:
+                failure = _describe_failure(received)
+                # Someone's signal to one process, before it could save. On several hosts, it may be
+                # torchrun's, for a restart; on one, torchrun ends processes only after a failure.
+                is_only_one = is_first_failure and len(processes) == num_processes - 1
+                if is_only_one and is_single_host and _was_stopped(received):
+                    self._stop(received.si_status, processes)
             if failure and is_first_failure:
                 is_first_failure = False
                 os.environ[RESTART] = failure
@@ -166,6 +177,12 @@ def _is_starting(process: int) -> bool:
     masks = dict(re.findall(rb"^Sig(Blk|Cgt):\s+(\w+)$", _read(process, "status"), re.MULTILINE))
     unhandled = int(masks.get(b"Blk", "0"), 16) & ~int(masks.get(b"Cgt", "0"), 16)
     return bool(unhandled >> (signal.SIGTERM - 1) & 1)
+
+
+def _was_stopped(received: signal.struct_siginfo) -> bool:
+    """Return whether a process was ended by a signal to stop, from its SIGCHLD."""
+    is_killed = received.si_code == os.CLD_KILLED
+    return is_killed and received.si_status in (signal.SIGTERM, signal.SIGHUP)
 
 
 def _describe_failure(received: signal.struct_siginfo) -> str:

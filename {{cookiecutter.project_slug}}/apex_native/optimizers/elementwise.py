@@ -158,26 +158,14 @@ class FusedSGD(FusedOptimizer):
         if decay and self.wd_after_momentum:
             torch._foreach_mul_(values, 1 - lr * decay)
             decay = 0.0
-        # All parameters of a call must have a momentum from earlier steps, or none.
-        has_buffer = ["momentum_buffer" in state for state in states]
-        for kind in (False, True):
-            chosen = [i for i, has in enumerate(has_buffer) if has is kind]
-            buffers = [states[i].get("momentum_buffer") for i in chosen]
-            sgd(
-                [values[i] for i in chosen],
-                [grads[i] for i in chosen],
-                buffers,
-                fused=True,
-                weight_decay=decay,
-                momentum=group["momentum"],
-                lr=lr,
-                dampening=group["dampening"],
-                nesterov=group["nesterov"],
-                maximize=False,
-            )
-            for i, buffer in zip(chosen, buffers, strict=True):
-                if buffer is not None:
-                    states[i]["momentum_buffer"] = buffer
+        options = {name: group[name] for name in ("momentum", "dampening", "nesterov")}
+        momenta = [state.get("momentum_buffer") for state in states]
+        for is_first in (True, False):  # all parameters of a call have a momentum, or none has
+            chosen = [i for i, momentum in enumerate(momenta) if (momentum is None) is is_first]
+            own, new, kept = ([one[i] for i in chosen] for one in (values, grads, momenta))
+            sgd(own, new, kept, fused=True, lr=lr, weight_decay=decay, maximize=False, **options)
+            for i, momentum in zip(chosen, kept if group["momentum"] else (), strict=False):
+                states[i]["momentum_buffer"] = momentum
 
 
 class FusedAdagrad(FusedOptimizer):

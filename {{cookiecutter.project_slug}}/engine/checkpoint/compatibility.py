@@ -1,6 +1,7 @@
 """Comparison of a checkpoint with the data and the settings of the run that loads it."""
 
 import json
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -11,30 +12,41 @@ from typing import Any
 
 import torch.distributed as dist
 
-from engine import UserError, fingerprint, read_text, summarize
+from engine import UserError, distributed, fingerprint, read_text, summarize
 from engine.checkpoint import format, selection
 from engine.data import SizedDataset
 from engine.data.images import ImageSpec
 from engine.distributed import consistency
+from engine.launch import LAUNCH_ID
 from engine.monitoring.logger import Logger
-from engine.monitoring.run_files import CONFIG
+from engine.monitoring.run_files import CONFIG, LAUNCH
 from engine.text import printable
 
 DataSets = Mapping[str, SizedDataset]  # by name, such as "train"
 
 
-def require_same_settings(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Raise UserError on rank 0 if a run with other settings left its checkpoints in the folder."""
-    path = folder / CONFIG
-    if dist.get_rank() != 0 or not path.exists():
-        return
+def was_begun(folder: Path, settings: Mapping[str, Any]) -> bool:
+    """Return whether the run in the folder is one that this launch began, and a restart continues.
+
+    Without run.sh, a launch has no id: the run is taken for its own. Raises UserError if that has
+    other settings.
+    """
+    path, ids = folder / CONFIG, distributed.launch_ids()
+    has_id = LAUNCH_ID in ids
+    if not path.exists():
+        return not has_id
     try:
         theirs = dict(json.loads(read_text(path)))
+        launch = dict(theirs.get(LAUNCH, {}))
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise UserError(
             f"{path} can't be read ({shorten(str(error), 80)}): add --resume auto to continue "
             "the run there, or --output with another folder"
         ) from None
+    if os.environ.get("SLURM_RESTART_COUNT", "0") == "0":  # a job may launch several runs
+        ids.pop("SLURM_JOB_ID", None)
+    if has_id and not any(launch.get(name) == value for name, value in ids.items()):
+        return False
     ours = json.loads(json.dumps(settings, default=str))
     compared = (ours.keys() & theirs.keys()).difference(consistency.HOST_SETTINGS, {"steps"})
     for name in sorted(compared):
@@ -43,6 +55,7 @@ def require_same_settings(folder: Path, settings: Mapping[str, Any]) -> None:
                 f"{folder} holds another run, of {name} {theirs[name]} and not {ours[name]}: "
                 "add --resume auto to continue it, or --output with another folder"
             )
+    return True
 
 
 def describe_data(data_sets: DataSets) -> dict[str, Any]:

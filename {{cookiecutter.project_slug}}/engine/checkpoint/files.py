@@ -103,15 +103,17 @@ def alias(path: Path, name: str) -> None:
     A folder gets a symbolic link without the suffix, such as last. The other kind is removed.
     """
     other = path.with_name(name)
+    other_folder = other.with_suffix("")
     if not path.is_dir():
         link(path, other)
-        _remove_name(other.with_suffix(""))
+        _remove_name(other_folder)
         return
+    _require_own(other_folder)
     temporary = path.with_name(name + SUFFIX)
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(path.name, target_is_directory=True)
-    _remove_name(other.with_suffix(""))
-    os.replace(temporary, other.with_suffix(""))
+    _remove_name(other_folder)
+    os.replace(temporary, other_folder)
     other.unlink(missing_ok=True)
 
 
@@ -126,12 +128,15 @@ def _remove_name(name: Path) -> None:
 def check_names(folder: Path) -> None:
     """Raise UserError if something else has the name of a link to a sharded checkpoint."""
     for name in (LAST, BEST):
-        path = (folder / name).with_suffix("")
-        if path.exists() and not (path.is_symlink() or manifest.exists(path)):
-            raise UserError(
-                f"{path} is no checkpoint, but a run has one of this name: move it away, or add "
-                "--output with another folder"
-            )
+        _require_own((folder / name).with_suffix(""))
+
+
+def _require_own(name: Path) -> None:
+    if name.exists() and not (name.is_symlink() or manifest.exists(name)):
+        raise UserError(
+            f"{name} is no checkpoint, but a run has one of this name: move it away, or add "
+            "--output with another folder"
+        )
 
 
 def remove_later(folder: Path, step: int) -> None:
@@ -165,12 +170,12 @@ def _remove_last(path: Path) -> None:
 def numbered(folder: Path) -> list[Path]:
     """Return the checkpoints that have a step in their name, the highest step first."""
     paths = (path for path in folder.glob("step-*") if path.stem[5:].isdecimal())
-    found = (one for one in paths if (one.is_dir() if one.suffix == "" else _is_file(one)))
-    return sorted(found, key=step_of, reverse=True)
+    return sorted(filter(_is_checkpoint, paths), key=step_of, reverse=True)
 
 
-def _is_file(path: Path) -> bool:
-    return path.suffix == ".pt" and path.is_file()
+def _is_checkpoint(path: Path) -> bool:
+    is_file = path.suffix == ".pt" and path.is_file()
+    return is_file or not path.suffix and sharded.is_checkpoint(path)
 
 
 def step_of(path: Path) -> int:

@@ -12,7 +12,9 @@ NUM_OLD_PICKLES = 5  # in a file of torch before 1.6; the last two: content, key
 NOT_CALLED = ("Tensor", "Storage", "_rebuild_from_type_v2")
 MAX_SHARING = 10  # times that a container occurs, on average
 LARGE = 2**60  # many larger integers can have one hash, 2**61 - 1 being the modulus
-MAX_LARGE = 500  # integers in a pickle; a dict takes the square of their number to build
+MAX_LARGE = (
+    500  # such integers, or tuples as keys; a dict takes the square of their number to build
+)
 NESTING = ("GET", "DUP", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "FROZENSET")  # opcodes
 # Bytes of an element, by the name of the storage's class.
 ITEM_SIZES = (
@@ -56,7 +58,8 @@ def check_tuples(file: BinaryIO) -> None:
 
     To hash a key of 60 tuples, each of which is twice in the next one, would take for ever. This
     follows the opcodes with numbers of elements in place of the objects. It raises RecursionError
-    for such tuples, and for many large integers; any exception if the pickle is altered otherwise.
+    for such tuples, and for many large integers or tuples as keys, which can all have one hash; any
+    exception if the pickle is altered otherwise.
     """
     stack: list[Any] = []  # elements of tuples, with the nested ones; 0: others; None: a mark
     memo: dict[Any, Any] = {}
@@ -75,6 +78,8 @@ def check_tuples(file: BinaryIO) -> None:
         elements = sum(items) + len(items) if opcode.name.endswith(NESTING) else 0
         total += elements * len(opcode.stack_after)
         num_large += isinstance(argument, int) and abs(argument) >= LARGE
+        if opcode.name.startswith(("SETITEM", "ADDITEMS")):  # last one first: value, key, …; dict
+            num_large += sum(map(bool, items[1::2] if opcode.name[0] == "S" else items))
         if total > MAX_SHARING * (1000 + count) or num_large > MAX_LARGE:
             raise RecursionError
         stack += [None if result is markobject else elements for result in opcode.stack_after]

@@ -24,12 +24,12 @@ from engine.checkpoint.compatibility import (
     compare_metrics,
     describe_data,
     is_same_data,
-    require_same_settings,
     warn_of_changed_data,
+    was_begun,
 )
 from engine.checkpoint.format import TrainingState
 from engine.checkpoint.restore import restore, restore_average, restore_ranks
-from engine.checkpoint.selection import AUTO, Source, find
+from engine.checkpoint.selection import AUTO, Source, all_gather, find
 from engine.checkpoint.writer import CheckpointWriter
 from engine.data import get_rng_state
 from engine.distributed import slurm
@@ -292,7 +292,8 @@ class CheckpointManager:
         """Return the checkpoint to resume from, which is the same on all ranks."""
         is_restart = distributed.is_restart() and not required
         if is_restart and choice != AUTO:
-            require_same_settings(self.folder, self.settings)
+            begun = all_gather(was_begun(self.folder, self.settings), self._group)
+            is_restart = self.logger.is_restart = any(begun)
         first = AUTO if is_restart else choice
         source = find(self.folder, first, self.logger.warning, self._group)
         if source or not is_restart:

@@ -153,8 +153,10 @@ def _complete(
     files[INDEX] = manifest.describe(temporary / INDEX)
     _write_state(temporary / STATE, entries, identity)
     manifest.write(temporary, identity, files)
-    if path.exists():  # of another run, or damaged
+    if is_checkpoint(path):  # of another run, or damaged
         remove(path)
+    elif path.exists():
+        path.rmdir()  # an error, if it holds files of the user
     temporary.rename(path)
     with suppress(OSError):  # some shared file systems cannot flush a folder
         descriptor = os.open(path.parent, os.O_RDONLY)
@@ -173,6 +175,11 @@ def _write_state(path: Path, entries: dict[str, Any], identity: str) -> None:
     plain["optimizer"] = {"param_groups": entries["optimizer"]["param_groups"], "state": {}}
     with replacing(path) as file:
         torch.save(plain | {"manifest": identity}, file)
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Return whether a folder is a checkpoint, perhaps a damaged one, and not one of the user's."""
+    return manifest.exists(path) or all((path / name).exists() for name in (INDEX, STATE))
 
 
 def remove(path: Path) -> None:

@@ -14,7 +14,7 @@ from hashlib import sha256
 from http import HTTPStatus
 from typing import Any
 
-from engine import UserError
+from engine import MAX_BYTES, UserError
 from engine.text import printable
 
 PIECE = 8 * 2**20  # bytes of a range request for a part of a shard
@@ -75,7 +75,7 @@ class Store:
             try:
                 data = self._request(path, start, end)
                 break
-            except FileNotFoundError:
+            except (FileNotFoundError, UserError):
                 raise
             except Exception as error:  # of aiohttp, botocore, the operating system and others
                 if _is_behind_end(error):
@@ -92,14 +92,40 @@ class Store:
                 )
             time.sleep(delay * random.Random().uniform(0.5, 1.0))  # not all processes at once
             delay *= 2
-        if start is not None and end is not None and len(data) > end - start:
+        if start is None or end is None:
+            if len(data) > MAX_BYTES:
+                raise UserError(f"{path} has more than {MAX_BYTES} bytes; {UPLOAD}")
+        elif len(data) > end - start:
             raise UserError(f"{self.url}: the server ignores range requests; use another one")
         return data
 
     def _request(self, path: str, start: int | None, end: int | None) -> bytes:
         # fsspec documents the underscore as the prefix of its coroutines, not of private methods.
-        request = self.files._cat_file(path, start=start, end=end)
+        read = self.files._cat_file if path.startswith("s3:") else self._get
+        request = read(path, start=start, end=end)
         return self.loop.run_until_complete(asyncio.wait_for(request, ATTEMPT_S))
+
+    async def _get(self, path: str, start: int | None, end: int | None) -> bytes:
+        """Return what `read` does; if the answer is longer, not all of it: it may have no end."""
+        limit, headers = MAX_BYTES, {}
+        if start is not None and end is not None:
+            limit, headers = end - start, {"Range": f"bytes={start}-{end - 1}"}
+        session = await self.files.set_session()
+        async with session.get(path, headers=headers) as response:
+            if response.status == HTTPStatus.NOT_FOUND:
+                raise FileNotFoundError(path)
+            response.raise_for_status()
+            encoding = response.headers.get("Content-Encoding", "identity")
+            if encoding != "identity":
+                raise UserError(
+                    f"{path}: the server compresses it ({printable(encoding)}); use another one"
+                )
+            data = bytearray()
+            async for piece in response.content.iter_any():
+                data += piece
+                if len(data) > limit:
+                    break
+        return bytes(data)
 
     def read_part(self, name: str, start: int, length: int) -> bytes:
         """Return a part of a file that must be there. Raises UserError if it is not."""
@@ -157,6 +183,8 @@ def _open_files(protocol: str) -> Any:
 
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=READ_S)
     session = {"timeout": timeout, "trust_env": True}  # proxies and ~/.netrc
+    # A few bytes may unpack to gigabytes.
+    session |= {"auto_decompress": False, "headers": {"Accept-Encoding": "identity"}}
     return fsspec.filesystem(protocol, client_kwargs=session, **options)
 
 
@@ -184,13 +212,16 @@ def _is_behind_end(error: Exception) -> bool:
 
 def _is_refusal(error: Exception) -> bool:
     """Return whether another attempt would fail, too: the error is no temporary one."""
-    status = getattr(error, "status", 0)
+    status = getattr(error, "status", -1)
     if isinstance(error, PermissionError) or type(error).__name__ in CREDENTIALS_ERRORS:
         return True
-    return 400 <= status < 500 and status not in TEMPORARY
+    is_loop = status == 0  # of aiohttp's TooManyRedirects
+    return is_loop or 400 <= status < 500 and status not in TEMPORARY
 
 
 def _reason(error: Exception) -> str:
     status = getattr(error, "status", "")
+    if status == 0:
+        return "too many redirects"
     message = getattr(error, "message", "") or str(error) or type(error).__name__
     return printable(f"{status} {message}".strip())

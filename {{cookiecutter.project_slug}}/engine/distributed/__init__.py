@@ -27,7 +27,7 @@ from engine.distributed.peers import (
     exit_process,
     peer_monitor,
 )
-from engine.launch import LAUNCHER, RESTART, SIGNALS
+from engine.launch import LAUNCH_ID, LAUNCHER, RESTART, SIGNALS
 from engine.text import one_message
 
 PATIENCE_S = 5.0  # in which a launcher ends all processes of a job that failed
@@ -59,6 +59,11 @@ def is_restart() -> bool:
     names = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
     counts = (os.environ.get(name, "") for name in names)
     return RESTART in os.environ or any(count.isdecimal() and int(count) > 0 for count in counts)
+
+
+def launch_ids() -> dict[str, str]:
+    """Return the ids of this launch: of run.sh, and of the SLURM job, which may be requeued."""
+    return {name: os.environ[name] for name in (LAUNCH_ID, "SLURM_JOB_ID") if name in os.environ}
 
 
 def resolve_ranks(local_rank: int | None) -> tuple[int, int, int]:

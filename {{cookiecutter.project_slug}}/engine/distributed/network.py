@@ -17,6 +17,7 @@ from torch.torch_version import TorchVersion
 
 from engine import UserError
 from engine.distributed.consistency import clock_problem
+from engine.launch import LAUNCH_ID
 
 SIOCGIFADDR = 0x8915  # Linux's request for the address of an interface
 MESSAGE_BYTES = 500  # at most
@@ -150,6 +151,7 @@ def join_hosts(nodes: str) -> tuple[dist.Store | None, list[str]]:
     server = None
     if rank == "0" or (not rank and is_own_address(address)):
         server = serve_store(address, port)
+        server.set("launch", os.environ[LAUNCH_ID])
         server.set("settings", settings)
         threading.Thread(target=_publish_time, args=(server,), daemon=True).start()
     print(f"waiting for {nodes} hosts at {address}, port {port}", file=sys.stderr, flush=True)
@@ -158,6 +160,7 @@ def join_hosts(nodes: str) -> tuple[dist.Store | None, list[str]]:
     if expected != settings:
         host = socket.gethostname()
         raise UserError(f"{settings} on {host}, but {expected} at {address}: use the same")
+    os.environ[LAUNCH_ID] = store.get("launch").decode()
     problem = clock_problem(float(store.get("time")), f"that of {address}")
     if problem:
         raise UserError(problem)

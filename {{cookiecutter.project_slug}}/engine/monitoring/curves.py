@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine import EXIT_USAGE, UserError, end_with_parent, replacing
 from engine.monitoring.metric import AVERAGE
-from engine.monitoring.run_files import COLUMNS, METRIC, METRIC_MODE, Run, read_run
+from engine.monitoring.run_files import COLUMNS, FACTS, Run, read_run
 from engine.text import printable
 
 if TYPE_CHECKING:
@@ -46,8 +46,7 @@ OTHER_FLAGS = (
     "keep",
     "timeout",
     "eval_only",
-    METRIC,
-    METRIC_MODE,
+    *FACTS,
 )
 # Okabe and Ito's palette for colour-blind readers; in black and white, markers tell runs apart.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")

@@ -25,7 +25,7 @@ from engine.monitoring.events import EventWriter
 from engine.monitoring.lock import FolderLock
 from engine.monitoring.meter import LogRecord, Meter
 from engine.monitoring.metric import MonitoredMetric
-from engine.monitoring.run_files import CONFIG, METRIC, METRIC_MODE, POSITION, TABLE
+from engine.monitoring.run_files import CONFIG, LAUNCH, METRIC, METRIC_MODE, POSITION, TABLE
 from engine.monitoring.trackers import TENSORBOARD
 from engine.monitoring.tracking import Tracking
 
@@ -65,6 +65,7 @@ class Logger(Console):
         self.folder_lock = FolderLock(output, self.warning)
         self.monitored = metric
         self.started_at = time.monotonic()
+        self.is_restart = distributed.is_restart()  # of a run that this launch has begun
         self.rows: list[dict[str, Any]] = []  # of metrics.csv; a checkpoint holds them, too
         self.throughputs: list[float] = []  # images/s of each epoch
         self.run_id = ""  # of the trackers; a checkpoint holds it, too
@@ -95,7 +96,8 @@ class Logger(Console):
                 run_files.write_rows(self.output / TABLE, self.rows, self.monitored.name)
                 with replacing(self.output / CONFIG) as temporary:
                     metric = {METRIC: self.monitored.name, METRIC_MODE: self.monitored.mode}
-                    temporary.write_text(cli.as_json(config | metric))
+                    facts = metric | {LAUNCH: distributed.launch_ids()}
+                    temporary.write_text(cli.as_json(config | facts))
         except (KeyError, TypeError, ValueError, csv.Error):
             problem = f"{self.output / TABLE} is not in the format of this program"
             raise UserError(f"{problem}: move it away, then resume again") from None
@@ -126,7 +128,7 @@ class Logger(Console):
         and those of epochs in which rank 0 was on another host.
         """
         is_resumed = self._is_own(resume)
-        if not is_resumed and not distributed.is_restart():
+        if not is_resumed and not self.is_restart:
             # A run that stopped before its first checkpoint may have written a row.
             has_no_checkpoint = config.get("resume") == Path("auto")
             if has_checkpoints(self.output) or table and not has_no_checkpoint:
@@ -166,7 +168,7 @@ class Logger(Console):
         if not names:
             return
         is_own = self._is_own(resume)
-        is_new = not (is_own or distributed.is_restart() or config.get("resume") == Path("auto"))
+        is_new = not (is_own or self.is_restart or config.get("resume") == Path("auto"))
         tracking = Tracking(self.output, names, self.info, self.warning)
         tracking.start(self.run_id if is_own else "", is_new, step, config)
         if tracking.is_first:

@@ -17,12 +17,13 @@ from typing import Any
 
 from engine import MAX_TABLE_BYTES, UserError, read_text, replacing
 from engine.monitoring.metric import COLUMNS, Best, MonitoredMetric
-from engine.text import csv_cell
+from engine.text import csv_cell, printable
 
 TABLE = "metrics.csv"
 CONFIG = "config.json"
 POSITION = ("epoch", "step")
-METRIC, METRIC_MODE = "METRIC", "METRIC_MODE"  # in config.json, in addition to the flags
+METRIC, METRIC_MODE, LAUNCH = "METRIC", "METRIC_MODE", "LAUNCH"
+FACTS = (METRIC, METRIC_MODE, LAUNCH)  # in config.json, in addition to the flags
 
 
 @dataclass
@@ -74,7 +75,7 @@ def read_run(folder: Path) -> Run:
     if not isinstance(flags, dict):
         raise UserError(f"{config} holds no settings: copy it from the run again")
     columns = list(rows[0])
-    return Run(str(folder), flags, _metric_of(flags, columns, table), columns, numbers)
+    return Run(printable(folder), flags, _metric_of(flags, columns, table), columns, numbers)
 
 
 def _check_rows(rows: list[dict[str, str]], table: Path) -> None:
