@@ -162,8 +162,9 @@ class FusedSGD(FusedOptimizer):
         momenta = [state.get("momentum_buffer") for state in states]
         for is_first in (True, False):  # all parameters of a call have a momentum, or none has
             chosen = [i for i, momentum in enumerate(momenta) if (momentum is None) is is_first]
-            own, new, kept = ([one[i] for i in chosen] for one in (values, grads, momenta))
-            sgd(own, new, kept, fused=True, lr=lr, weight_decay=decay, maximize=False, **options)
+            kept = [momenta[i] for i in chosen]
+            of_chosen = [values[i] for i in chosen], [grads[i] for i in chosen], kept
+            sgd(*of_chosen, fused=True, lr=lr, weight_decay=decay, maximize=False, **options)
             for i, momentum in zip(chosen, kept if group["momentum"] else (), strict=False):
                 states[i]["momentum_buffer"] = momentum
 
