@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -81,7 +82,7 @@ def launch(tmp_path):
 
     def launch(before, after=WAIT, *options, **settings):
         started.append(Launcher(tmp_path, READY.format(before, after), *options, **settings))
-        return started[0].wait_for("ready")
+        return started[0].wait_for("ready\n")
 
     yield launch
     for launcher in started:
@@ -189,3 +190,30 @@ def test_signal_to_one_process_before_it_can_save_is_not_followed_by_a_restart(l
     status, output = launch(UNBLOCK, stop, "--max-restarts=3").end()
     assert status == 128 + signal.Signals[name], output
     assert output.count("started") == 1
+
+
+def test_processes_are_found_while_threads_end() -> None:
+    """The files of a thread in /proc vanish when it ends."""
+    from engine.launch import _processes  # here, since the launchers run the module
+
+    child = subprocess.Popen(["sleep", "60"], env={"LOCAL_RANK": "0"})
+    is_over = threading.Event()
+
+    def start_threads() -> None:
+        while not is_over.is_set():
+            thread = threading.Thread(target=int)
+            thread.start()
+            thread.join()
+
+    starters = [threading.Thread(target=start_threads) for _ in range(4)]
+    for starter in starters:
+        starter.start()
+    try:
+        for _ in range(2000):  # fewer than 300 were enough
+            assert _processes() == {child.pid}
+    finally:
+        is_over.set()
+        child.kill()
+        child.wait()
+        for starter in starters:
+            starter.join()

@@ -115,7 +115,7 @@ class SignalThread(threading.Thread):
             number = received.si_signo if received else 0
             processes = _processes()
             if number in STOP_SIGNALS and not (number == signal.SIGHUP and self.is_nohup):
-                self._stop(number, processes)
+                self._end_processes(number, processes)
             must_save = must_save or number == signal.SIGUSR1
             if must_save and processes:
                 _send(signal.SIGUSR1, processes)
@@ -127,7 +127,7 @@ class SignalThread(threading.Thread):
                 # torchrun's, for a restart; on one, torchrun ends processes only after a failure.
                 is_only_one = is_first_failure and len(processes) == num_processes - 1
                 if is_only_one and is_single_host and _was_stopped(received):
-                    self._stop(received.si_status, processes)
+                    self._end_processes(received.si_status, processes)
             if failure and is_first_failure:
                 is_first_failure = False
                 os.environ[RESTART] = failure
@@ -135,7 +135,7 @@ class SignalThread(threading.Thread):
                 is_first_failure = True
                 os.environ[RESTART] = "a host has joined or left"
 
-    def _stop(self, number: int, processes: set[int]) -> NoReturn:
+    def _end_processes(self, number: int, processes: set[int]) -> NoReturn:
         """End the processes, within STOP_WAIT seconds or at the next signal, and then this one."""
         self.is_stopping = True
         if number != USAGE_SIGNAL:  # which comes from a process, after which all end
@@ -154,15 +154,16 @@ class SignalThread(threading.Thread):
 
 def _processes() -> set[int]:
     """Return the ids of the processes that torchrun has started on this host."""
-    paths = Path("/proc/self/task").glob("*/children")
-    children = map(int, "".join(path.read_text() for path in paths).split())
-    return {child for child in children if b"\0LOCAL_RANK=" in b"\0" + _read(child, "environ")}
+    threads = os.listdir("/proc/self/task")
+    children = b"".join(_read(f"self/task/{thread}/children") for thread in threads).split()
+    environments = {int(child): b"\0" + _read(f"{int(child)}/environ") for child in children}
+    return {child for child, variables in environments.items() if b"\0LOCAL_RANK=" in variables}
 
 
-def _read(process: int, name: str) -> bytes:
-    """Return the content of a file about a process; nothing if it has ended."""
+def _read(name: str) -> bytes:
+    """Return the content of a file about a process or thread; nothing if it has ended."""
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{process}/{name}").read_bytes()
+        return Path("/proc", name).read_bytes()
     return b""
 
 
@@ -174,7 +175,7 @@ def _send(number: int, processes: set[int]) -> None:
 
 def _is_starting(process: int) -> bool:
     """Return whether a process has not unblocked SIGTERM yet; it may handle it in a thread."""
-    masks = dict(re.findall(rb"^Sig(Blk|Cgt):\s+(\w+)$", _read(process, "status"), re.MULTILINE))
+    masks = dict(re.findall(rb"^Sig(Blk|Cgt):\s+(\w+)$", _read(f"{process}/status"), re.MULTILINE))
     unhandled = int(masks.get(b"Blk", "0"), 16) & ~int(masks.get(b"Cgt", "0"), 16)
     return bool(unhandled >> (signal.SIGTERM - 1) & 1)
 
