@@ -20,7 +20,7 @@ from unittest import mock
 import pytest
 import torch
 from apex_native import amp
-from apex_native.optimizers import FusedAdam
+from apex_native.optimizers import FusedAdam, FusedNovoGrad
 from engine import UserError, backend, replacing
 from engine.checkpoint import TrainingState
 from engine.checkpoint import archive as archive_module
@@ -92,6 +92,28 @@ def test_moments_have_the_layout_of_their_parameters_and_adams_are_fp32(
             assert moment.dtype == moments
             assert moment.stride() == parameter.stride()
             assert torch.equal(moment, expected[index][name].to(moments))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        FusedNovoGrad,
+        *(torch.optim.Adafactor, torch.optim.Adamax, torch.optim.ASGD, torch.optim.NAdam),
+        *(torch.optim.RMSprop, torch.optim.Rprop),
+    ],
+)
+def test_state_of_any_optimizer_is_restored(tmp_path: Path, kind: type) -> None:
+    """Its tensors may be of other shapes than the parameters'."""
+    model = nn.Conv2d(3, 4, 3)
+    optimizer = kind(model.parameters())
+    model(torch.randn(2, 3, 8, 8)).square().mean().backward()
+    optimizer.step()
+    checkpoint.write(tmp_path / "last.pt", entries_of(model, optimizer))
+    expected = copy.deepcopy(optimizer.state_dict()["state"])
+    model = nn.Conv2d(3, 4, 3)
+    again = kind(model.parameters())
+    restore(tmp_path / "last.pt", checkpoint.load(tmp_path / "last.pt"), state_of(model, again))
+    torch.testing.assert_close(again.state_dict()["state"], expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("has_own_form", [True, False])

@@ -201,6 +201,39 @@ def test_a_run_that_resumes_in_another_folder_has_a_best_of_its_own(
     assert bests == [0.75, 0.75, -float("inf")]
 
 
+def go_back(folder: str) -> tuple[float, str, list[str]]:
+    """Return the best score of a run that goes back, what it is resumed from, and the warnings."""
+    manager = manager_of(folder)
+    for step, accuracy in ((1, 0.5), (5, 0.9)):
+        manager.state.progress.step = step
+        manager.save({"val_accuracy": accuracy})
+    manager.finish()
+    dist.barrier()
+    back = manager_of(folder)
+    back.resume(Path(folder, "step-1.pt"), 10)
+    best = back.state.progress.best
+    back.state.progress.step = 2
+    back.save()
+    back.finish()
+    dist.barrier()
+    source = manager_of(folder).resume(Path("auto"), 10)
+    warnings = [text for text in back.logger if text.startswith("warning")]
+    return best, source.resolve().name, warnings
+
+
+def test_a_run_that_went_back_is_not_resumed_from_the_best_of_the_steps_it_discarded(
+    two_processes: Processes, tmp_path: Path
+) -> None:
+    for best, resumed, [warning] in two_processes(go_back, str(tmp_path)):
+        assert best == -float("inf")
+        assert resumed == "last.pt"
+        assert "best.pt, of the later step 5, is best-of-step-5.pt from now on" in warning
+    names = {path.name for path in tmp_path.glob("*.pt")}
+    assert names == {"step-1.pt", "step-2.pt", "last.pt", "best-of-step-5.pt"}
+    assert checkpoint.load(tmp_path / "best-of-step-5.pt")["best"] == 0.9
+    assert checkpoint.load(tmp_path / "last.pt")["step"] == 2
+
+
 def resumed_with_other_metric(folder: str, saved: dict, own: dict) -> tuple:
     """Return the best score and the scores after a resume, the warnings, and what best.pt is of."""
     manager = manager_of(folder, metadata=saved)

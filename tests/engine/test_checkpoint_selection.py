@@ -127,8 +127,8 @@ def test_best_folder_outlives_its_step(tmp_path: Path) -> None:
         files.alias(tmp_path / f"step-{step}", "last.pt")
     files.alias(tmp_path / "step-20", "best.pt")
     files.remove_later(tmp_path, 15)  # as after --resume step-10
-    assert {path.name for path in tmp_path.iterdir()} == {"step-10", "best"}
-    assert (tmp_path / "best" / "state.pt").read_text() == "20"
+    assert {path.name for path in tmp_path.iterdir()} == {"step-10", "best-of-step-20"}
+    assert (tmp_path / "best-of-step-20" / "state.pt").read_text() == "20"
     files.alias(tmp_path / "step-10", "best.pt")  # a better one
     assert (tmp_path / "best").is_symlink()
     assert (tmp_path / "best" / "state.pt").read_text() == "10"

@@ -208,6 +208,20 @@ def test_lock_that_is_a_link_is_an_error(queue, tmp_path, capsys):
     assert target.read_text() == "precious"
 
 
+def test_tracker_that_is_a_path_is_an_error(queue, tmp_path, capsys):
+    """Files of its name are written."""
+    queue(point(1))
+    file = tmp_path / FOLDER / deliver.QUEUE
+    file.write_text(file.read_text().replace('"mlflow"', f'"{tmp_path}/poetry"'))
+    lock = tmp_path / "poetry.lock"
+    lock.write_text("precious")
+    with pytest.raises(SystemExit) as stopped:
+        deliver.main([str(tmp_path)])
+    assert stopped.value.code == 2
+    assert "is altered: it has other trackers than" in capsys.readouterr().err
+    assert lock.read_text() == "precious"
+
+
 def test_command_reports_what_is_left(queue, tmp_path, capsys):
     queue(point(1))
     FakeTracker.reset(risk=1.0)

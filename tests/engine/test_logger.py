@@ -81,6 +81,33 @@ def test_sharded_checkpoint_under_another_name_is_kept(tmp_path):
 
 
 @pytest.mark.usefixtures("no_curves")
+def test_folder_that_was_removed_is_locked_again_unless_it_is_another_runs(logger):
+    (logger.output / ".lock").unlink()
+    logger.lock()
+    assert (logger.output / ".lock").exists()
+    shutil.rmtree(logger.output)
+    logger.lock()
+    assert [one.name for one in logger.output.iterdir()] == [".lock"]
+    shutil.rmtree(logger.output)
+    logger.output.mkdir()
+    (logger.output / "config.json").touch()
+    with pytest.raises(UserError, match="was replaced while this run wrote to it"):
+        logger.lock()
+    assert [one.name for one in logger.output.iterdir()] == ["config.json"]
+
+
+@pytest.mark.usefixtures("no_curves")
+def test_validation_that_writes_a_text_file_ends_no_events(logger, tmp_path, capsys):
+    text = tmp_path / "epoch_001.txt"
+    text.write_text("0.5 for 0.7")
+    logger.log_image(10, lambda: text)
+    logger.log_epoch(row(1))
+    logger.close()
+    assert "warning" not in capsys.readouterr().out
+    assert events(logger.output)["epoch/val_loss"] == [10]
+
+
+@pytest.mark.usefixtures("no_curves")
 def test_resume_auto_restarts_a_run_without_a_checkpoint(logger):
     """Its row is written before the checkpoint."""
     logger.log_epoch(row(1))

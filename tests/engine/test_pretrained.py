@@ -178,6 +178,11 @@ def test_missing_weights_are_an_error(
         load_pretrained(torchvision.models.resnet18(), source, "resnet18")
 
 
+VALUES = torch.arange(99.0)
+# A type of which a byte holds two values; torch before 2.8 has none that it saves.
+PACKED = getattr(torch, "float4_e2m1fn_x2", torch.uint8)
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [
@@ -188,13 +193,31 @@ def test_missing_weights_are_an_error(
             {"weight": torch.quantize_per_tensor(torch.ones(2, 2), 0.1, 0, torch.qint8)},
             "weight is larger",
         ),
+        pytest.param(
+            {"a": torch.zeros(2, dtype=torch.uint8).view(PACKED)},
+            f"a is {PACKED}, of parts of bytes",
+            marks=pytest.mark.skipif(torch.uint8 == PACKED, reason="this torch has no such type"),
+        ),
+        ({f"{n}": VALUES[n:] for n in range(60)}, "its tensors overlap"),
         ({"fc.weight": None}, "it holds no weights"),
         ({1: torch.ones(2)}, "it holds no weights"),
         ({"model": [torch.ones(2)]}, "it holds no weights"),
         ({}, "it holds no weights"),
         (torch.ones(2), "it holds no weights"),
     ],
-    ids=["sparse", "meta", "csr", "quantized", "none", "numbers", "list", "empty", "tensor"],
+    ids=[
+        "sparse",
+        "meta",
+        "csr",
+        "quantized",
+        "bits",
+        "overlap",
+        "none",
+        "numbers",
+        "list",
+        "empty",
+        "tensor",
+    ],
 )
 def test_weights_without_values_are_an_error(tmp_path: Path, content: object, words: str) -> None:
     file = tmp_path / "weights.pt"

@@ -5,6 +5,7 @@ newest one is ``last.pt``, too, and that of the best metric ``best.pt``.
 """
 
 import errno
+import math
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -143,7 +144,7 @@ def remove_later(folder: Path, step: int) -> None:
     """Remove the numbered checkpoints of steps after `step`, of which last.pt may be another name.
 
     A run that resumed from an earlier step, because the user chose it or later checkpoints are
-    damaged, trains these steps again. The best checkpoint is kept under its name.
+    damaged, trains these steps again. The best checkpoint is kept, as `set_aside_best` does.
 
     Call it when the checkpoint of `step` is complete: until then, the later ones may be all that
     there is.
@@ -155,9 +156,25 @@ def remove_later(folder: Path, step: int) -> None:
         _remove_last(path)
         if best.is_symlink() and _is_same(best, path):
             best.unlink()
-            path.rename(best)
+            path.rename(path.with_name(f"best-of-{path.name}"))
         else:
             remove(path)
+
+
+def set_aside_best(folder: Path, step: int) -> str:
+    """Rename the best checkpoint if it is of a step after `step`; return a message, or nothing.
+
+    Otherwise ``--resume auto`` would continue from it, not from the run that went back to `step`.
+    A link to a folder is left to `remove_later`.
+    """
+    for name in (folder / BEST, (folder / BEST).with_suffix("")):
+        found = format.read_step(name) if name.exists() else -1
+        if step < found < math.inf:
+            aside = name.with_name(f"best-of-step-{found}{name.suffix}")
+            if not name.is_symlink():
+                name.rename(aside)
+            return f"{name}, of the later step {found}, is {aside.name} from now on"
+    return ""
 
 
 def _remove_last(path: Path) -> None:

@@ -148,6 +148,12 @@ class CheckpointManager:
             ) from None
         notes += "" if required else moments_note + ranks_note  # which are about training
         self.logger.info(message + notes + format.describe_origin(entries["origin"]))
+        if choice != AUTO and not required:
+            is_first = dist.get_rank() == 0
+            note = files.set_aside_best(self.folder, progress.step) if is_first else ""
+            if note := all_gather(note, self._group)[0]:
+                progress.best = -math.inf
+                self.logger.warning(note)
         return source.path
 
     def _restore_progress(self, path: Path, entries: dict[str, Any], is_evaluation: bool) -> None:
@@ -237,6 +243,7 @@ class CheckpointManager:
         dist.gather_object(own, ranks if dist.get_rank() == 0 else None, group=self._group)
         self.saved_at = time.monotonic()
         self._saved_step = self.state.progress.step
+        self.logger.lock()  # again, if the folder was removed
         if dist.get_rank() != 0 and not self._is_sharded:
             return
         self.wait()

@@ -21,6 +21,8 @@ from engine.data import mix_seeds, seed_everything, set_rng_state
 from engine.monitoring.meter import LOSS, Sums
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+ADAM = ("Adam", "AdamW", "FusedAdam", "FusedLAMB")  # whose kernels assume two moments
+SGD = ("SGD", "FusedSGD")
 ERRORS = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
 
 
@@ -173,17 +175,23 @@ def _restore_optimizer(optimizer: Optimizer, saved: dict[str, Any]) -> None:
     known = dict(zip(indices, parameters, strict=True))
     state = {index: saved["state"][index] for index in known if saved["state"].get(index)}
     for index, moments in state.items():
-        _check_state(index, known[index], moments, is_adam=ours == "betas")
+        _check_state(
+            index, known[index], moments, {one.__name__ for one in type(optimizer).__mro__}
+        )
     optimizer.load_state_dict({"param_groups": groups, "state": state})
     for index, moments in state.items():
         _place_moments(known[index], moments, optimizer.state[known[index]])
 
 
-def _check_state(index: int, parameter: Tensor, saved: dict[str, Any], is_adam: bool) -> None:
+def _check_state(index: int, parameter: Tensor, saved: dict[str, Any], kinds: set[str]) -> None:
     """Raise ValueError if the state of a parameter is altered, or of another shape.
 
-    Tensors of another shape would be broadcast.
+    Tensors of another shape would be broadcast. Optimizers that are not known may have any.
+
+    Args:
+        kinds: names of the optimizer's classes.
     """
+    is_adam = not kinds.isdisjoint(ADAM)
     missing = {"exp_avg", "exp_avg_sq"}.difference(saved) if is_adam else None
     if missing:
         raise ValueError(f"parameter {index} has no {min(missing)}")
@@ -192,8 +200,9 @@ def _check_state(index: int, parameter: Tensor, saved: dict[str, Any], is_adam: 
         if name in MOMENTS or isinstance(value, Tensor) and value.dim():
             if value is None and not is_adam:  # as torch's SGD without momentum saves it
                 continue
-            check_like({entry: value}, {entry: parameter})
-        elif value is not None:
+            if is_adam or not kinds.isdisjoint(SGD):
+                check_like({entry: value}, {entry: parameter})
+        elif isinstance(value, Tensor | float | int):
             _check_number(entry, value, is_count=name == "step")
 
 
@@ -210,6 +219,6 @@ def _place_moments(parameter: Tensor, saved: dict[str, Any], loaded: dict[str, A
     moments are fp32, where torch loads them in the parameter's type, which is fp16 at O3.
     """
     for name, value in saved.items():
-        if name in MOMENTS and value is not None:
+        if name in MOMENTS and value is not None and value.shape == parameter.shape:
             dtype = loaded[name].dtype if name == "momentum_buffer" else torch.float32
             loaded[name] = torch.empty_like(parameter, dtype=dtype).copy_(value)

@@ -3,12 +3,13 @@
 import math
 import struct
 from collections.abc import Iterator, Mapping
+from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine import UserError
 from engine.data.images import is_image_spec
@@ -18,6 +19,7 @@ from engine.monitoring.trackers import is_run_id
 
 MAX_COUNT = 2**53  # of steps and the like; a float holds larger integers inexactly
 MAX_CELLS = 10**7  # of metrics.csv: the rows times the columns, most of which may be empty
+MAX_OVERLAP = 16  # times that tensors may share the same bytes, on average
 NUM_WORDS = 624  # of a Mersenne Twister, the random-number generator of all libraries on the CPU
 TORCH_HEADER = struct.Struct("=QiiQ")  # of torch's: seed, left, seeded, next
 
@@ -193,14 +195,35 @@ def is_number(value: object) -> bool:
 
 
 def check_sizes(path: Path, entries: dict[str, Any]) -> None:
-    """Raise UserError for a tensor without values of its own, such as a sparse or expanded one."""
+    """Raise UserError for a tensor without values of its own, such as a sparse or expanded one.
+
+    So is one of a subclass, or of a type that torch cannot convert, and for tensors that overlap.
+    """
     for name, tensor in _named_tensors(entries):
+        if type(tensor) not in (Tensor, nn.Parameter):  # whose methods can be any
+            raise UserError(f"{path}: {name} is a {type(tensor).__name__}; use another one")
         is_plain = tensor.layout == torch.strided and tensor.device.type == "cpu"
         is_plain = is_plain and not (tensor.is_quantized or tensor.is_nested)
         is_plain = is_plain and not vars(tensor)  # attributes of a file hide torch's methods
         # Strides can repeat one element without end.
         if not is_plain or tensor.nbytes > tensor.untyped_storage().nbytes():
             raise UserError(f"{path}: {name} is larger than what is stored; use another one")
+        if not _is_convertible(tensor.dtype):
+            raise UserError(f"{path}: {name} is {tensor.dtype}, of parts of bytes; use another one")
+    distinct = [tensor for _, tensor in _distinct_tensors(entries)]
+    storages = {one.data_ptr(): one.nbytes() for one in map(Tensor.untyped_storage, distinct)}
+    if sum(tensor.nbytes for tensor in distinct) > MAX_OVERLAP * sum(storages.values()):
+        raise UserError(f"{path}: its tensors overlap; use another one")
+
+
+@cache
+def _is_convertible(dtype: torch.dtype) -> bool:
+    """Return whether torch can convert values of `dtype`; some of less than a byte it can't."""
+    try:
+        torch.empty(1, dtype=dtype).to(torch.complex128)
+    except (NotImplementedError, RuntimeError):
+        return False
+    return True
 
 
 def check_like(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
@@ -226,12 +249,23 @@ def _kind(dtype: torch.dtype) -> tuple[bool, bool, bool]:
 def first_nan(entries: dict[str, Any]) -> str | None:
     """Return the name of the first tensor of model, average or optimizer that holds nan."""
     parts = {key: entries.get(key) for key in ("model", "ema", "optimizer")}
-    for name, tensor in _named_tensors(parts):
+    for name, tensor in _distinct_tensors(parts):
         is_number = tensor.is_floating_point() or tensor.is_complex()
         values = tensor.float() if is_number and tensor.itemsize == 1 else tensor
         if is_number and values.isnan().any():
             return name
     return None
+
+
+def _distinct_tensors(value: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors, but each of those that share the same values only once."""
+    seen = set()
+    for name, tensor in _named_tensors(value):
+        place = tensor.untyped_storage().data_ptr(), tensor.storage_offset()
+        key = *place, tensor.shape, tensor.stride(), tensor.dtype
+        if key not in seen:
+            seen.add(key)
+            yield name, tensor
 
 
 def _named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:

@@ -24,7 +24,7 @@ from threading import Thread
 from typing import Any
 
 from engine import EXIT_USAGE, SUFFIX, UserError, regular_only
-from engine.monitoring.trackers import ADAPTERS, FOLDER, QUEUE, STATE, Tracker
+from engine.monitoring.trackers import ADAPTERS, FOLDER, NAMES, QUEUE, STATE, Tracker
 from engine.text import printable
 
 POLL_S = 0.5
@@ -276,7 +276,12 @@ def _run(args: argparse.Namespace) -> bool:
             follow(Delivery(args.output, args.tracker), args.follow)
         return True
     results = []
-    for name in [args.tracker] if args.tracker else read_start(folder / QUEUE)["trackers"]:
+    names = [args.tracker] if args.tracker else read_start(folder / QUEUE)["trackers"]
+    if not all(name in NAMES for name in names):  # they become names of files
+        raise UserError(
+            f"{folder / QUEUE} is altered: it has other trackers than {', '.join(NAMES)}"
+        )
+    for name in names:
         with _locked(folder / f"{name}.lock", wait=False):
             results.append(_deliver(args.output, name))
     return all(results)

@@ -20,11 +20,17 @@ class FolderLock:
     def __init__(self, folder: Path, warning: Callable[[str], None]) -> None:
         self.folder = folder
         self.file: FileIO | None = None
+        self._directory = -1  # descriptor of the folder that was locked
         self._warning = warning
 
     def acquire(self) -> None:
-        """Lock the folder, if there is one. Raises UserError if another run holds the lock."""
+        """Lock the folder, if there is one; create it again if it was removed since it was locked.
+
+        Raises UserError if another run holds the lock, or the folder was replaced.
+        """
         path = self.folder / ".lock"
+        if self.file and not self._holds(path):
+            self._check_replaced()
         # A link would lead to another file, and to open a FIFO could take for ever.
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
         while self.folder.exists() and not self._holds(path):
@@ -37,6 +43,18 @@ class FolderLock:
             except OSError as error:  # a file system without locks
                 problem = f"{self.folder} can't be locked ({error.strerror})"
                 self._warning(f"{problem}: start no other run there")
+
+        if self.file and self._directory < 0:
+            self._directory = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
+
+    def _check_replaced(self) -> None:
+        """Raise UserError if the folder that was locked is another one now, with files."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        is_same = os.path.samestat(os.fstat(self._directory), self.folder.stat())
+        if not is_same and any(self.folder.iterdir()):
+            raise UserError(f"{self.folder} was replaced while this run wrote to it: it has ended")
+        os.close(self._directory)
+        self._directory = -1
 
     def release(self) -> None:
         """Unlock the folder, if this process has locked it."""

@@ -274,16 +274,14 @@ class Logger(Console):
             self.info(f"warm-up: {WARM_UP} steps in {seconds:.1f} s, not counted in images/s")
 
     def log_image(self, step: int, write_image: Callable[..., Path], *args: object) -> None:
-        """Call ``write_image(*args)``, which writes a PNG file, and add the file to the events.
-
-        It may write further files.
-        """
+        """Call ``write_image(*args)``, which writes files; if it returns a PNG file, log that."""
         if not self.active:
             return
         # Errors other than those of the disk are bugs of write_image.
         with self._errors_as_warning("files of the validation are not written", OSError):
             path = write_image(*args)
-            self._write_event(lambda events: events.add_image(path.parent.name, path, step))
+            if path.suffix == ".png":
+                self._write_event(lambda events: events.add_image(path.parent.name, path, step))
 
     def log_evaluation(self, results: Mapping[str, float], **facts: object) -> None:
         """Write the results of a checkpoint, and `facts` about it, to eval.json; print them."""
