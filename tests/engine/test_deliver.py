@@ -1,6 +1,7 @@
 """engine.monitoring.deliver: every point reaches a tracker once, whatever happens in between."""
 
 import json
+import os
 import random
 
 import pytest
@@ -218,8 +219,27 @@ def test_tracker_that_is_a_path_is_an_error(queue, tmp_path, capsys):
     with pytest.raises(SystemExit) as stopped:
         deliver.main([str(tmp_path)])
     assert stopped.value.code == 2
-    assert "is altered: it has other trackers than" in capsys.readouterr().err
+    assert "is altered: it does not begin with the start" in capsys.readouterr().err
     assert lock.read_text() == "precious"
+
+
+@pytest.mark.parametrize("line", ["", "[1]", '{"start": {}}', '{"start": {"run_id": 1}}', "x"])
+def test_queue_that_is_altered_is_an_error(queue, tmp_path, capsys, line):
+    (tmp_path / FOLDER / deliver.QUEUE).write_text(line)
+    with pytest.raises(SystemExit) as stopped:
+        deliver.main([str(tmp_path)])
+    assert stopped.value.code == 2
+    assert "is altered: it does not begin with the start" in capsys.readouterr().err
+
+
+def test_queue_that_is_a_pipe_is_an_error(queue, tmp_path, capsys):
+    path = tmp_path / FOLDER / deliver.QUEUE
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    with pytest.raises(SystemExit) as stopped:
+        deliver.main([str(tmp_path)])
+    assert stopped.value.code == 2
+    assert "it is not a regular file" in capsys.readouterr().err
 
 
 def test_command_reports_what_is_left(queue, tmp_path, capsys):

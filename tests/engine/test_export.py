@@ -1,8 +1,12 @@
 """engine.export: files of a model for other programs."""
 
+import os
+import tempfile
+from pathlib import Path
+
 import pytest
 import torch
-from engine import UserError, export
+from engine import UserError, export, protect_compiled_code
 from torch import nn
 
 
@@ -73,3 +77,17 @@ def test_missing_onnx_packages_are_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(export, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"onnxscript and onnxruntime: pip install -e \.\[onnx\]"):
         export.export_model(nn.Identity(), tmp_path / "model.onnx", torch.ones)
+
+
+def test_compiled_code_of_another_user_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    protect_compiled_code()
+    folder = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    assert folder.parent == tmp_path and folder.stat().st_mode & 0o777 == 0o700
+    protect_compiled_code()
+    monkeypatch.setattr(os, "getuid", lambda: 1 + folder.stat().st_uid)
+    with pytest.raises(UserError, match="belongs to another user: set TORCHINDUCTOR_CACHE_DIR"):
+        protect_compiled_code()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from engine.data.images import MEAN, STD
-from engine.monitoring import fonts
+from engine.monitoring import fonts, image_grid
 from engine.monitoring.fonts import LINE_HEIGHT, choose_font
 from engine.monitoring.image_grid import (
     COLUMNS,
@@ -115,3 +115,12 @@ def test_pictures_need_no_matplotlib(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert choose_font("ä七")[0] == r"ä\u4e03"
     save_image_grid(tmp_path / "grid.png", torch.zeros(1, 3, 32, 32), [("七", True)])
+
+
+def test_pictures_are_not_written_through_a_link(tmp_path):
+    elsewhere = tmp_path / "pictures"
+    elsewhere.mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "validation").symlink_to(elsewhere)
+    with pytest.raises(OSError, match="validation is a link"):
+        image_grid.image_path(tmp_path / "run", 1)

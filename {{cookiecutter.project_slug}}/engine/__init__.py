@@ -6,6 +6,7 @@ import shutil
 import signal
 import stat
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedReader, FileIO, TextIOWrapper
@@ -34,6 +35,28 @@ def require_traceable(folder: Path = Path(__file__).parent.parent) -> None:
         raise UserError(
             f"rename the folder {folder}: torch can't compile or export where a name is not UTF-8"
         ) from None
+
+
+def protect_compiled_code() -> None:
+    """Give torch's cache of compiled code, which it unpickles, a folder that is the user's own.
+
+    torch takes one in /tmp, whoever has made it. Raises UserError if it is another user's.
+    """
+    default = os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
+    path = Path(os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", default))
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        owner = path.stat().st_uid
+    except OSError as error:
+        raise UserError(
+            f"{path}, for compiled code, can't be made ({error.strerror}): set "
+            "TORCHINDUCTOR_CACHE_DIR to a folder of yours"
+        ) from None
+    if owner != os.getuid():
+        raise UserError(
+            f"{path}, for compiled code, belongs to another user: set TORCHINDUCTOR_CACHE_DIR to a "
+            "folder of yours"
+        )
 
 
 def summarize(names: list[str]) -> str:

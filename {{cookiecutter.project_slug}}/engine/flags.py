@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from engine import distributed, require_traceable
+from engine import distributed, protect_compiled_code, require_traceable
 from engine.cli import (
     ArgumentParser,
     data_location,
@@ -205,6 +205,7 @@ def backend_needs(args: argparse.Namespace, ddp: str) -> dict[str, bool]:
     needs = {"compiled": args.compile or args.cuda_graphs}
     if needs["compiled"]:
         require_traceable()
+        protect_compiled_code()
     if ddp == "fsdp":
         needs["sharded"] = True
     if ddp == "apex":

@@ -23,8 +23,8 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from engine import EXIT_USAGE, SUFFIX, UserError, regular_only
-from engine.monitoring.trackers import ADAPTERS, FOLDER, NAMES, QUEUE, STATE, Tracker
+from engine import EXIT_USAGE, MAX_BYTES, SUFFIX, UserError, regular_only
+from engine.monitoring.trackers import ADAPTERS, FOLDER, NAMES, QUEUE, STATE, Tracker, is_run_id
 from engine.text import printable
 
 POLL_S = 0.5
@@ -169,14 +169,23 @@ SENDERS = {
 
 
 def read_start(queue: Path, offset: int = 0) -> dict[str, Any]:
-    """Return the last start of the run before a position in the queue, or else the first one."""
-    with queue.open("rb") as file:
-        start = file.readline()
+    """Return the last start of the run before a position in the queue, or else the first one.
+
+    Raises UserError if it is altered, such as one with trackers that become paths of other files.
+    """
+    with open(queue, "rb", opener=regular_only) as file:
+        start = file.readline(MAX_BYTES)
         while file.tell() < offset:
-            line = file.readline()
+            line = file.readline(MAX_BYTES)
             if line.startswith(b'{"start"'):
                 start = line
-    return json.loads(start)["start"]
+    try:
+        found = dict(json.loads(start)["start"])
+        if is_run_id(found["run_id"]) and all(name in NAMES for name in found["trackers"]):
+            return found
+    except (ValueError, TypeError, LookupError, RecursionError):
+        pass
+    raise UserError(f"{queue} is altered: it does not begin with the start of a run")
 
 
 def _describe(error: Exception) -> str:
@@ -277,10 +286,6 @@ def _run(args: argparse.Namespace) -> bool:
         return True
     results = []
     names = [args.tracker] if args.tracker else read_start(folder / QUEUE)["trackers"]
-    if not all(name in NAMES for name in names):  # they become names of files
-        raise UserError(
-            f"{folder / QUEUE} is altered: it has other trackers than {', '.join(NAMES)}"
-        )
     for name in names:
         with _locked(folder / f"{name}.lock", wait=False):
             results.append(_deliver(args.output, name))

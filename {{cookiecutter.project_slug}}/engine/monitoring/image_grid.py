@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,7 +25,12 @@ LEGEND_WIDTH = 148  # pixels of an entry
 
 
 def image_path(output: Path, epoch: int | None) -> Path:
-    """Return the path of a run's image after an epoch, or of --eval-only if it is None."""
+    """Return the path of a run's image after an epoch, or of --eval-only if it is None.
+
+    Raises OSError if the folder is a link, by which pictures elsewhere would be replaced.
+    """
+    if (output / "validation").is_symlink():
+        raise OSError(errno.ELOOP, f"{output / 'validation'} is a link")
     stem = "eval_only" if epoch is None else f"epoch_{epoch:03}"
     return output / "validation" / f"{stem}.png"
 
