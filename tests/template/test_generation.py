@@ -254,3 +254,11 @@ def test_cruft_update_of_an_edited_project(run, repository, bake):
     run("cruft", "check", cwd=project)
     assert read(project) == generated | {"task.py": edited + b"\n\nNEW = True\n"}
     assert "# Mine." in run("cruft", "diff", cwd=project)
+
+
+@pytest.mark.parametrize(("ddp", "best"), [("apex", "best.pt"), ("fsdp", "best")])
+def test_readme_names_the_checkpoints_of_the_project(bake, ddp, best):
+    """Those of FSDP are folders."""
+    readme = (bake(ddp=ddp, opt_level="O4", sync_bn=False) / "README.md").read_text()
+    assert f"predict.py runs/ddp_training/{best} data" in readme
+    assert set(re.findall(r"/best(?:\.pt)?\b", readme)) == {f"/{best}"}
