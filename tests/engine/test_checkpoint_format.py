@@ -116,6 +116,18 @@ def test_state_of_any_optimizer_is_restored(tmp_path: Path, kind: type) -> None:
     torch.testing.assert_close(again.state_dict()["state"], expected, rtol=0, atol=0)
 
 
+def test_a_checkpoint_of_many_parameters_is_restored(tmp_path: Path) -> None:
+    """In its pickle, the names of the moments are stored once, and occur for each parameter."""
+    model = nn.ParameterList(torch.ones(1) for _ in range(1000))
+    optimizer = FusedAdam(model.parameters())
+    sum(model).backward()
+    optimizer.step()
+    checkpoint.write(tmp_path / "last.pt", entries_of(model, optimizer))
+    again = FusedAdam(model.parameters())
+    restore(tmp_path / "last.pt", checkpoint.load(tmp_path / "last.pt"), state_of(model, again))
+    assert len(again.state) == 1000
+
+
 @pytest.mark.parametrize("has_own_form", [True, False])
 @pytest.mark.parametrize(
     ("before", "after", "resumed"),

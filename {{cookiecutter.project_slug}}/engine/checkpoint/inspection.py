@@ -12,10 +12,9 @@ NUM_OLD_PICKLES = 5  # in a file of torch before 1.6; the last two: content, key
 NOT_CALLED = ("Tensor", "Storage", "_rebuild_from_type_v2")
 MAX_SHARING = 10  # times that a container occurs, on average
 LARGE = 2**60  # many larger integers can have one hash, 2**61 - 1 being the modulus
-MAX_LARGE = (
-    500  # such integers, or tuples as keys; a dict takes the square of their number to build
-)
-NESTING = ("GET", "DUP", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "FROZENSET")  # opcodes
+MAX_LARGE = 500  # such integers, or tuples as keys; a dict takes the square of their number
+COPYING = ("GET", "DUP")  # opcodes
+NESTING = ("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "FROZENSET")
 # Bytes of an element, by the name of the storage's class.
 ITEM_SIZES = (
     dict.fromkeys(("ComplexDoubleStorage",), 16)
@@ -75,8 +74,11 @@ def check_tuples(file: BinaryIO) -> None:
             while (item := stack.pop()) is not None:
                 items.append(item)
         items += [stack.pop() for _ in operands]
-        elements = sum(items) + len(items) if opcode.name.endswith(NESTING) else 0
-        total += elements * len(opcode.stack_after)
+        is_copied = opcode.name.endswith(COPYING)  # any object, such as the name of a moment
+        elements = sum(items) if is_copied else 0
+        if opcode.name.endswith(NESTING):
+            elements = sum(items) + len(items)
+        total += (elements + is_copied) * len(opcode.stack_after)
         num_large += isinstance(argument, int) and abs(argument) >= LARGE
         if opcode.name.startswith(("SETITEM", "ADDITEMS")):  # last one first: value, key, …; dict
             num_large += sum(map(bool, items[1::2] if opcode.name[0] == "S" else items))
