@@ -1,6 +1,7 @@
 """apex_native.optimizers: FusedAdam against torch, against its formula, and its checkpoints."""
 
 import copy
+import functools
 import pickle
 
 import pytest
@@ -308,7 +309,10 @@ def test_state_loads_into_another_memory_format(to):
     torch.testing.assert_close(*results)
 
 
-@pytest.mark.parametrize("kind", [FusedAdam, FusedLAMB, FusedNovoGrad, FusedAdagrad])
+@pytest.mark.parametrize(
+    "kind",
+    [FusedAdam, FusedLAMB, FusedNovoGrad, FusedAdagrad, functools.partial(FusedSGD, momentum=0.9)],
+)
 def test_moments_of_another_shape_are_rejected(kind):
     """The fused kernels would write behind them. torch itself does not compare the shapes."""
     optimizer = kind(parameters(), lr=0.1)

@@ -112,9 +112,10 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _check_moments(self, states: list[tuple[Tensor, dict]]) -> None:
         for parameter, state in states:
-            for name in self.moments:
-                if name in state and state[name].shape != parameter.shape:
-                    shapes = f"{tuple(state[name].shape)}, not {tuple(parameter.shape)}"
+            for name in (*self.moments, "momentum_buffer"):  # FusedSGD makes this in a step
+                value = state.get(name)
+                if value is not None and value.shape != parameter.shape:
+                    shapes = f"{tuple(value.shape)}, not {tuple(parameter.shape)}"
                     raise ValueError(f"{type(self).__name__}: {name} of a parameter is {shapes}.")
 
 
