@@ -258,7 +258,7 @@ def test_cruft_update_of_an_edited_project(run, repository, bake):
 
 @pytest.mark.parametrize(("ddp", "best"), [("apex", "best.pt"), ("fsdp", "best")])
 def test_readme_names_the_checkpoints_of_the_project(bake, ddp, best):
-    """Those of FSDP are folders."""
+    """Checkpoints of FSDP are folders, whose names have no suffix."""
     readme = (bake(ddp=ddp, opt_level="O4", sync_bn=False) / "README.md").read_text()
     assert f"predict.py runs/ddp_training/{best} data" in readme
     assert set(re.findall(r"/best(?:\.pt)?\b", readme)) == {f"/{best}"}

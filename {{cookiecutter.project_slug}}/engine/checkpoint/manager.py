@@ -149,8 +149,8 @@ class CheckpointManager:
         notes += "" if required else moments_note + ranks_note  # which are about training
         self.logger.info(message + notes + format.describe_origin(entries["origin"]))
         if choice != AUTO and not required:
-            is_first = dist.get_rank() == 0
-            note = files.set_aside_best(self.folder, progress.step) if is_first else ""
+            is_writer = dist.get_rank() == 0
+            note = files.set_aside_best(self.folder, progress.step) if is_writer else ""
             if note := all_gather(note, self._group)[0]:
                 progress.best = -math.inf
                 self.logger.warning(note)

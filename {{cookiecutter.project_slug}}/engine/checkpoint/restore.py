@@ -174,10 +174,9 @@ def _restore_optimizer(optimizer: Optimizer, saved: dict[str, Any]) -> None:
     parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     known = dict(zip(indices, parameters, strict=True))
     state = {index: saved["state"][index] for index in known if saved["state"].get(index)}
+    kinds = {one.__name__ for one in type(optimizer).__mro__}
     for index, moments in state.items():
-        _check_state(
-            index, known[index], moments, {one.__name__ for one in type(optimizer).__mro__}
-        )
+        _check_state(index, known[index], moments, kinds)
     optimizer.load_state_dict({"param_groups": groups, "state": state})
     for index, moments in state.items():
         _place_moments(known[index], moments, optimizer.state[known[index]])

@@ -285,8 +285,7 @@ def _run(args: argparse.Namespace) -> bool:
             follow(Delivery(args.output, args.tracker), args.follow)
         return True
     results = []
-    names = [args.tracker] if args.tracker else read_start(folder / QUEUE)["trackers"]
-    for name in names:
+    for name in [args.tracker] if args.tracker else read_start(folder / QUEUE)["trackers"]:
         with _locked(folder / f"{name}.lock", wait=False):
             results.append(_deliver(args.output, name))
     return all(results)
