@@ -31,18 +31,21 @@ help: ## list the commands
 demo: ## generate the default project, train it on its own data, show the result
 	@$(RUN) python .ci/demo.py
 
+# A crash of a worker ends the run: xdist can wait without end for the tests of a replaced one.
+PYTEST = $(RUN) python -m pytest -n $(JOBS) --dist loadgroup --max-worker-restart=0
+
 # Tests that train belong to the xdist groups "train" and "faults", or "short" if it is mostly one
 # process for few steps. Each group has one worker, which keeps its fixtures. They often wait, so that
 # four workers suit two cores.
 test: ## run the tests, except the slow and weekly ones
-	@$(RUN) python -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
+	@$(PYTEST) $(ARGS)
 
 test-torch: ## run the tests that depend on torch, with the version that TORCH names
 	@$(RUN) python -c 'import torch; print("torch", torch.__version__)'
-	@$(RUN) python -m pytest -n $(JOBS) --dist loadgroup $(ARGS) $(TESTS_OF_TORCH)
+	@$(PYTEST) $(ARGS) $(TESTS_OF_TORCH)
 
 slow: ## run the slow tests
-	@$(RUN) python -m pytest -m "slow and not weekly" -n $(JOBS) --dist loadgroup $(ARGS)
+	@$(PYTEST) -m "slow and not weekly" $(ARGS)
 
 weekly: ## run the weekly tests, one after the other, for hours
 	@$(RUN) python -m pytest -m weekly -rs $(ARGS)

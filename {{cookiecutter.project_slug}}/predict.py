@@ -109,7 +109,6 @@ def sample_inputs(options: dict[str, Any], batch_size: int) -> Any:
 @torch.no_grad()
 def main() -> None:
     """Print the predictions for each image; continue after a broken one, with exit status 1."""
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # exit silently when piped into "head"
     args = parse_args()
     has_gpu = torch.cuda.is_available()
     if args.device == "cuda" and not has_gpu:
@@ -147,4 +146,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # exit silently when piped into "head"
     distributed.run(main)

@@ -2,6 +2,8 @@
 
 import json
 import os
+import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -97,6 +99,20 @@ def test_predicts_all_images_of_a_folder_in_order(
         shares = [share for _, share in line["found"]]
         assert shares == sorted(shares, reverse=True)
         assert 0 < sum(shares) < 1.001
+
+
+def test_script_ends_silently_when_its_output_is_closed(
+    generated: Project, predicted: Predicted, checkpoint: Path, images: Path
+) -> None:
+    """A caller of main() keeps its own handling of SIGPIPE: a broken connection would end it."""
+    command = [sys.executable, "predict.py", checkpoint, images]
+    read, write = os.pipe()
+    os.close(read)
+    ended = subprocess.run(command, cwd=generated.folder, stdout=write, stderr=subprocess.PIPE)
+    os.close(write)
+    assert (ended.returncode, b"Error" in ended.stderr) == (-signal.SIGPIPE, False)
+    predicted(checkpoint, images)
+    assert signal.getsignal(signal.SIGPIPE) == signal.SIG_IGN
 
 
 def test_predicts_with_ema_weights_if_saved(
