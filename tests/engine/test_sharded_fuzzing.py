@@ -347,6 +347,20 @@ def test_tensor_of_another_type_than_the_model_is_refused(
         manager_of(tmp_path / "run").resume(path, 10)
 
 
+def test_average_that_is_not_asked_for_is_reported_and_not_read(
+    folder: Path, tmp_path: Path, allocated: list[int]
+) -> None:
+    manager_of(tmp_path / "run").resume(folder, 10, required=True)
+    num_tensors = len(allocated)
+    allocated.clear()
+    manager = manager_of(tmp_path / "run")
+    in_average = len(manager.state.ema.module.state_dict())
+    manager.state.ema = None
+    manager.resume(folder, 10, required=True)
+    assert "without its average of the weights (--ema)" in manager.logger[-1]
+    assert len(allocated) == num_tensors - in_average
+
+
 def test_chunk_that_serves_many_tensors_is_refused(folder: Path, allocated: list[int]) -> None:
     def repeat(index: dict) -> None:
         index.update({f"model.extra{number}": index["model.0.weight"] for number in range(999)})

@@ -265,11 +265,22 @@ def test_apex_without_amp_falls_back_to_apex_native(bake, tmp_path):
     assert "apex_native, because this Apex no longer has amp.initialize" in done.stdout
 
 
-@pytest.mark.parametrize(("rank", "world_size"), [("x", "1"), ("0", "-1"), ("9" * 5000, "1")])
-def test_ranks_that_are_no_numbers_are_errors(monkeypatch, rank, world_size):
-    variables = {"RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1"}
-    for name, value in (variables | {"MASTER_PORT": "29500"}).items():
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"RANK": "x"}, "^RANK in the environment must be a number"),
+        ({"LOCAL_RANK": "x", "WORLD_SIZE": "-1"}, "^LOCAL_RANK and WORLD_SIZE in the env"),
+        ({"RANK": "9" * 5000}, "^RANK in the environment must be a number"),
+        ({"MASTER_PORT": "abc"}, "^MASTER_PORT in the environment must be a number"),
+        ({"LOCAL_WORLD_SIZE": "two"}, "^LOCAL_WORLD_SIZE in the environment must be a number"),
+        ({"WORLD_SIZE": "0"}, "^RANK=0 must be less than WORLD_SIZE=0"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "^RANK=2 must be less than WORLD_SIZE=2"),
+    ],
+)
+def test_variables_that_no_launcher_sets_are_errors(monkeypatch, variables, message):
+    usual = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in (usual | variables).items():
         monkeypatch.setenv(name, value)
-    assert not distributed.is_rank_zero() or rank == "0"
-    with pytest.raises(UserError, match="RANK, LOCAL_RANK and WORLD_SIZE .* must be numbers"):
+    assert not distributed.is_rank_zero() or variables.get("RANK", "0") == "0"
+    with pytest.raises(UserError, match=message):
         distributed.resolve_ranks(None)

@@ -94,10 +94,10 @@ def _describe_missing_moments(optimizer: Optimizer) -> str:
 
 
 def restore_average(average: dict[str, Tensor] | None, state: TrainingState) -> str:
-    """Restore the average of the weights; return what to add to the message."""
+    """Restore the average of the weights, if any; return what to add to the message."""
     ema = state.ema
     if ema is None:
-        return ", without its average of the weights (--ema)" if average else ""
+        return "" if average is None else ", without its average of the weights (--ema)"
     weights = average or state.backend.fp32_state_dict(state.model, state.optimizer)
     check_like(weights, ema.module.state_dict())
     ema.module.load_state_dict(weights)

@@ -239,8 +239,10 @@ def _load(
         index = tensor_storage.read_index(path, sizes)
     except Exception:  # a file of any bytes raises anything
         raise UserError(f"{path}: its {INDEX} is torn or altered; use another one") from None
-    if own:
-        index = {k: one for k, one in index.items() if k in own or not k.startswith("ema.")}
+    unused = [name for name in index if own and name not in own and name.startswith("ema.")]
+    for name in unused:
+        del index[name]
+        entries["ema"] = {}
     likes = {name: own.get(_template_name(name)) for name in index}
     for name, like in likes.items():
         shape = index[name].shape

@@ -77,7 +77,7 @@ def resolve_ranks(local_rank: int | None) -> tuple[int, int, int]:
 
     Raises:
         UserError: in a process that has trained before, such as a notebook, or if the variables
-            are incomplete or no numbers.
+            are incomplete, no numbers or contradict each other.
     """
     if dist.is_initialized():
         raise UserError(
@@ -86,25 +86,24 @@ def resolve_ranks(local_rank: int | None) -> tuple[int, int, int]:
         )
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in names if name not in os.environ]
+    start = "start with ./run.sh or torchrun, which set them all, or unset them"
     if "RANK" in os.environ and missing:
-        raise UserError(
-            f"RANK is set in the environment but not {', '.join(missing)}: start with ./run.sh or "
-            "torchrun, which set them all, or unset RANK"
-        )
+        raise UserError(f"RANK is set in the environment but not {', '.join(missing)}: {start}")
     if missing:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    local = os.environ.get("LOCAL_RANK", local_rank)
-    values = (os.environ["RANK"], str(local or 0), os.environ["WORLD_SIZE"])
-    if not all(re.fullmatch(r"[0-9]{1,9}", value) for value in values):
-        raise UserError(
-            "RANK, LOCAL_RANK and WORLD_SIZE in the environment must be numbers: start with "
-            "./run.sh or torchrun, which set them, or unset them"
-        )
-    rank, local_rank, world_size = map(int, values)
-    return rank, local_rank, world_size
+    values = {"LOCAL_RANK": os.environ.get("LOCAL_RANK") or str(local_rank or 0)}
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_WORLD_SIZE"):
+        values[name] = os.environ.get(name, "1")
+    wrong = [name for name, value in values.items() if not re.fullmatch(r"[0-9]{1,9}", value)]
+    if wrong:
+        raise UserError(f"{' and '.join(wrong)} in the environment must be a number: {start}")
+    rank, world_size = int(values["RANK"]), int(values["WORLD_SIZE"])
+    if rank >= world_size:
+        raise UserError(f"RANK={rank} must be less than WORLD_SIZE={world_size}: {start}")
+    return rank, int(values["LOCAL_RANK"]), world_size
 
 
 def select_device(local_rank: int) -> torch.device:
