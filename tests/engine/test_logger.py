@@ -287,6 +287,21 @@ def test_row_of_an_unfinished_epoch_is_replaced(logger):
     assert epochs_in_table(logger.output) == [1]
 
 
+@pytest.mark.usefixtures("no_curves")
+def test_epoch_that_is_validated_again_has_one_point(tmp_path):
+    """The run was killed after it had logged epoch 2, before the checkpoint said so."""
+    first = open_logger(tmp_path)
+    for epoch in (1, 2):
+        first.log_epoch(row(epoch))
+    first.folder_lock.release()
+    again = Logger(tmp_path, 0, ACCURACY)
+    again.rows = first.rows[:1]
+    again.open({"resume": Path("auto")}, tmp_path / "step-20.pt", Progress(epoch=2, step=20))
+    for epoch in (2, 3):
+        again.log_epoch(row(epoch))
+    assert events(tmp_path)["epoch/val_loss"] == [10, 20, 30]
+
+
 @pytest.mark.parametrize(("log_every", "lines"), [(None, [3, 6]), (2, [2, 4, 6, 8])])
 def test_progress_lines_without_a_terminal(tmp_path, monkeypatch, capsys, log_every, lines):
     """One a minute, or every --log-every steps."""

@@ -250,13 +250,15 @@ class Logger(Console):
             return
         values = {name: float(value) for name, value in row.items() if name not in POSITION}
         position = {name: int(row[name]) for name in POSITION}
-        # A row of the epoch is there if a run that ended within it was resumed.
+        # There is a row of the epoch if a run that ended in it, or in its validation, was resumed.
+        old = [one for one in self.rows if int(one["epoch"]) == position["epoch"]]
         self.rows = [one for one in self.rows if int(one["epoch"]) != position["epoch"]]
         self.rows.append(position | values)
+        if position["step"] not in (int(one["step"]) for one in old):
+            self._write_event(lambda events: events.add_scalars("epoch", values, position["step"]))
         with self._errors_as_warning(f"rows are missing in {TABLE}"):
             run_files.write_rows(self.output / TABLE, self.rows, self.monitored.name)
         self.throughputs.append(values["images_per_second"])
-        self._write_event(lambda events: events.add_scalars("epoch", values, position["step"]))
         if self.tracking:
             self.tracking.check()
         self.curves.start()
