@@ -57,10 +57,10 @@ time.sleep(600)
 
 def launch(folder: Path) -> None:
     """Turn this process into a launcher of one worker."""
-    os.setsid()
-    os.chdir(folder)
-    for number in (*HARMLESS, *STOPPING):
+    for number in (*HARMLESS, *STOPPING):  # multiprocessing would turn a SIGINT into status 1
         signal.signal(number, signal.SIG_DFL)
+    os.setsid()  # tells `disturb` that signals may come
+    os.chdir(folder)
     log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -81,6 +81,8 @@ def disturb(seed: str, folder: Path) -> tuple[Counter, float]:
     process = multiprocessing.get_context("forkserver").Process(target=launch, args=(folder,))
     process.start()
     assert process.pid is not None
+    while process.is_alive() and os.getsid(process.pid) != process.pid:
+        time.sleep(0.001)
     sent: Counter = Counter()
     stops_at = time.monotonic() + chosen.uniform(0.1, 1.5)
     while time.monotonic() < stops_at + LIMIT:
