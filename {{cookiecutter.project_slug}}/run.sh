@@ -88,20 +88,23 @@ for argument; do
     case $argument in --check | --json) module=engine.diagnostics.preflight ;; esac
 done
 
-# Whether --check can say of the interpreter that it has no torch, and all the rest.
+# Prints the same if --check can say of the interpreter that it has no torch, and all the rest.
 can_look() {
-    [ "$module" = engine.diagnostics.preflight ] && "$1" -c 'print(1)' 2>/dev/null | grep -q '^1$'
+    [ "$module" = engine.diagnostics.preflight ] && "$1" -c '
+import sys
+print("-P" if sys.version_info >= (3, 11) else "-q")
+' 2>/dev/null | grep '^-[Pq]$'
 }
 
 if [ -n "${PYTHON:-}" ]; then
     python=$PYTHON
-    option=$(find_torch "$python") || can_look "$python" ||
+    option=$(find_torch "$python") || option=$(can_look "$python") ||
         fail "PYTHON=$python is no Python with torch: name one, or install this project in it."
 else
     for python in python python3; do
         option=$(find_torch "$python") && break
     done || for python in python python3; do
-        can_look "$python" && break
+        option=$(can_look "$python") && break
     done || fail "neither python nor python3 has torch: activate its environment, or see README.md."
 fi
 

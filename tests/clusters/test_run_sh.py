@@ -23,7 +23,7 @@ STAND_IN = """\
 #!/bin/sh
 case "$1 $2" in
     "-c "*torch*) [ -n "${NO_TORCH:-}" ] || echo -q; exit ;;
-    "-c "*) echo 1; exit ;;
+    "-c "*) echo -q; exit ;;
 esac
 exec "$REAL_PYTHON" - "$@" <<'END'
 import json, os, sys
@@ -247,12 +247,12 @@ def test_a_check_gets_what_a_launch_would(machine, shell, flag):
 
 def test_a_check_does_not_need_torch(machine):
     argv, _ = machine.run("--check", NO_TORCH="1")
-    assert argv[:2] == ["-m", "engine.diagnostics.preflight"]
+    assert argv[:3] == ["-q", "-m", "engine.diagnostics.preflight"]
     named = machine.command("my python", STAND_IN)
     (machine.bin / "python").unlink()
     assert "neither python nor python3" in machine.start("--check", NO_TORCH="1").stderr
     argv, _ = machine.run("--check", NO_TORCH="1", PYTHON=str(named))
-    assert argv[:2] == ["-m", "engine.diagnostics.preflight"]
+    assert argv[:3] == ["-q", "-m", "engine.diagnostics.preflight"]
     assert "no/such/python" in machine.start("--check", PYTHON="no/such/python").stderr
 
 
@@ -406,8 +406,11 @@ def test_a_real_interpreter_without_torch_is_refused(machine):
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no option for it")
 def test_modules_in_the_callers_folder_are_not_taken_for_ours(machine):
     for folder, word in ((machine.project, "ours"), (machine.caller, "theirs")):
-        (folder / "engine").mkdir()
-        (folder / "engine" / "launch.py").write_text(f"print('{word}')\n")
+        (folder / "engine" / "diagnostics").mkdir(parents=True)
+        for module in ("launch", "diagnostics/preflight"):
+            (folder / "engine" / f"{module}.py").write_text(f"print('{word}')\n")
+    machine.command("python", f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
+    assert machine.start("--check").stdout == "ours\n"  # without torch
     for name in ("torch", "importlib", "types", "warnings", "contextlib"):
         (machine.caller / f"{name}.py").write_text(f"raise SystemExit('a stray {name}.py')\n")
     libraries = machine.folder / "libraries"

@@ -22,7 +22,7 @@ import torch
 from apex_native import amp
 from apex_native.optimizers import FusedAdam, FusedNovoGrad
 from engine import UserError, backend, replacing
-from engine.checkpoint import TrainingState
+from engine.checkpoint import TrainingState, inspection
 from engine.checkpoint import archive as archive_module
 from engine.checkpoint import format as checkpoint
 from engine.checkpoint.archive import read
@@ -434,6 +434,7 @@ INVALID_IMAGES = [
     *({"size": size} for size in (-3, 0, 10**6, 10**400, 32.0, True, "x", None, [32])),
     *({"eval_size": size} for size in (-3, 0, 10**6, 32.0, "x")),
     *({"crop_fraction": value} for value in (0.0, -0.5, 1e-320, 1.5, NAN, 10**400, "1", None)),
+    {"size": 300, "crop_fraction": 0.01},  # resized to 30,000 pixels
     *({"mean": value} for value in (0.5, (), (0.5, 0.5), (0.5, 0.5, NAN), "abc", None)),
     *({"std": value} for value in (0.5, (), (1.0, 1.0, "1"), (1.0, 1.0, 10**400))),
 ]
@@ -761,6 +762,49 @@ def test_tuples_can_not_be_nested_by_other_opcodes(opcodes: bytes) -> None:
     pickled = b"\x80\x02)q\x00" + opcodes + b"."
     with pytest.raises(RecursionError):
         check_tuples(io.BytesIO(pickled))
+
+
+@pytest.mark.parametrize("is_archive", [True, False])
+def test_large_number_of_a_memo_is_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_archive: bool
+) -> None:
+    """Python's unpickler would make an array with so many places."""
+    path = tmp_path / "sparse.pt"
+    torch.save({"a": 1}, path, _use_new_zipfile_serialization=is_archive)
+    start = b"\x80\x02Nr\xff\xff\xff\x7f0"
+    if is_archive:
+        with zipfile.ZipFile(path) as archive:
+            parts = {name: archive.read(name) for name in archive.namelist()}
+        with zipfile.ZipFile(path, "w") as archive:
+            for name, part in parts.items():
+                archive.writestr(name, start + part[2:] if name.endswith("data.pkl") else part)
+    else:
+        path.write_bytes(start + path.read_bytes()[2:])
+    monkeypatch.setattr(
+        "engine.checkpoint.archive.check_storages", lambda *_: pytest.fail("it is unpickled")
+    )
+    monkeypatch.setattr(
+        "engine.checkpoint.archive.check_old_storages", lambda *_: pytest.fail("it is unpickled")
+    )
+    with pytest.raises(UserError, match="its structure is altered"):
+        read(path)
+
+
+def test_archive_of_many_pickles_is_rejected(tmp_path: Path) -> None:
+    """Each is compared with all parts of the archive."""
+    torch.save({"a": 1}, tmp_path / "many.pt")
+    with zipfile.ZipFile(tmp_path / "many.pt", "a") as archive:
+        for number in range(archive_module.MAX_PICKLES):
+            archive.writestr(f"many/{number}.pkl", b"N.")
+    with pytest.raises(UserError, match="it is torn, or not a checkpoint"):
+        read(tmp_path / "many.pt")
+
+
+def test_many_names_of_classes_are_rejected() -> None:
+    names = b"".join(b"ca\nb%d\n0" % number for number in range(inspection.MAX_NAMES + 1))
+    inspection.check_storages(b"\x80\x02" + names[:70] + b"N.", {})
+    with pytest.raises(pickle.UnpicklingError, match="too many names"):
+        inspection.check_storages(b"\x80\x02" + names + b"N.", {})
 
 
 def tuple_of_hash(number: int) -> tuple[int, ...]:

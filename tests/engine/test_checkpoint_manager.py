@@ -201,6 +201,34 @@ def test_a_run_that_resumes_in_another_folder_has_a_best_of_its_own(
     assert bests == [0.75, 0.75, -float("inf")]
 
 
+def resume_in_another_folder(folder: str) -> tuple[float, list[float], set[str]]:
+    """Return the best score, the scores and the files there, which are those of another run."""
+    there, here = (Path(folder, name) for name in ("there", "here"))
+    for output, step in ((there, 1), (here, 5)):
+        manager = manager_of(str(output))
+        manager.state.progress.step = step
+        manager.state.progress.scores = [0.5]
+        manager.save({"val_accuracy": 0.5})
+        manager.finish()
+    dist.barrier()
+    again = manager_of(str(here))
+    again.resume(there / "last.pt", 10)
+    dist.barrier()
+    progress = again.state.progress
+    return progress.best, progress.scores, {path.name for path in here.glob("*.pt")}
+
+
+def test_another_folders_checkpoint_has_no_scores_and_renames_nothing(
+    two_processes: Processes, tmp_path: Path
+) -> None:
+    """The logger refuses the run later, if the folder has one."""
+    for name in ("there", "here"):
+        (tmp_path / name).mkdir()
+    files = {"best.pt", "last.pt", "step-5.pt"}
+    expected = [(-float("inf"), [], files)] * 2
+    assert two_processes(resume_in_another_folder, str(tmp_path)) == expected
+
+
 def go_back(folder: str) -> tuple[float, str, list[str]]:
     """Return the best score of a run that goes back, what it is resumed from, and the warnings."""
     manager = manager_of(folder)
@@ -702,14 +730,16 @@ def resumed_with_other_labels(folder: str, samples: int, is_evaluation: bool) ->
     there = {name: LabelledSamples([0, 1, 0, 1]) for name in ("train", "val")}
     manager = manager_of(folder, data_sets=there)
     manager.state.progress.samples = samples
+    manager.state.progress.scores = [0.5]
     manager._means = [{"train_loss": (1.0, 1)}]
-    manager.save()
+    manager.save({"val_accuracy": 0.5})
     manager.finish()
     dist.barrier()
     here = {name: LabelledSamples([1, 0, 0, 1]) for name in ("train", "val")}
     again = manager_of(folder, data_sets=here)
     again.resume(Path(folder, "last.pt"), 10, required=is_evaluation)
-    return list(again.logger), again.has_same_val_data
+    progress = again.state.progress
+    return list(again.logger), again.has_same_val_data, (progress.best, progress.scores)
 
 
 OTHER_DATA = "the data has changed (train: other labels, val: other labels"
@@ -727,11 +757,16 @@ def test_data_with_other_labels_is_a_warning(
     two_processes: Processes, tmp_path: Path, samples: int, is_evaluation: bool, expected: str
 ) -> None:
     """As MNIST and Fashion-MNIST, which have the same sizes and class names."""
-    for said, is_same in two_processes(
+    for said, is_same, scores in two_processes(
         resumed_with_other_labels, str(tmp_path), samples, is_evaluation
     ):
         assert said[0] == f"warning: --resume {tmp_path / 'last.pt'}: {expected}"
-        assert len(said) == 2 and is_same is False
+        assert is_same is False
+        if is_evaluation:
+            assert (len(said), scores) == (2, (0.5, [0.5]))
+        else:
+            assert (len(said), scores) == (3, (-float("inf"), []))
+            assert "scores on other validation data can't be compared; the next" in said[1]
 
 
 class NamedLabels(list):

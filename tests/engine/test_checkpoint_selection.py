@@ -121,6 +121,24 @@ def sharded_folder(path: Path, content: str) -> None:
     (path / "manifest.json").write_text(json.dumps(manifest))
 
 
+def test_best_checkpoints_of_one_step_are_all_kept(tmp_path: Path) -> None:
+    """The run went back to an earlier step twice."""
+    for content in ("first", "second", "third"):
+        sharded_folder(tmp_path / "step-20", content)
+        files.alias(tmp_path / "step-20", "best.pt")
+        files.remove_later(tmp_path, 10)
+    names = ("best-of-step-20", "best-of-step-20-2", "best-of-step-20-3")
+    found = [(tmp_path / name / "state.pt").read_text() for name in names]
+    assert found == ["first", "second", "third"]
+    for step in (20, 20):
+        link(saved(tmp_path, step), tmp_path / "best.pt")
+        assert files.set_aside_best(tmp_path, 10)
+    assert {path.name for path in tmp_path.glob("best*.pt")} == {
+        "best-of-step-20.pt",
+        "best-of-step-20-2.pt",
+    }
+
+
 def test_best_folder_outlives_its_step(tmp_path: Path) -> None:
     for step in (10, 20):
         sharded_folder(tmp_path / f"step-{step}", str(step))

@@ -174,6 +174,39 @@ def test_image_that_is_refused_does_not_hold_up_the_points(queue, tmp_path):
     assert "epoch_001.png is refused, no store for files" in delivery.state["problem"]
 
 
+@pytest.mark.parametrize("name", ["../outside.png", "/etc/hostname", "link.png"])
+def test_file_outside_the_run_is_not_sent(queue, tmp_path, name):
+    output = tmp_path / "run"
+    (output / FOLDER).mkdir(parents=True)
+    (tmp_path / FOLDER / QUEUE).rename(output / FOLDER / QUEUE)
+    (tmp_path / "outside.png").touch()
+    (output / "link.png").symlink_to(tmp_path / "outside.png")
+    with (output / FOLDER / QUEUE).open("a") as file:
+        file.write(json.dumps({"group": "validation", "step": 1, "image": name}) + "\n")
+    delivery = Delivery(output, "mlflow")
+    assert delivery.send() == 2
+    assert not FakeTracker.images
+    assert "is not in the folder of the run" in delivery.state["problem"]
+
+
+def test_state_is_not_written_through_a_link(queue, tmp_path):
+    target = tmp_path / "target"
+    target.write_text("precious")
+    (tmp_path / FOLDER / "mlflow.tmp").symlink_to(target)
+    Delivery(tmp_path, "mlflow").send()
+    assert target.read_text() == "precious"
+    assert json.loads((tmp_path / FOLDER / "mlflow.json").read_text())["offset"] > 0
+
+
+@pytest.mark.parametrize("text", [None, "[]", "[" * 100_000, "{", '{"run_id": 1}'])
+def test_state_that_is_altered_is_not_used(queue, tmp_path, text):
+    path = tmp_path / FOLDER / "mlflow.json"
+    os.mkfifo(path) if text is None else path.write_text(text)
+    delivery = Delivery(tmp_path, "mlflow")
+    assert delivery.state["offset"] == 0
+    assert delivery.send() == 1
+
+
 def test_run_without_an_end_has_failed(queue, tmp_path):
     delivery = Delivery(tmp_path, "mlflow")
     queue(point(1))

@@ -88,6 +88,13 @@ def test_compiled_code_of_another_user_is_not_used(
     folder = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
     assert folder.parent == tmp_path and folder.stat().st_mode & 0o777 == 0o700
     protect_compiled_code()
+    (tmp_path / "link").symlink_to(folder)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "link"))
+    protect_compiled_code()
+    if os.getuid() == 0:  # another user's link could be changed after the check
+        os.chown(tmp_path / "link", 65534, 65534, follow_symlinks=False)
+        with pytest.raises(UserError, match="belongs to another user"):
+            protect_compiled_code()
     monkeypatch.setattr(os, "getuid", lambda: 1 + folder.stat().st_uid)
     with pytest.raises(UserError, match="belongs to another user: set TORCHINDUCTOR_CACHE_DIR"):
         protect_compiled_code()

@@ -124,3 +124,12 @@ def test_pictures_are_not_written_through_a_link(tmp_path):
     (tmp_path / "run" / "validation").symlink_to(elsewhere)
     with pytest.raises(OSError, match="validation is a link"):
         image_grid.image_path(tmp_path / "run", 1)
+
+
+@pytest.mark.parametrize("suffix", [".png", ".csv"])
+def test_files_of_the_validation_are_not_written_through_a_link(tmp_path, suffix):
+    (tmp_path / "validation").mkdir()
+    assert image_grid.image_path(tmp_path, 1).name == "epoch_001.png"
+    (tmp_path / "validation" / f"epoch_001{suffix}").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match=rf"epoch_001\{suffix} is a link"):
+        image_grid.image_path(tmp_path, 1)

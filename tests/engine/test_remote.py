@@ -280,6 +280,20 @@ def test_unusable_url_is_an_error(server, tmp_path, path, message):
         datasets(RemoteFolder(f"{server.url}/{path}", tmp_path / "cache", MANY))
 
 
+def test_local_data_is_not_taken_for_a_mirror(packed, tmp_path, monkeypatch):
+    """A mirror makes room in the folder above it, and names a URL."""
+    monkeypatch.setenv(shards.CACHE, str(tmp_path / "cache"))
+    (packed / "train" / shards.REMOTE).write_text('{"url": "http://127.0.0.1:1", "cache_size": 0}')
+    others = sorted(packed.rglob("shard-*"))
+    train_set, _ = datasets(packed)
+    assert not train_set.samples.shard_sizes
+    train_set[0]
+    others[0].unlink()
+    with pytest.raises(UserError, match="shard-00000.tar can't be read"):
+        datasets(packed)
+    assert sorted(packed.rglob("shard-*")) == others[1:]
+
+
 class Hostile(BaseHTTPRequestHandler):
     """Server whose answers have no end, are compressed, or lead to themselves."""
 

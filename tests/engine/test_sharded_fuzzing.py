@@ -305,6 +305,7 @@ HUGE = {
         lambda one: (one.__setitem__(0, [0, 2**70]), one[2].clear()),
         "index.json is torn or altered",
     ),
+    "dimensions": (lambda one: one.__setitem__(0, [4, 3, *[1] * 63]), "is torn or altered"),
     "unknown type": (lambda one: one.__setitem__(1, "Tensor"), "is torn or altered"),
     "other shape": (lambda one: one.__setitem__(0, [4, 2]), "is .4, 2. there and .4, 3. here"),
     "parent": (lambda one: one[2][0].__setitem__(1, "../step-2/__0_0.distcp"), "torn or altered"),

@@ -46,13 +46,13 @@ def protect_compiled_code() -> None:
     path = Path(os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", default))
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        owner = path.stat().st_uid
+        owners = {path.stat().st_uid, path.lstat().st_uid}  # a link can be changed later
     except OSError as error:
         raise UserError(
             f"{path}, for compiled code, can't be made ({error.strerror}): set "
             "TORCHINDUCTOR_CACHE_DIR to a folder of yours"
         ) from None
-    if owner != os.getuid():
+    if owners != {os.getuid()}:
         raise UserError(
             f"{path}, for compiled code, belongs to another user: set TORCHINDUCTOR_CACHE_DIR to a "
             "folder of yours"

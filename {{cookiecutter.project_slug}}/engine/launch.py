@@ -73,7 +73,7 @@ def _run(nodes: str) -> tuple[int, str]:
         rank, failure = error.get_first_failure()
         if failure.exitcode > 0:
             return failure.exitcode, ""
-        name = signal.Signals(-failure.exitcode).name
+        name = _name_signal(-failure.exitcode)
         return 128 - failure.exitcode, f"rank {rank} was ended by {name}"
     except rendezvous.RendezvousTimeoutError:
         wait = f"{os.environ.get('NODE_WAIT') or 600} s (NODE_WAIT)"
@@ -193,7 +193,12 @@ def _describe_failure(received: signal.struct_siginfo) -> str:
         return ""
     if received.si_code == os.CLD_EXITED:
         return f"process {received.si_pid} exited with status {status}"
-    return f"process {received.si_pid} was ended by {signal.Signals(status).name}"
+    return f"process {received.si_pid} was ended by {_name_signal(status)}"
+
+
+def _name_signal(number: int) -> str:
+    is_named = number in {*signal.Signals}  # real-time signals are not
+    return signal.Signals(number).name if is_named else f"signal {number}"
 
 
 if __name__ == "__main__":

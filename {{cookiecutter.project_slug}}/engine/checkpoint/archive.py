@@ -21,6 +21,7 @@ from engine.checkpoint.inspection import (
 
 SAFE_TORCH = (2, 10)
 MAX_DEPTH = 100  # of nested containers
+MAX_PICKLES = 10  # in an archive, of which torch makes one
 CONTAINERS = (dict, list, tuple, set)
 DIRECTORY = 0x10  # attribute of a directory in a ZIP archive
 # The records at the end of a ZIP archive; the first two only in the form for large ones, ZIP64.
@@ -106,7 +107,8 @@ def _check_archive(path: Path, file: BinaryIO) -> None:
         folders = (part.filename for part in archive.infolist() if part.external_attr & DIRECTORY)
         altered = archive.testzip() or next(folders, None)
         sizes = {part.filename.lower(): part.file_size for part in archive.infolist()}
-        if altered or len(sizes) < len(archive.infolist()):
+        num_pickles = sum(name.endswith(".pkl") for name in sizes)
+        if altered or len(sizes) < len(archive.infolist()) or num_pickles > MAX_PICKLES:
             raise zipfile.BadZipFile(altered)
         for name in archive.namelist():
             if name.lower().endswith(".pkl"):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from engine import UserError, cli, distributed
 from engine.checkpoint import format
+from engine.checkpoint.archive import security_warning
 
 
 def consolidate(folder: Path, path: Path) -> None:
@@ -17,6 +18,8 @@ def consolidate(folder: Path, path: Path) -> None:
     """
     if not folder.is_dir():
         raise UserError(f"{folder}: it is no folder; name a sharded checkpoint, such as step-500")
+    if warning := security_warning(folder):
+        distributed.print_on_rank_zero(f"warning: {folder}: {warning}")
     entries = format.load(folder)
     del entries["origin"]  # which describes other scripts' checkpoints
     try:

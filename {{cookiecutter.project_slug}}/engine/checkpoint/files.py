@@ -5,6 +5,7 @@ newest one is ``last.pt``, too, and that of the best metric ``best.pt``.
 """
 
 import errno
+import itertools
 import math
 import os
 from collections.abc import Callable
@@ -156,7 +157,7 @@ def remove_later(folder: Path, step: int) -> None:
         _remove_last(path)
         if best.is_symlink() and _is_same(best, path):
             best.unlink()
-            path.rename(path.with_name(f"best-of-{path.name}"))
+            path.rename(_name_aside(path, step_of(path)))
         else:
             remove(path)
 
@@ -170,11 +171,18 @@ def set_aside_best(folder: Path, step: int) -> str:
     for name in (folder / BEST, (folder / BEST).with_suffix("")):
         found = format.read_step(name) if name.exists() else -1
         if step < found < math.inf:
-            aside = name.with_name(f"best-of-step-{found}{name.suffix}")
+            aside = _name_aside(name, found)
             if not name.is_symlink():
                 name.rename(aside)
             return f"{name}, of the later step {found}, is {aside.name} from now on"
     return ""
+
+
+def _name_aside(path: Path, step: int) -> Path:
+    """Return a free name for the best checkpoint, of `step`: a run can go back more than once."""
+    ends = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
+    names = (path.with_name(f"best-of-step-{step}{end}{path.suffix}") for end in ends)
+    return next(name for name in names if not os.path.lexists(name))
 
 
 def _remove_last(path: Path) -> None:

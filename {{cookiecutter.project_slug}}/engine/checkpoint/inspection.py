@@ -12,6 +12,7 @@ NUM_OLD_PICKLES = 5  # in a file of torch before 1.6; the last two: content, key
 NOT_CALLED = ("Tensor", "Storage", "_rebuild_from_type_v2")
 MAX_SHARING = 10  # times that a container occurs, on average
 LARGE = 2**60  # many larger integers can have one hash, 2**61 - 1 being the modulus
+MAX_NAMES = 10_000  # of classes and functions
 MAX_LARGE = 500  # such integers, or tuples as keys; a dict takes the square of their number
 COPYING = ("GET", "DUP")  # opcodes
 NESTING = ("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "FROZENSET")
@@ -65,6 +66,8 @@ def check_tuples(file: BinaryIO) -> None:
     total = num_large = 0
     for count, (opcode, argument, _) in enumerate(genops(file)):
         if opcode.name.endswith(("PUT", "MEMOIZE")):
+            if argument is not None and argument > count:  # an array of this size would be made
+                raise RecursionError
             memo[len(memo) if argument is None else argument] = stack[-1]
             continue
         items = [memo[argument]] if opcode.name.endswith("GET") else []
@@ -122,8 +125,12 @@ class _Inspector(pickle.Unpickler):
     def __init__(self, file: BinaryIO) -> None:
         super().__init__(file)
         self.sizes: dict[str, int] = {}
+        self.num_names = 0
 
     def find_class(self, module: str, name: str) -> type:
+        self.num_names += 1
+        if self.num_names > MAX_NAMES:
+            raise pickle.UnpicklingError("too many names")
         if (module, name) == ("collections", "OrderedDict"):
             return OrderedDict
         kind = NotCalled if name.endswith(NOT_CALLED) else Placeholder

@@ -121,7 +121,9 @@ class CheckpointManager:
         self.has_same_val_data = is_same_data(saved, self.metadata, "val")
         warn_of_changed_data(source.path, entries, self.metadata, required, self.logger.warning)
         moments_note = restore(source.path, entries, self.state)
-        self._restore_progress(source.path, entries, required)
+        is_in_folder = source.path.parent.resolve() == self.folder.resolve()
+        is_own = all_gather(is_in_folder, self._group)[0]
+        self._restore_progress(source.path, entries, is_own, required)
         progress = self.state.progress
         train_set = self.data_sets.get("train")
         if train_set is not None and progress.samples > len(train_set) and not required:
@@ -148,7 +150,7 @@ class CheckpointManager:
             ) from None
         notes += "" if required else moments_note + ranks_note  # which are about training
         self.logger.info(message + notes + format.describe_origin(entries["origin"]))
-        if choice != AUTO and not required:
+        if choice != AUTO and not required and is_own:
             is_writer = dist.get_rank() == 0
             note = files.set_aside_best(self.folder, progress.step) if is_writer else ""
             if note := all_gather(note, self._group)[0]:
@@ -156,16 +158,23 @@ class CheckpointManager:
                 self.logger.warning(note)
         return source.path
 
-    def _restore_progress(self, path: Path, entries: dict[str, Any], is_evaluation: bool) -> None:
+    def _restore_progress(
+        self, path: Path, entries: dict[str, Any], is_own: bool, is_evaluation: bool
+    ) -> None:
         """Restore the counters, the history and the best score, if it is of the same metric."""
         progress = self.state.progress
         for name, value in vars(progress).items():
             setattr(progress, name, entries.get(name, value))
         self.logger.rows = entries["history"]
         self.logger.run_id = entries.get("run_id", "")
-        if not files.has_best(self.folder):  # another folder's best is not this one's
+        if not files.has_best(self.folder):
             progress.best = -math.inf
+        if not is_own:  # another folder's best is not this one's
+            progress.best = -math.inf
+            progress.scores = []
         change = compare_metrics(entries["metadata"], self.metadata)
+        if not change and self.has_same_val_data is False:
+            change = "scores on other validation data can't be compared"
         if change and not is_evaluation:
             progress.best = -math.inf
             progress.scores = []

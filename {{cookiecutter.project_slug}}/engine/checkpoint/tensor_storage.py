@@ -27,6 +27,7 @@ from engine.checkpoint.validation import check_sizes, first_nan
 
 INDEX = "index.json"
 DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+MAX_DIMENSIONS = 64  # as in most of torch's functions
 
 
 class Chunk(NamedTuple):
@@ -56,6 +57,8 @@ class Entry:
         numbers += [one.num_rows for one in self.chunks]
         if not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
             raise ValueError("a size is no count")
+        if len(self.shape) > MAX_DIMENSIONS:
+            raise ValueError("it has too many dimensions")
         num_rows = math.prod(self.shape[:1]) if math.prod(self.shape) else 0
         if sum(one.num_rows for one in self.chunks) != num_rows:
             raise ValueError("rows are missing")

@@ -97,6 +97,7 @@ def is_image_spec(fields: Any) -> bool:
         and spec.interpolation in INTERPOLATIONS
         and all(type(number) in (int, float) and abs(number) <= MAX_SIZE for number in numbers)
         and 0.01 <= spec.crop_fraction <= 1
+        and max(sizes) / spec.crop_fraction <= MAX_SIZE
     )
 
 

@@ -64,6 +64,7 @@ class RemoteFolder:
         for name, data in files.items():
             digest.update(f"\n{name} {len(data)}\n".encode() + data)
         mirror = self.cache_dir / digest.hexdigest()[:16]
+        os.environ[shards.CACHE] = str(self.cache_dir)
         with _naming_cache_errors(self.cache_dir), _locked(self.cache_dir):
             for name, data in files.items():
                 path = mirror / name
@@ -111,7 +112,7 @@ class RemoteFolder:
     def _check(self, manifest: Manifest) -> None:
         """Check that the cache has room for what is used at a time, and that the order is mixed."""
         sizes = [shard.bytes for shard in manifest.shards]
-        needed = min(sum(sizes), (WINDOW + SPARE) * max(sizes))
+        needed = max(manifest.index_size, min(sum(sizes), (WINDOW + SPARE) * max(sizes)))
         if self.cache_size < needed:
             raise UserError(
                 f"--cache-size {self.cache_size}: {self.url} needs {needed} bytes, for up to "
@@ -217,7 +218,7 @@ def open_mirror(folder: str, process: int) -> Mirror | None:
 
     Connections and threads do not survive a fork.
     """
-    return Mirror(Path(folder)) if os.path.isfile(os.path.join(folder, REMOTE)) else None
+    return Mirror(Path(folder)) if shards.is_mirror(Path(folder)) else None
 
 
 def make_room(cache_dir: Path, limit: int, keep: Path) -> bool:

@@ -28,6 +28,7 @@ FORMAT = 1  # version, in the manifest
 MANIFEST, PROGRESS, INDEX = "pack.json", "progress.json", "index.bin"
 TIMES = "times.txt"  # checksum of the times at which the packed files were modified
 REMOTE = "remote.json"  # in a local mirror of a pack that is read by URL (engine/data/remote.py)
+CACHE = "ENGINE_DATA_CACHE"  # environment variable: the folder of the mirrors, for workers, too
 SPLITS, MASK_SPLITS = ("train", "val"), ("training", "validation")
 # Beside the splits of data with masks: one's own list of the classes, ADE20K's.
 CLASS_FILES = ("classes.txt", "objectInfo150.txt")
@@ -106,6 +107,11 @@ def is_packed(folder: Path) -> bool:
     return any((folder / name).exists() for name in (MANIFEST, PROGRESS))
 
 
+def is_mirror(folder: Path) -> bool:
+    """Return whether a folder is in this run's cache; any data may hold such a file."""
+    return str(folder.parent.parent) == os.environ.get(CACHE) and (folder / REMOTE).is_file()
+
+
 def shard_name(number: int) -> str:
     return f"shard-{number:05d}.tar"
 
@@ -139,7 +145,7 @@ class Pack:
         found = self.manifest.kind
         if kind and found != kind:
             raise UserError(f"{folder} is packed for another task: with .{found}, not .{kind}")
-        is_remote = (folder / REMOTE).is_file()
+        is_remote = is_mirror(folder)
         if not is_remote:
             check_files(folder, self.manifest)
         self.shard_sizes = [shard.samples for shard in self.manifest.shards] if is_remote else []

@@ -10,6 +10,7 @@ from engine import UserError, regular_only
 from engine.data import DatasetWrapper, SeededDataset, SizedDataset, decode_crops
 from engine.data.files import FileError
 from engine.data.images import Encoded, decode
+from engine.text import printable
 
 RECORD = "broken_files.txt"  # in --output
 
@@ -75,14 +76,14 @@ class SkippingDataset(DatasetWrapper):
                 fcntl.lockf(file, fcntl.LOCK_EX)  # other processes add to it, too
                 file.seek(0)
                 known = file.read().splitlines()
-                if error.path in known:
+                if printable(error.path) in known:
                     return
                 if len(known) >= self.limit:
                     raise UserError(
                         f"{error}; {self.record} lists {len(known)} more, as many as --skip-broken "
                         "allows (python -m engine.data.verify DATA finds all)"
                     )
-                file.write(f"{error.path}\n")
+                file.write(f"{printable(error.path)}\n")
         except OSError as problem:
             raise UserError(f"{self.record} can't be written ({problem.strerror})") from None
         message = f"warning: {error}; skipped, {len(known) + 1} of at most {self.limit}"

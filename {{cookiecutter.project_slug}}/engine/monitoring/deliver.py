@@ -24,7 +24,16 @@ from threading import Thread
 from typing import Any
 
 from engine import EXIT_USAGE, MAX_BYTES, SUFFIX, UserError, regular_only
-from engine.monitoring.trackers import ADAPTERS, FOLDER, NAMES, QUEUE, STATE, Tracker, is_run_id
+from engine.monitoring.trackers import (
+    ADAPTERS,
+    FOLDER,
+    NAMES,
+    QUEUE,
+    STATE,
+    Tracker,
+    is_run_id,
+    read_state,
+)
 from engine.text import printable
 
 POLL_S = 0.5
@@ -54,9 +63,8 @@ class Delivery:
         self.run_id = read_start(self.queue)["run_id"]
         self.state: dict[str, Any] = {"run_id": self.run_id, "offset": 0, "steps": {}}
         self.state |= {"is_sending": False, "problem": ""}
-        with suppress(OSError, ValueError):
-            state = json.loads(self.state_path.read_text())
-            self.state |= state if state["run_id"] == self.run_id else {}
+        state = read_state(output, name)
+        self.state |= state if state.get("run_id") == self.run_id else {}
         self.tracker: Tracker | None = None
         self._image_failures = 0
 
@@ -143,6 +151,9 @@ class Delivery:
         path = self.output / record["image"]
         if not path.exists():  # removed since
             return
+        if not path.resolve().is_relative_to(self.output.resolve()):
+            self.state["problem"] = f"{printable(path)} is not in the folder of the run"
+            return
         try:
             tracker.image(record["group"], path, record["step"])
             self._image_failures = 0
@@ -157,6 +168,7 @@ class Delivery:
         self.state |= changes
         temporary = self.state_path.with_suffix(SUFFIX)
         with suppress(OSError):  # a full disk
+            temporary.unlink(missing_ok=True)  # it may be a link to another file
             temporary.write_text(json.dumps(self.state))
             temporary.replace(self.state_path)
 

@@ -16,7 +16,7 @@ def draw_text(
 ) -> None:
     """Draw a line of text at `place`, its left upper corner; end it with … after `width` pixels."""
     text, font = choose_font(" ".join(text.split()))
-    shown = text
+    shown = text = text[:width]  # no character is narrower than a pixel
     while text and font.getlength(shown) > width:
         text = text[:-1]
         shown = f"{text}…"

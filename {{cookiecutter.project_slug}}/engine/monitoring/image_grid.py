@@ -27,12 +27,14 @@ LEGEND_WIDTH = 148  # pixels of an entry
 def image_path(output: Path, epoch: int | None) -> Path:
     """Return the path of a run's image after an epoch, or of --eval-only if it is None.
 
-    Raises OSError if the folder is a link, by which pictures elsewhere would be replaced.
+    Raises OSError if a link is there, by which files elsewhere would be replaced.
     """
-    if (output / "validation").is_symlink():
-        raise OSError(errno.ELOOP, f"{output / 'validation'} is a link")
     stem = "eval_only" if epoch is None else f"epoch_{epoch:03}"
-    return output / "validation" / f"{stem}.png"
+    path = output / "validation" / f"{stem}.png"
+    for one in (path.parent, path, path.with_suffix(".csv")):
+        if one.is_symlink():
+            raise OSError(errno.ELOOP, f"{one} is a link")
+    return path
 
 
 def sample_evenly(dataset: SizedDataset, count: int) -> list[Tensor]:

@@ -5,11 +5,15 @@ Only the process that delivers the points imports a tracker's package.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
+
+from engine import read_text
 
 TENSORBOARD = "tensorboard"  # which has no adapter: see events.py
 FOLDER = "trackers"  # in a run's output folder
@@ -21,6 +25,14 @@ MAX_METRICS = 1000  # values in a request, which every version of MLflow's serve
 WANDB_INIT_S = 30
 WANDB_STEP = "global_step"  # name of the horizontal axis
 MLFLOW_OPTIONS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
+
+
+def read_state(output: Path, name: str) -> dict[str, Any]:
+    """Return what the process of a tracker has written about it; nothing if it is damaged."""
+    with suppress(OSError, ValueError, RecursionError):
+        state = json.loads(read_text(output / FOLDER / STATE.format(name)))
+        return state if isinstance(state, dict) else {}
+    return {}
 
 
 def is_run_id(value: object) -> bool:

@@ -18,13 +18,13 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import torch
 import torch.distributed as dist
 
 from engine import regular_only
-from engine.monitoring.trackers import FOLDER, LOG, QUEUE, STATE, is_run_id
+from engine.monitoring.trackers import FOLDER, LOG, QUEUE, is_run_id, read_state
 
 PROJECT = Path(__file__).resolve().parents[2]
 CHECK_EVERY_S = 60.0  # between looks at the state of the trackers
@@ -95,7 +95,7 @@ class Tracking:
         for name in self.names:
             if self._processes[name].poll() is not None:
                 self._start_process(name)
-            problem = self._state(name).get("problem")
+            problem = read_state(self.output, name).get("problem")
             if problem and name not in self._warned:
                 self._warned.add(name)
                 kept = f"{self.output / FOLDER} keeps its points until they can be sent"
@@ -115,7 +115,7 @@ class Tracking:
             if process.poll() is None:
                 process.kill()
                 process.wait()
-            left, problem = self._left(name), self._state(name).get("problem")
+            left, problem = self._left(name), read_state(self.output, name).get("problem")
             if left:
                 reason = f" ({problem})" if problem else ""
                 command = f"python -m engine.monitoring.deliver {self.output}"
@@ -125,16 +125,10 @@ class Tracking:
         self._queue.write(json.dumps(record).encode() + b"\n")
         self._queue.flush()
 
-    def _state(self, name: str) -> dict[str, Any]:
-        """Return what the process of a tracker has written about it."""
-        with suppress(OSError, ValueError):
-            return json.loads((self.output / FOLDER / STATE.format(name)).read_text())
-        return {}
-
     def _left(self, name: str) -> int:
         """Return the number of records that are not delivered."""
         with (self.output / FOLDER / QUEUE).open("rb") as file:
-            file.seek(self._state(name).get("offset", 0))
+            file.seek(read_state(self.output, name).get("offset", 0))
             return sum(1 for _ in file)
 
     def _start_process(self, name: str) -> None:
