@@ -178,7 +178,7 @@ def set_aside_best(folder: Path, step: int) -> str:
     return ""
 
 
-def _name_aside(path: Path, step: int) -> Path:
+def _name_aside(path: Path, step: float) -> Path:
     """Return a free name for the best checkpoint, of `step`: a run can go back more than once."""
     ends = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
     names = (path.with_name(f"best-of-step-{step}{end}{path.suffix}") for end in ends)
