@@ -182,6 +182,19 @@ def test_record_that_is_a_link_is_an_error(folder):
     assert record.read_text() == ""
 
 
+def test_name_of_a_file_does_not_control_the_terminal(folder):
+    (folder / "2.png").rename(folder / "\x1b]0;x\x07\x1c2.png")
+    reads = verify.list_reads(folder.parent, None)
+    assert any(
+        r"\x1b]0;x\x07\x1c2.png can't be read" in one for one in verify.find_broken(reads, 1)
+    )
+    for _ in range(2):
+        greys(SeededDataset(skipping(folder, 3), 0), 0)
+    listed = (folder.parent / "run" / RECORD).read_text()
+    assert listed.replace("\n", "").isprintable()
+    assert listed.count("\n") == 3
+
+
 def test_line_of_the_record_is_one_file(folder):
     (folder / "2.png").rename(folder / "2\n3.png")
     greys(SeededDataset(skipping(folder, 3), 0), 0)

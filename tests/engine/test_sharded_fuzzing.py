@@ -25,6 +25,7 @@ from engine.checkpoint import (
     sharded,
     tensor_storage,
 )
+from engine.checkpoint.consolidate import consolidate
 from engine.distributed.sharding import Sharding
 from engine.distributed.watchdog import StopSignals
 from engine.monitoring.meter import Meter
@@ -360,6 +361,16 @@ def test_average_that_is_not_asked_for_is_reported_and_not_read(
     manager.resume(folder, 10, required=True)
     assert "without its average of the weights (--ema)" in manager.logger[-1]
     assert len(allocated) == num_tensors - in_average
+
+
+def test_conversion_warns_where_torch_is_old(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    consolidate(folder, tmp_path / "new.pt")
+    assert "CVE" not in capsys.readouterr().err
+    monkeypatch.setattr(torch, "__version__", "2.9.1")
+    consolidate(folder, tmp_path / "old.pt")
+    assert "torch 2.9.1 can be made to crash, or worse" in capsys.readouterr().err
 
 
 def test_chunk_that_serves_many_tensors_is_refused(folder: Path, allocated: list[int]) -> None:
