@@ -21,7 +21,7 @@ class FileError(UserError):
     """A file that can't be read. `path` is empty if a data loader's worker raised it."""
 
     def __init__(self, message: str, path: str = "") -> None:
-        super().__init__(printable(message))
+        super().__init__(printable(message) if path else message)
         self.path = path
 
 
