@@ -182,6 +182,17 @@ def test_record_that_is_a_link_is_an_error(folder):
     assert record.read_text() == ""
 
 
+def test_message_is_one_line_but_for_that_of_a_worker():
+    """Torch passes a worker's message alone, below lines of its own."""
+    assert (
+        str(FileError("\x1b]0;x.png\n is no mask", "\x1b]0;x.png\n"))
+        == r"\x1b]0;x.png\n is no mask"
+    )
+    assert (
+        str(FileError("Caught FileError\nit can't be read")) == "Caught FileError\nit can't be read"
+    )
+
+
 def test_name_of_a_file_does_not_control_the_terminal(folder):
     (folder / "2.png").rename(folder / "\x1b]0;x\x07\x1c2.png")
     reads = verify.list_reads(folder.parent, None)
