@@ -12,10 +12,8 @@ import textwrap
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from engine.launch import _describe_failure
 from fresh import TEMPLATE
 
 # Blocked signals are those of a process that still imports.
@@ -219,9 +217,3 @@ def test_processes_are_found_while_threads_end() -> None:
         child.wait()
         for starter in starters:
             starter.join()
-
-
-@pytest.mark.parametrize(("number", "name"), [(signal.SIGKILL, "SIGKILL"), (35, "signal 35")])
-def test_failure_names_a_signal_that_may_have_no_name(number, name):
-    received = SimpleNamespace(si_status=number, si_code=os.CLD_KILLED, si_pid=7)
-    assert _describe_failure(received) == f"process 7 was ended by {name}"
