@@ -56,6 +56,8 @@ count_gpus() {
     echo "$count"
 }
 
+print_option='print("-P" if sys.version_info >= (3, 11) else "-q")'
+
 # Prints the interpreter's option that keeps the caller's folder out of the module search, so that an
 # engine/ or a torch.py there isn't taken for ours; before Python 3.11, one without an effect. Fails
 # if this is no Python, or has no torch.
@@ -66,8 +68,7 @@ sys.path[:] = filter(None, sys.path)
 import importlib.util
 if importlib.util.find_spec("torch") is None:
     sys.exit(1)
-print("-P" if sys.version_info >= (3, 11) else "-q")
-' 2>/dev/null | grep '^-[Pq]$'
+'"$print_option" 2>/dev/null | grep '^-[Pq]$'
 }
 
 # The "x" keeps line breaks at the end of a name, which $(...) would drop.
@@ -90,10 +91,8 @@ done
 
 # Prints the same if --check can say of the interpreter that it has no torch, and all the rest.
 can_look() {
-    [ "$module" = engine.diagnostics.preflight ] && "$1" -c '
-import sys
-print("-P" if sys.version_info >= (3, 11) else "-q")
-' 2>/dev/null | grep '^-[Pq]$'
+    [ "$module" = engine.diagnostics.preflight ] &&
+        "$1" -c "import sys; $print_option" 2>/dev/null | grep '^-[Pq]$'
 }
 
 if [ -n "${PYTHON:-}" ]; then

@@ -130,8 +130,8 @@ def test_best_checkpoints_of_one_step_are_all_kept(tmp_path: Path) -> None:
     names = ("best-of-step-20", "best-of-step-20-2", "best-of-step-20-3")
     found = [(tmp_path / name / "state.pt").read_text() for name in names]
     assert found == ["first", "second", "third"]
-    for step in (20, 20):
-        link(saved(tmp_path, step), tmp_path / "best.pt")
+    for _ in range(2):
+        link(saved(tmp_path, 20), tmp_path / "best.pt")
         assert files.set_aside_best(tmp_path, 10)
     assert {path.name for path in tmp_path.glob("best*.pt")} == {
         "best-of-step-20.pt",

@@ -121,8 +121,7 @@ class CheckpointManager:
         self.has_same_val_data = is_same_data(saved, self.metadata, "val")
         warn_of_changed_data(source.path, entries, self.metadata, required, self.logger.warning)
         moments_note = restore(source.path, entries, self.state)
-        is_in_folder = source.path.parent.resolve() == self.folder.resolve()
-        is_own = all_gather(is_in_folder, self._group)[0]
+        is_own = all_gather(self._is_own(source.path), self._group)[0]
         self._restore_progress(source.path, entries, is_own, required)
         progress = self.state.progress
         train_set = self.data_sets.get("train")
@@ -167,10 +166,9 @@ class CheckpointManager:
             setattr(progress, name, entries.get(name, value))
         self.logger.rows = entries["history"]
         self.logger.run_id = entries.get("run_id", "")
-        if not files.has_best(self.folder):
+        if not (is_own and files.has_best(self.folder)):  # another folder's is not this one's
             progress.best = -math.inf
-        if not is_own:  # another folder's best is not this one's
-            progress.best = -math.inf
+        if not is_own:
             progress.scores = []
         change = compare_metrics(entries["metadata"], self.metadata)
         if not change and self.has_same_val_data is False:
@@ -179,6 +177,10 @@ class CheckpointManager:
             progress.best = -math.inf
             progress.scores = []
             self.logger.warning(f"--resume {path}: {change}; the next validation replaces best.pt")
+
+    def _is_own(self, path: Path) -> bool:
+        """Return whether a checkpoint is in the folder of this run."""
+        return path.parent.resolve() == self.folder.resolve()
 
     def _lock_folder(self) -> None:
         """Lock the folder, before any rank lists its files.
@@ -321,8 +323,7 @@ class CheckpointManager:
 
     def _load(self, source: Source) -> dict[str, Any]:
         """Return the entries of a checkpoint, which its host sends to all others."""
-        is_own = source.path.parent.resolve() == self.folder.resolve()
-        warning = "" if is_own else security_warning(source.path)
+        warning = "" if self._is_own(source.path) else security_warning(source.path)
         if warning:
             self.logger.warning(f"--resume {source.path}: {warning}")
         try:

@@ -251,10 +251,10 @@ class Logger(Console):
         values = {name: float(value) for name, value in row.items() if name not in POSITION}
         position = {name: int(row[name]) for name in POSITION}
         # There is a row of the epoch if a run that ended in it, or in its validation, was resumed.
-        old = [one for one in self.rows if int(one["epoch"]) == position["epoch"]]
+        is_logged = any({n: int(one[n]) for n in POSITION} == position for one in self.rows)
         self.rows = [one for one in self.rows if int(one["epoch"]) != position["epoch"]]
         self.rows.append(position | values)
-        if position["step"] not in (int(one["step"]) for one in old):
+        if not is_logged:
             self._write_event(lambda events: events.add_scalars("epoch", values, position["step"]))
         with self._errors_as_warning(f"rows are missing in {TABLE}"):
             run_files.write_rows(self.output / TABLE, self.rows, self.monitored.name)
