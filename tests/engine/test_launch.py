@@ -217,3 +217,34 @@ def test_processes_are_found_while_threads_end() -> None:
         child.wait()
         for starter in starters:
             starter.join()
+
+
+def test_thread_that_uses_a_store_does_not_abort_the_launcher_at_its_end() -> None:
+    code = """
+        import os, sys, threading
+        import torch.distributed as dist
+        from engine import launch
+
+        def use(store):
+            while True:
+                store.set("time", "0")
+
+        launch._run = lambda nodes: (3, "reason")
+        sys.argv = ["launch.py", "--nproc-per-node=1"]
+        statuses = set()
+        for _ in range(20):
+            if not os.fork():
+                store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+                threading.Thread(target=use, args=(store,), daemon=True).start()
+                launch.main()
+            statuses.add(os.waitstatus_to_exitcode(os.wait()[1]))
+        print(statuses)
+        os._exit(0)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        cwd=TEMPLATE,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.stdout, done.stderr) == ("{3}\n", "error: reason\n" * 20)

@@ -44,7 +44,10 @@ def main() -> None:
         signals.join()  # exits
     if message:
         print(f"error: {message}", file=sys.stderr)
-    sys.exit(status)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Python's finalization aborts the process if a daemon thread, torchrun's or ours, uses a store.
+    os._exit(status)
 
 
 def _run(nodes: str) -> tuple[int, str]:
