@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+from functools import partialmethod
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,18 @@ def test_exported_file_equals_the_model_for_other_sizes(tmp_path, suffix):
     text = export.export_model(Pair().eval(), path, pair)
     assert text.startswith(f"{path}: outputs as the model's")
     assert path.stat().st_size > 1000
+
+
+def test_weights_that_are_too_large_for_the_onnx_file_are_beside_it(tmp_path, monkeypatch):
+    pytest.importorskip("onnxscript")
+    session = pytest.importorskip("onnxruntime").InferenceSession
+    save = partialmethod(torch.onnx.ONNXProgram.save, external_data=True)  # as from 2 GB on
+    monkeypatch.setattr(torch.onnx.ONNXProgram, "save", save)
+    for _ in range(2):  # the second replaces the first
+        export.export_model(Pair().eval(), tmp_path / "model.onnx", pair)
+        files = {file.name for file in tmp_path.iterdir()}
+        assert files == {"model.onnx", "model.onnx.data"}
+        session(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
 
 
 def test_file_whose_outputs_differ_is_an_error(tmp_path):

@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ def export_model(model: nn.Module, path: Path, sample_inputs: Callable[[int], An
 
     Sizes of the inputs stay variable where the model allows it. The file is compared with the
     model on inputs of another batch size; it replaces one at `path` only if its outputs are right.
+    ONNX keeps weights of 2 GB and more in a second file, of the same name with .data after it.
 
     Args:
         model: in eval mode, on the CPU.
@@ -41,21 +43,31 @@ def export_model(model: nn.Module, path: Path, sample_inputs: Callable[[int], An
         _require_onnx(path)
     require_traceable()
     try:
-        with replacing(path) as temporary:
-            return f"{path}: {_export_and_compare(model, temporary, path, sample_inputs)}"
+        with TemporaryDirectory(dir=path.parent) as folder:
+            written = Path(folder, path.name)
+            difference = _export_and_compare(model, written, path, sample_inputs)
+            # The .data before the file that names it.
+            for file in sorted(written.parent.iterdir(), reverse=True):
+                _move(file, path.with_name(file.name))
+        return f"{path}: {difference}"
     except OSError as error:
         reason = error.strerror or error
         raise UserError(f"--export {path} can't be written ({reason}): name another file") from None
 
 
+def _move(file: Path, path: Path) -> None:
+    with replacing(path) as temporary:
+        file.replace(temporary)
+
+
 def _export_and_compare(
-    model: nn.Module, temporary: Path, path: Path, sample_inputs: Callable[[int], Any]
+    model: nn.Module, written: Path, path: Path, sample_inputs: Callable[[int], Any]
 ) -> str:
     """Write the file that will be at `path`; return how its outputs differ from the model's."""
     inputs, other_inputs = sample_inputs(2), sample_inputs(3)
     sizes = (_map(_variable_sizes, inputs),)
     export = _export_onnx if path.suffix == ".onnx" else _export_program
-    run = export(model, inputs, sizes, temporary)
+    run = export(model, inputs, sizes, written)
     expected = list(tensors_in(model(other_inputs)))
     found = run(other_inputs)
     largest = max(tensor.abs().max().item() for tensor in expected)
