@@ -24,7 +24,7 @@ from torchvision.transforms import v2
 
 from engine import UserError, cli, distributed, fingerprint, models
 from engine.data import SizedDataset, augmentation, idx, images
-from engine.data.class_weights import WeightedDataset, balanced_weights
+from engine.data.class_weights import WeightedDataset
 from engine.data.folders import list_classes, list_labels, relabel
 from engine.data.gpu_decoding import choose_decoder
 from engine.data.image_size import ProgressiveDataset, SizeSchedule, parse_size
@@ -158,7 +158,7 @@ def build_datasets(args: argparse.Namespace) -> tuple[SizedDataset, SizedDataset
     if args.auto_augment:
         train_set = augmentation.AutoAugmentedDataset(train_set, args.auto_augment)
     if args.class_weights:
-        train_set = WeightedDataset(train_set, balanced_weights(train_set.labels))
+        train_set = WeightedDataset(train_set)
     if args.mixup or args.cutmix or args.random_erasing:
         train_set = augmentation.MixedDataset(
             train_set, args.mixup, args.cutmix, args.random_erasing

@@ -66,7 +66,7 @@ def compare_data(*sizes_and_classes: tuple) -> str:
     """Return the error message of this rank, if any."""
     num_train, num_val, classes, *labels = sizes_and_classes[dist.get_rank()]
     train_set, val_set = Samples(range(num_train)), Samples(range(num_val))
-    train_set.classes = classes
+    train_set.classes = val_set.classes = classes
     if labels:
         train_set.labels, val_set.labels = labels
     try:
@@ -74,6 +74,13 @@ def compare_data(*sizes_and_classes: tuple) -> str:
     except UserError as error:
         return str(error)
     return ""
+
+
+def test_validation_data_of_other_classes_is_an_error() -> None:
+    train_set, val_set = Samples(), Samples()
+    train_set.classes, val_set.classes = "ab", "abc"
+    with pytest.raises(UserError, match="class 2 is missing in the training data and c in the val"):
+        consistency.require_same_data(train_set, val_set)
 
 
 @pytest.mark.parametrize(

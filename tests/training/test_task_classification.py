@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from engine import UserError
 from engine.data import ShardSampler
-from engine.data.class_weights import balanced_weights
+from engine.data.class_weights import WeightedDataset, balanced_weights
 from fresh import UNCHANGED
 from processes import Processes
 from projects import Project, evaluate, load_project
@@ -129,6 +130,11 @@ def test_weighted_loss_is_the_mean_of_that_of_parts(project: Project) -> None:
     parts = zip(output.split(4), labels.split(4), weights.split(4), strict=True)
     losses = [project.task.criterion(o, [(part, w)], 0.1) for o, part, w in parts]
     assert whole.item() == pytest.approx(torch.stack(losses).mean().item())
+
+
+def test_data_without_labels_has_no_class_weights() -> None:
+    with pytest.raises(UserError, match="--class-weights: the training data needs an attribute"):
+        WeightedDataset(range(3))
 
 
 def test_weighted_dataset_has_the_attributes_of_its_data_set(

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine import UserError
 from engine.data import DatasetWrapper, SizedDataset
 
 
@@ -19,11 +20,20 @@ def balanced_weights(labels: Sequence[int] | Tensor) -> Tensor:
 
 
 class WeightedDataset(DatasetWrapper):
-    """`dataset` with the weight of each sample, a float32 scalar, as its last element."""
+    """`dataset` with the weight of each sample, a float32 scalar, as its last element.
 
-    def __init__(self, dataset: SizedDataset, weights: Tensor) -> None:
+    Raises UserError if it has no attribute ``labels``.
+    """
+
+    def __init__(self, dataset: SizedDataset) -> None:
         super().__init__(dataset)
-        self.weights = weights
+        labels = getattr(dataset, "labels", None)
+        if labels is None:
+            raise UserError(
+                "--class-weights: the training data needs an attribute .labels, the list of the "
+                "labels of all samples"
+            )
+        self.weights = balanced_weights(labels)
 
     def __getitem__(self, index: int) -> tuple[Any, ...]:
         return (*self.dataset[index], self.weights[index])

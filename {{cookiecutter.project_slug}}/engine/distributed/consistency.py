@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Sized
 from importlib.metadata import version
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -140,9 +141,16 @@ def require_same_data(train_set: Sized, val_set: Sized) -> None:
     """Raise UserError, in all processes, if the data sets differ between two of them.
 
     Each host may have its own copy of the data: numbers of samples, classes and fingerprints must
-    be the same.
+    be the same. The two sets must have the same classes, since a label is a position in the list.
     """
     classes = [str(name) for name in getattr(train_set, "classes", ())]
+    val_classes = [str(name) for name in getattr(val_set, "classes", classes)]
+    for index, (one, other) in enumerate(zip_longest(classes, val_classes, fillvalue="missing")):
+        if one != other:
+            raise UserError(
+                f"class {index} is {one} in the training data and {other} in the validation data: "
+                "give both the same list of classes"
+            )
     facts = {
         "the number of samples to train on": str(len(train_set)),
         "the number of samples to validate on": str(len(val_set)),
