@@ -47,7 +47,7 @@ from engine.data import (
 from engine.data.loading import TrainLoader, build_loader
 from engine.data.skipping import only_readable, skip_broken
 from engine.diagnostics.checks import Settings, check_settings
-from engine.diagnostics.first_step import FirstStepAudit, check_finite, check_trainable
+from engine.diagnostics.first_step import FirstStepAudit, check_finite, check_model
 from engine.diagnostics.memory import check_memory
 from engine.distributed.consistency import require_same_data
 from engine.distributed.watchdog import StopSignals, Watchdog
@@ -270,8 +270,9 @@ def build_model(
 
     model = build(len(data.classes))
     # % if ddp != "fsdp"
-    if not args.eval_only:  # an error message now, instead of an exception at the first step
-        check_trainable(model, task.criterion, task.prepare, data.sample)
+    # An error message now, instead of an exception at the first step.
+    sample = None if args.eval_only else data.sample
+    check_model(model, task.criterion, task.prepare, sample, data.val_sample)
     # % endif
     if args.weights:
         logger.info(load_pretrained(model, args.weights, args.arch, data.classes, build))

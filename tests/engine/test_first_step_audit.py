@@ -12,7 +12,12 @@ import torch.distributed as dist
 from engine import UserError, backend
 from engine.backend import ApexBackend, Backend
 from engine.diagnostics import first_step
-from engine.diagnostics.first_step import FirstStepAudit, check_trainable, device_identity
+from engine.diagnostics.first_step import (
+    FirstStepAudit,
+    check_evaluable,
+    check_trainable,
+    device_identity,
+)
 from processes import Processes
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -367,6 +372,17 @@ def test_untrainable_model_is_an_error(batch, criterion, reason):
     assert str(error.value).startswith(start)
     assert reason in str(error.value)
     assert str(error.value).endswith("choose another --arch, --image-size or --batch-size")
+
+
+def test_model_that_can_not_validate_images_of_a_size_is_an_error() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 2))
+    check_evaluable(model, prepare, [torch.randn(1, 3, 8, 8), torch.zeros(1)])
+    assert model.training
+    with pytest.raises(UserError) as error:
+        check_evaluable(model, prepare, [torch.randn(1, 3, 9, 9), torch.zeros(1)])
+    message = str(error.value)
+    assert message.startswith("this --arch can't validate a batch of 1 samples (tensors of shape 1")
+    assert message.endswith("choose another --arch or --eval-size")
 
 
 def test_error_names_the_line_of_the_owners_script(monkeypatch):

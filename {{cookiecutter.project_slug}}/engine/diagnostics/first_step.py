@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,6 +38,25 @@ MAX_NONFINITE_LOSSES = 10  # consecutive
 MIN_LOSS_SCALE = 2.0**-16  # 32 overflows below the initial dynamic scale
 
 
+def check_model(
+    model: nn.Module,
+    criterion: Callable,
+    prepare: Callable,
+    sample: Sequence[Tensor] | None,
+    val_sample: Sequence[Tensor],
+) -> None:
+    """Raise UserError if the model can't train on a batch, or validate images of that size.
+
+    Args:
+        prepare: returns the inputs and the targets of a batch.
+        sample: tensors on the model's device; None in an evaluation.
+        val_sample: the same of the validation data, of which one sample is enough.
+    """
+    if sample is not None:
+        check_trainable(model, criterion, prepare, sample)
+    check_evaluable(model, prepare, [tensor[:1] for tensor in val_sample])
+
+
 def check_trainable(
     model: nn.Module, criterion: Callable, prepare: Callable, batch: Sequence[Tensor]
 ) -> None:
@@ -50,17 +70,41 @@ def check_trainable(
         batch: tensors on the model's device.
     """
     inputs, targets = prepare(batch)
-    try:
+    with _explaining("train on", batch, "--arch, --image-size or --batch-size"):
         loss = criterion(copy.deepcopy(model).train()(inputs), targets)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise TypeError("the loss is not a single number")
+
+
+@torch.no_grad()
+def check_evaluable(model: nn.Module, prepare: Callable, batch: Sequence[Tensor]) -> None:
+    """Compute the model's output in eval mode. Raises UserError if that fails.
+
+    Args:
+        prepare, batch: as for `check_trainable`.
+    """
+    inputs, _ = prepare(batch)
+    with _explaining("validate", batch, "--arch or --eval-size"), eval_mode(model):
+        model(inputs)
+
+
+@contextmanager
+def _explaining(action: str, batch: Sequence[Tensor], choices: str) -> Iterator[None]:
+    """Raise UserError if the model does not fit the batch.
+
+    Args:
+        action: what the model can't do, for the message.
+        choices: flags to change.
+    """
+    try:
+        yield
     except ERRORS as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         shapes = ", ".join(" × ".join(map(str, tensor.shape)) for tensor in batch)
         line = _owners_line(error)
         raise UserError(
-            f"this --arch can't train on a batch of {len(batch[0])} samples (tensors of shape "
-            f"{shapes}): {reason}; choose another --arch, --image-size or --batch-size"
+            f"this --arch can't {action} a batch of {len(batch[0])} samples (tensors of shape "
+            f"{shapes}): {reason}; choose another {choices}"
             f"{f', or correct {line}' if line else ''}"
         ) from None
 
