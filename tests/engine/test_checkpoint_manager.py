@@ -16,7 +16,14 @@ import torch
 import torch.distributed as dist
 from apex_native import amp
 from engine import UserError, backend, distributed, link
-from engine.checkpoint import CheckpointManager, TrainingState, compatibility, selection, validation
+from engine.checkpoint import (
+    CheckpointManager,
+    TrainingState,
+    compatibility,
+    files,
+    selection,
+    validation,
+)
 from engine.checkpoint import format as checkpoint
 from engine.data import mix_seeds, seed_everything
 from engine.distributed import watchdog
@@ -260,6 +267,92 @@ def test_a_run_that_went_back_is_not_resumed_from_the_best_of_the_steps_it_disca
     assert names == {"step-1.pt", "step-2.pt", "last.pt", "best-of-step-5.pt"}
     assert checkpoint.load(tmp_path / "best-of-step-5.pt")["best"] == 0.9
     assert checkpoint.load(tmp_path / "last.pt")["step"] == 2
+
+
+def resume_after_a_kill(folder: str, metrics: list[float]) -> tuple[float, float, int]:
+    """Return the best score of a resumed run, and the score and the step of its best.pt.
+
+    The run was killed when the last checkpoint was written, and was not best.pt yet.
+    """
+    manager = manager_of(folder)
+    alias, progress = files.alias, manager.state.progress
+    for step, accuracy in enumerate(metrics, 1):
+        is_last = step == len(metrics)
+        kept = mock.Mock() if is_last else alias
+        progress.step = step
+        progress.scores.append(accuracy)
+        with mock.patch.object(files, "alias", kept):
+            manager.save({"val_accuracy": accuracy})
+            manager.wait()
+    dist.barrier()
+    again = manager_of(folder)
+    again.resume(Path("auto"), 10)
+    dist.barrier()
+    best = checkpoint.load(Path(folder, "best.pt"))
+    return again.state.progress.best, best["best"], best["step"]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "expected"),
+    [([0.5], (0.5, 0.5, 1)), ([0.5, 0.9], (0.9, 0.9, 2)), ([0.5, 0.5], (0.5, 0.5, 1))],
+    ids=["first", "better", "equal"],
+)
+def test_a_kill_before_the_best_checkpoint_has_its_name_loses_nothing(
+    two_processes: Processes, tmp_path: Path, metrics: list[float], expected: tuple
+) -> None:
+    assert two_processes(resume_after_a_kill, str(tmp_path), metrics) == [expected] * 2
+
+
+def two_layers(frozen: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return two equal layers, one of them frozen and the other trained for a step by Adam."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[frozen].requires_grad_(False)
+    optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def resume_with_another_freeze(folder: str) -> tuple[list[str], str]:
+    """Return the frozen parameters that are saved, and the error message of the resume."""
+    manager = manager_of(folder, *two_layers(frozen=0))
+    manager.save()
+    manager.finish()
+    dist.barrier()
+    with pytest.raises(UserError) as error:
+        manager_of(folder, *two_layers(frozen=1)).resume(Path(folder, "last.pt"), 10)
+    return manager.metadata["frozen"], str(error.value)
+
+
+def test_moments_are_not_those_of_other_parameters(
+    two_processes: Processes, tmp_path: Path
+) -> None:
+    for frozen, message in two_processes(resume_with_another_freeze, str(tmp_path)):
+        assert frozen == ["0.weight", "0.bias"]
+        assert (
+            "another --freeze (frozen only there: 0.bias, 0.weight; frozen only here: 1.b"
+            in message
+        )
+
+
+def evaluate_other_groups(folder: str) -> bool:
+    """Return whether an evaluation has the weights of a run whose optimizer has other groups."""
+    model, optimizer = two_layers(frozen=0)
+    manager = manager_of(folder, model, optimizer)
+    manager.save()
+    manager.finish()
+    dist.barrier()
+    other = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    groups = torch.optim.AdamW([{"params": [one]} for one in other.parameters()])
+    manager_of(folder, other, groups).resume(Path(folder, "last.pt"), 10, required=True)
+    return all(map(torch.equal, model.state_dict().values(), other.state_dict().values()))
+
+
+def test_evaluation_needs_no_flags_of_the_optimizer(
+    two_processes: Processes, tmp_path: Path
+) -> None:
+    assert two_processes(evaluate_other_groups, str(tmp_path)) == [True, True]
 
 
 def resumed_with_other_metric(folder: str, saved: dict, own: dict) -> tuple:
@@ -577,8 +670,8 @@ def test_a_run_that_resumes_from_an_early_step_removes_later_ones(
     for step in (10, 20, 30):
         prepared(tmp_path, {step: 0.0})
         link(tmp_path / f"step-{step}.pt", tmp_path / "last.pt")
-    for files, step in two_processes(newest_after_an_early_step, str(tmp_path)):
-        assert (files, step) == (["last.pt", "step-10.pt", "step-12.pt"], 12)
+    for names, step in two_processes(newest_after_an_early_step, str(tmp_path)):
+        assert (names, step) == (["last.pt", "step-10.pt", "step-12.pt"], 12)
 
 
 def files_after_writes(folder: str, errors: list[OSError | None]) -> list[list[str]]:

@@ -139,6 +139,13 @@ def test_best_checkpoints_of_one_step_are_all_kept(tmp_path: Path) -> None:
     }
 
 
+def test_step_of_a_folder_is_read(tmp_path: Path) -> None:
+    """A copy of the best one has no number in its name, and need not be the newest."""
+    sharded_folder(tmp_path / "best", "")
+    torch.save({"step": 10}, tmp_path / "best" / "state.pt")
+    assert checkpoint.read_step(tmp_path / "best") == 10
+
+
 def test_best_folder_outlives_its_step(tmp_path: Path) -> None:
     for step in (10, 20):
         sharded_folder(tmp_path / f"step-{step}", str(step))

@@ -6,14 +6,16 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from engine import UserError
+from engine.checkpoint import format as checkpoint
 from engine.checkpoint import manifest, tensor_storage, validation
+from engine.checkpoint.pretrained import load_pretrained
 from engine.checkpoint.selection import AUTO, find
 from engine.diagnostics.checks import check_resume
 from engine.diagnostics.preflight import OK
@@ -21,6 +23,7 @@ from processes import Processes
 from sharding_helpers import needs_fsdp_on_cpu
 from test_preflight_checks import settings
 from test_sharded_fuzzing import manager_of, train_a_step
+from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 
 pytestmark = needs_fsdp_on_cpu
@@ -193,6 +196,27 @@ def save_and_load(folder: str) -> list[list[float]]:
     found = {name: torch.empty_like(value) for name, value in tensors.items()}
     tensor_storage.load(Path(folder), index, found, no_dist=False)
     return [value.flatten().tolist() for value in found.values()]
+
+
+def evaluate_other_order(folder: str) -> int:
+    """Return how many moments an evaluation reads whose optimizer has another order."""
+    train_a_step(manager_of(Path(folder)))
+    other = manager_of(Path(folder))
+    other.state.optimizer.param_groups[0]["params"].reverse()
+    other.resume(Path(folder, "last"), 1, required=True)
+    return len(other.state.optimizer.state)
+
+
+def test_evaluation_and_pretrained_weights_need_no_optimizer(
+    two_processes: Processes, tmp_path: Path
+) -> None:
+    assert two_processes(evaluate_other_order, str(tmp_path)) == [0, 0]
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    source = str(tmp_path / "step-1")
+    said = load_pretrained(model, source, "a", ["b", "c"], Mock())
+    assert said.startswith(f"weights of {source}")
+    saved = checkpoint.load(tmp_path / "step-1")["model"]
+    torch.testing.assert_close(dict(model.state_dict()), saved, rtol=0, atol=0)
 
 
 def save_over_another(folder: str) -> list[str]:

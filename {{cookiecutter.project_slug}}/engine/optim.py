@@ -115,6 +115,16 @@ def freeze(model: nn.Module, names: Sequence[str]) -> str:
     return f"{frozen:,} of {sum(p.numel() for p in parameters):,} parameters are frozen"
 
 
+def frozen_parameters(model: nn.Module) -> list[str]:
+    """Return the names, as in the model's state dict, of the parameters that are not trained."""
+    state = model.state_dict(keep_vars=True)
+    return [
+        name
+        for name, value in state.items()
+        if isinstance(value, nn.Parameter) and not value.requires_grad
+    ]
+
+
 @contextmanager
 def eval_mode(module: nn.Module) -> Iterator[None]:
     """Put `module` into eval mode, and afterwards each submodule back into the mode it had."""

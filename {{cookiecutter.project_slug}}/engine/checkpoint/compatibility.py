@@ -176,6 +176,28 @@ def adapt_classes(
     return ", with the labels of the data in its order of the classes"
 
 
+def require_same_frozen(path: Path, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Raise UserError if a checkpoint was trained with other frozen parameters than this run's.
+
+    The optimizer's moments are saved by position, and would be those of other parameters. If only
+    one of the two has frozen parameters, the numbers of moments differ.
+
+    Args:
+        path: of the checkpoint.
+        saved, own: metadata of the checkpoint and of this run.
+    """
+    if not ("frozen" in saved and "frozen" in own):
+        return
+    theirs, ours = set(saved["frozen"]), set(own["frozen"])
+    sides = {"frozen only there": theirs - ours, "frozen only here": ours - theirs}
+    texts = [f"{side}: {printable(summarize(sorted(one)))}" for side, one in sides.items() if one]
+    if texts:
+        raise UserError(
+            f"--resume {path}: it was trained with another --freeze ({'; '.join(texts)}): resume "
+            f"with the same, or start from its weights by --weights {path}"
+        )
+
+
 def describe_difference(saved: list[str], own: list[str]) -> str:
     """Return the names that only one of two lists of classes has; "" if there are none."""
     sides = {

@@ -107,15 +107,17 @@ def alias(path: Path, name: str) -> None:
     other = path.with_name(name)
     other_folder = other.with_suffix("")
     if not path.is_dir():
-        link(path, other)
+        if not _is_same(other, path):
+            link(path, other)
         _remove_name(other_folder)
         return
-    _require_own(other_folder)
-    temporary = path.with_name(name + SUFFIX)
-    temporary.unlink(missing_ok=True)
-    temporary.symlink_to(path.name, target_is_directory=True)
-    _remove_name(other_folder)
-    os.replace(temporary, other_folder)
+    if not _is_same(other_folder, path):
+        _require_own(other_folder)
+        temporary = path.with_name(name + SUFFIX)
+        temporary.unlink(missing_ok=True)
+        temporary.symlink_to(path.name, target_is_directory=True)
+        _remove_name(other_folder)
+        os.replace(temporary, other_folder)
     other.unlink(missing_ok=True)
 
 

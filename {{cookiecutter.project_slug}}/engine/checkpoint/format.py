@@ -158,9 +158,9 @@ def read_step(path: Path) -> float:
     Returns infinity if the file cannot be read: it may be the newest, and the user should know.
     """
     try:
-        entries = read(path)
+        entries = read(path / sharded.STATE if path.is_dir() else path)
     except UserError:
-        return math.inf  # also for a damaged link to a sharded checkpoint
+        return math.inf
     step = entries.get("step") if isinstance(entries, dict) else None
     return step if isinstance(step, int) else -1
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from engine import UserError, distributed
-from engine.backend import is_sharded
+from engine.backend import is_sharded, unwrap
 from engine.checkpoint import files, format, sharded, validation
 from engine.checkpoint.archive import security_warning
 from engine.checkpoint.compatibility import (
@@ -24,6 +24,7 @@ from engine.checkpoint.compatibility import (
     compare_metrics,
     describe_data,
     is_same_data,
+    require_same_frozen,
     warn_of_changed_data,
     was_begun,
 )
@@ -37,6 +38,7 @@ from engine.distributed.watchdog import StopSignals
 from engine.monitoring.logger import Logger
 from engine.monitoring.meter import Meter, Sums
 from engine.monitoring.metric import AVERAGE
+from engine.optim import frozen_parameters
 
 T = TypeVar("T")
 
@@ -66,6 +68,8 @@ class CheckpointManager:
 
     def __post_init__(self) -> None:
         self.metadata |= describe_data(self.data_sets)
+        if frozen := frozen_parameters(unwrap(self.state.model)):
+            self.metadata["frozen"] = frozen
         if not validation.is_metadata(self.metadata):  # no run could resume from it
             raise UserError("invalid classes, fingerprints or model_options['image'] (ImageSpec)")
         timeout = timedelta(seconds=self.timeout_s + 60)
@@ -113,14 +117,16 @@ class CheckpointManager:
             if required:
                 raise UserError("--eval-only needs --resume with a checkpoint")
             return None
-        entries = self._load(source)
+        entries = self._load(source, with_optimizer=not required)
         saved = entries["metadata"]
         notes = compare_metadata(
             source.path, saved, self.metadata, self.data_sets, self.logger.warning
         )
         self.has_same_val_data = is_same_data(saved, self.metadata, "val")
         warn_of_changed_data(source.path, entries, self.metadata, required, self.logger.warning)
-        moments_note = restore(source.path, entries, self.state)
+        if not required:
+            require_same_frozen(source.path, saved, self.metadata)
+        moments_note = restore(source.path, entries, self.state, is_evaluation=required)
         is_own = all_gather(self._is_own(source.path), self._group)[0]
         self._restore_progress(source.path, entries, is_own, required)
         progress = self.state.progress
@@ -149,13 +155,31 @@ class CheckpointManager:
             ) from None
         notes += "" if required else moments_note + ranks_note  # which are about training
         self.logger.info(message + notes + format.describe_origin(entries["origin"]))
-        if choice != AUTO and not required and is_own:
-            is_writer = dist.get_rank() == 0
-            note = files.set_aside_best(self.folder, progress.step) if is_writer else ""
-            if note := all_gather(note, self._group)[0]:
-                progress.best = -math.inf
-                self.logger.warning(note)
+        if is_own and not required:
+            self._restore_best(source.path, entries, is_newest=choice == AUTO)
         return source.path
+
+    def _restore_best(self, path: Path, entries: dict[str, Any], is_newest: bool) -> None:
+        """Make best.pt the best checkpoint up to the resumed one, which is at `path`.
+
+        Args:
+            path, entries: of the checkpoint.
+            is_newest: so that best.pt cannot be of a later step.
+        """
+        progress = self.state.progress
+        is_writer = dist.get_rank() == 0
+        note = (
+            files.set_aside_best(self.folder, progress.step) if is_writer and not is_newest else ""
+        )
+        if note := all_gather(note, self._group)[0]:
+            progress.best = -math.inf
+            self.logger.warning(note)
+        # A process that was killed between writing a checkpoint and naming it best.pt.
+        *before, score = progress.scores or [-math.inf]
+        if entries.get("results") and score == entries["best"] > max(before, default=-math.inf):
+            progress.best = score
+            if is_writer:
+                files.alias(path.resolve(), files.BEST)
 
     def _restore_progress(
         self, path: Path, entries: dict[str, Any], is_own: bool, is_evaluation: bool
@@ -321,14 +345,14 @@ class CheckpointManager:
             return None
         return find(self.folder, choice, self.logger.warning, self._group)
 
-    def _load(self, source: Source) -> dict[str, Any]:
+    def _load(self, source: Source, with_optimizer: bool) -> dict[str, Any]:
         """Return the entries of a checkpoint, which its host sends to all others."""
         warning = "" if self._is_own(source.path) else security_warning(source.path)
         if warning:
             self.logger.warning(f"--resume {source.path}: {warning}")
         try:
             if self._is_sharded:
-                return self._load_shards(source)
+                return self._load_shards(source, with_optimizer)
             if source.path.is_dir():
                 return format.load(source.path)
             content = format.broadcast_file(source.path, source.rank, self._group)
@@ -336,11 +360,12 @@ class CheckpointManager:
         except UserError as error:
             raise UserError(f"--resume {error}") from None
 
-    def _load_shards(self, source: Source) -> dict[str, Any]:
+    def _load_shards(self, source: Source, with_optimizer: bool) -> dict[str, Any]:
         """Return the entries of a checkpoint of either kind with this rank's shards of tensors."""
         from engine.distributed.sharding import distribute_entries
 
-        own = sharded.templates(format.collect(self.state), self.state.optimizer)
+        optimizer = self.state.optimizer if with_optimizer else None
+        own = sharded.templates(format.collect(self.state), optimizer)
         if source.path.is_dir():
             entries = format.check(source.path, sharded.read_state(source.path))
             sharded.read_shards(source.path, entries, own)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from engine import UserError, distributed
-from engine.checkpoint import format, validation
+from engine.checkpoint import format, sharded, validation
 from engine.checkpoint.archive import read, security_warning
 from engine.checkpoint.compatibility import describe_difference
 from engine.monitoring.console import has_terminal
@@ -35,9 +35,9 @@ def load_pretrained(
     same classes in another order are permuted; the names of classes are known of checkpoints.
 
     Args:
-        source: a file that holds a state dict or a checkpoint; or the name of torchvision's
-            weights, such as IMAGENET1K_V1 or ResNet50_Weights.DEFAULT, which are downloaded unless
-            torch hub has cached them.
+        source: a file that holds a state dict or a checkpoint, or the folder of one; or the name of
+            torchvision's weights, such as IMAGENET1K_V1 or ResNet50_Weights.DEFAULT, which are
+            downloaded unless torch hub has cached them.
         arch: torchvision's name of the model or of its child.
         classes: names of the model's classes.
         build_model: returns such a model for a number of classes.
@@ -76,7 +76,7 @@ def load_pretrained(
     except (RuntimeError, ValueError) as error:  # a type that cannot be converted
         reason = shorten(str(error), 160)
         raise UserError(f"--weights {source}: they can't be loaded ({reason})") from None
-    warning = security_warning(Path(source)) if Path(source).is_file() else ""
+    warning = security_warning(Path(source)) if Path(source).exists() else ""
     if warning:
         note += f"; warning: {warning}"
     return f"{kind} of {source}{f' for {child}' if child else ''}{note}"
@@ -136,13 +136,14 @@ def _may_be_head(model: nn.Module, name: str, theirs: Tensor) -> bool:
 
 def _read(source: str, arch: str) -> tuple[dict[str, Tensor], str, list[str]]:
     """Return the weights, whether they are an average as a text, and the classes if known."""
-    if not Path(source).is_file():
+    path = Path(source)
+    if not path.exists():
         return _from_torchvision(source, arch), "weights", []
     try:
-        content = read(Path(source))
+        content: Any = sharded.read(path) if path.is_dir() else read(path)
         key = format.best_weights(content) if isinstance(content, dict) else ""
         state = _find_weights(content, key)
-        validation.check_sizes(Path(source), state)
+        validation.check_sizes(path, state)
     except UserError as error:
         raise UserError(f"--weights {error}") from None
     if not state:

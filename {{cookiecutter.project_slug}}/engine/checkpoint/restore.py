@@ -26,10 +26,13 @@ SGD = ("SGD", "FusedSGD")
 ERRORS = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
 
 
-def restore(path: Path, entries: dict[str, Any], state: TrainingState) -> str:
+def restore(
+    path: Path, entries: dict[str, Any], state: TrainingState, is_evaluation: bool = False
+) -> str:
     """Load a checkpoint's entries into model, optimizer and loss scalers; return a note on them.
 
-    The optimizer's settings, such as the weight decay, stay those of this run.
+    The optimizer's settings, such as the weight decay, stay those of this run. An evaluation needs
+    the model only, and may lack flags that group the optimizer's parameters.
 
     Args:
         path: of the checkpoint, for messages.
@@ -44,6 +47,8 @@ def restore(path: Path, entries: dict[str, Any], state: TrainingState) -> str:
             consume_prefix_in_state_dict_if_present(entries["model"], "module.")
         check_like(entries["model"], module.state_dict())
         state.backend.load_fp32_state_dict(state.model, state.optimizer, entries["model"])
+        if is_evaluation:
+            return ""
         _restore_optimizer_if_own(state.optimizer, entries)
         # A static scale is this run's own, and is no value to start a dynamic scale with.
         scalers = entries.get("amp", {})

@@ -83,15 +83,18 @@ def flatten(entries: Mapping[str, Any]) -> dict[str, Tensor]:
     return tensors
 
 
-def templates(entries: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def templates(
+    entries: Mapping[str, Any], optimizer: torch.optim.Optimizer | None
+) -> dict[str, Tensor]:
     """Return the tensors of a run that a checkpoint's are sharded like.
 
     Args:
         entries: of the run, as `engine.checkpoint.format.collect` returns them.
-        optimizer: whose parameters are named optimizer.0 and so on.
+        optimizer: whose parameters are named optimizer.0 and so on; None to leave them out.
     """
     tensors = flatten({**entries, "optimizer": {"state": {}}})
-    parameters = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+    groups = optimizer.param_groups if optimizer else []
+    parameters = [tensor for group in groups for tensor in group["params"]]
     return tensors | {f"optimizer.{index}": value for index, value in enumerate(parameters)}
 
 
@@ -221,7 +224,8 @@ def read_shards(path: Path, entries: dict[str, Any], own: Mapping[str, Tensor]) 
     """Add this rank's shards of the tensors to the `entries` of `read_state`; all ranks call it.
 
     Args:
-        own: as `templates` returns them. An average that the run does not have is left out.
+        own: as `templates` returns them. What the run does not have of an average and of the
+            optimizer is left out.
 
     Raises UserError on all ranks if the tensors cannot be read, or have other shapes.
     """
@@ -239,10 +243,11 @@ def _load(
         index = tensor_storage.read_index(path, sizes)
     except Exception:  # a file of any bytes raises anything
         raise UserError(f"{path}: its {INDEX} is torn or altered; use another one") from None
-    unused = [name for name in index if own and name not in own and name.startswith("ema.")]
-    for name in unused:
-        del index[name]
-        entries["ema"] = {}
+    for name in list(index) if own else []:
+        part = name.partition(".")[0]
+        if part in PARTS[1:] and _template_name(name) not in own:
+            del index[name]
+            entries.setdefault(part, {})
     likes = {name: own.get(_template_name(name)) for name in index}
     for name, like in likes.items():
         shape = index[name].shape

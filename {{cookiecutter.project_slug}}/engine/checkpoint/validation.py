@@ -174,10 +174,12 @@ def is_metadata(value: object) -> bool:
     if not isinstance(value, dict):
         return False
     classes, samples = value.get("classes", []), value.get("samples", {})
+    frozen = value.get("frozen", [])
     options, fingerprints = value.get("model_options", {}), value.get("fingerprints", {})
     texts = [value.get(name, "") for name in ("metric", "metric_mode", "arch", "data", "opt_level")]
     return (
         isinstance(classes, list)
+        and isinstance(frozen, list)
         and isinstance(samples, dict)
         and all(map(_is_count, samples.values()))
         and isinstance(options, dict)
@@ -185,7 +187,7 @@ def is_metadata(value: object) -> bool:
         and isinstance(fingerprints, dict)
         and all(isinstance(one, dict) for one in fingerprints.values())
         and all(isinstance(text, str) for one in fingerprints.values() for text in one.values())
-        and all(isinstance(text, str) for text in [*classes, *texts])
+        and all(isinstance(text, str) for text in [*classes, *frozen, *texts])
     )
 
 
