@@ -198,6 +198,7 @@ def test_host_that_has_finished_waits_for_the_other(hosts, idle, tmp_path):
         assert [one.end()[0] for one in runs] == [0, 0]
 
 
+@pytest.mark.slow
 def test_another_number_of_hosts_is_refused(hosts, idle, tmp_path):
     first = hosts[0].start(idle, "--output", tmp_path / "0", 9)
     with first:

@@ -110,6 +110,7 @@ def apply_diffs(text, source):
     return source, len(blocks)
 
 
+@pytest.mark.slow
 def test_diffs_of_the_readme_train(project, source, tmp_path):
     """With another model, loss and metric, a project trains; the new metric is recorded."""
     task, project, _ = project

@@ -216,7 +216,8 @@ def test_compiled_model_trains_and_saves(project, tmp_path):
 @pytest.mark.parametrize(
     "launcher",
     [
-        pytest.param([], id="python"),  # and --local_rank by hand; that of launch has no underscore
+        # And --local_rank by hand; that of launch has no underscore.
+        pytest.param([], id="python", marks=pytest.mark.slow),
         pytest.param(["torch.distributed.run", "--nproc-per-node=2"], id="torchrun"),
         pytest.param(
             ["torch.distributed.launch", "--nproc-per-node=2"],
@@ -271,6 +272,7 @@ def test_resume_with_loader_workers_is_exact(project, image_folder, tmp_path):
         assert one == two
 
 
+@pytest.mark.slow
 def test_resume_with_another_number_of_processes(project, tmp_path):
     flags = (*LIGHT, "--output", tmp_path, "--resume", "auto", "--schedule", "none")
     flags += ("--lr", 0.001, "--scale-lr", 64, "--warmup-epochs", 0)

@@ -44,7 +44,7 @@ def started(project, output, *flags, **variables):
 @pytest.mark.parametrize(
     ("name", "delay"),
     [
-        ("SIGTERM", 1.0),
+        pytest.param("SIGTERM", 1.0, marks=pytest.mark.slow),
         pytest.param("SIGINT", 1.8, marks=pytest.mark.weekly),
         pytest.param("SIGHUP", 0.6, marks=pytest.mark.weekly),
         pytest.param("SIGUSR1", 0.3, marks=pytest.mark.weekly),
@@ -197,6 +197,7 @@ def test_first_exception_is_reported_first(project, breaking, tmp_path, error):
     assert errors[0] == f"{error}: the cause", failed.said
 
 
+@pytest.mark.slow
 def test_hang_is_reported_with_step_and_stack(project, breaking, tmp_path):
     breaking("time.sleep(600)")
     with started(project, tmp_path / "run", "--timeout", 6) as hung:
@@ -318,7 +319,7 @@ def test_exception_after_a_signal_is_reported(project, breaking, tmp_path):
     ("moment", "seconds"),
     [
         pytest.param("importing torch", 3 * IN_TIME, marks=pytest.mark.weekly),
-        ("training", IN_TIME),
+        pytest.param("training", IN_TIME, marks=pytest.mark.slow),
     ],
 )
 def test_processes_exit_when_the_launcher_dies(project, tmp_path, moment, seconds):
