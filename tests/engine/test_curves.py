@@ -58,6 +58,7 @@ BAD = {"train_loss": math.nan, "val_loss": math.inf, METRIC: math.nan}
         pytest.param([row(1), row(2, **BAD), row(3)], id="nan"),
         pytest.param([row(1, **BAD)], id="nothing_but_nan"),
         pytest.param([row(e, lr=0.1**e, loss_scale=2.0**e) for e in range(40, 90)], id="long"),
+        pytest.param([row(1) | {r"$\frac{$": 1.0, r"$\frac{$_ema": 1.0}], id="no_formula"),
     ],
 )
 def test_draws_any_rows(write_run, rows):
@@ -174,7 +175,10 @@ def test_invalid_folder_is_a_one_line_error(write_run, tmp_path, capsys):
     with (incomplete / "metrics.csv").open("a") as table:
         table.write("3,33\n")
     foreign = write_run("foreign", [{"a": 1}])
+    nested = write_run("nested", [row(1)])
+    (nested / "config.json").write_text("[" * 100_000)
     for arguments, words in (
+        ([nested], "nested does not hold the files of a run (maximum recursion"),
         (["missing"], "missing/metrics.csv: No such file or directory; name the folder of a run"),
         ([tmp_path / "empty"], "empty/metrics.csv: No such file or directory; name"),
         ([tmp_path / "flagless"], "flagless/config.json: No such file or directory; name"),

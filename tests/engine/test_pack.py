@@ -22,6 +22,7 @@ import torch
 from engine import UserError
 from engine.checkpoint.compatibility import compare_data, describe_data
 from engine.data import ResumableDistributedSampler, SeededDataset, pack, shards, verify
+from engine.data.captions import list_captions
 from engine.data.files import FileError, read_file
 from engine.data.folders import list_images
 from engine.data.images import read_image, read_labels
@@ -398,6 +399,16 @@ def test_packed_captions_are_those_of_the_folder(captions_folder, tmp_path, run_
     assert task_contrastive.candidates(None, str(out)) == [f"a fish {index}" for index in range(6)]
     assert len(list_images(out)) == 12
     assert run_pack(out, "--verify") == 0
+
+
+def test_packed_caption_that_is_not_utf_8_is_an_error(captions_folder, tmp_path, run_pack):
+    out = tmp_path / "out"
+    assert run_pack(captions_folder, out, LARGE, MANY) == 0
+    text = "größer".encode()
+    for shard in (out / "train").glob("*.tar"):
+        shard.write_bytes(shard.read_bytes().replace(text, b"\xff" * len(text)))
+    with pytest.raises(UserError, match=r"can't be read as a caption .*utf-8"):
+        [*list_captions(out / "train", 99)]
 
 
 def test_huge_or_endless_file_of_captions_is_an_error(captions_folder):

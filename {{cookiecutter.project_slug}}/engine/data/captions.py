@@ -28,6 +28,7 @@ class PackedCaptions(Sequence):
         path = self.pack.extra(index)
         with naming_errors(path, "a caption"):
             caption = bytes(read_file(path)).split(b"\n")[self.pack.records["label"][index]]
+            caption.decode()  # raises UnicodeDecodeError
         return Path(self.pack.image(index)), caption
 
 

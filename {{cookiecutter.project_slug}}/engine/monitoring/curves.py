@@ -155,9 +155,14 @@ def _further_metrics(runs: list[Run]) -> list[str]:
 
 def _legend_labels(runs: list[Run]) -> list[str]:
     """Return the labels, wrapped, and escaped for matplotlib."""
-    # It reads text between two dollar signs as a formula, and hides a label that starts with _.
-    labels = [fill(label, 130).replace("$", r"\$") for label in make_labels(runs)]
+    labels = [_plain(fill(label, 130)) for label in make_labels(runs)]
+    # matplotlib hides a label that starts with _.
     return [f"./{label}" if label.startswith("_") else label for label in labels]
+
+
+def _plain(text: str) -> str:
+    """Return `text` escaped for matplotlib, which reads what is between two $ as a formula."""
+    return text.replace("$", r"\$")
 
 
 def _plot(axes: Axes, title: str, runs: list[Run], columns: list[str]) -> list[Line2D]:
@@ -185,11 +190,11 @@ def _plot(axes: Axes, title: str, runs: list[Run], columns: list[str]) -> list[L
         first_lines += lines[:1]
     if len(present) > 1:
         for column in present:
-            axes.plot([], [], color="grey", label=column, **_line(column))
+            axes.plot([], [], color="grey", label=_plain(column), **_line(column))
         axes.legend()
     bottom = axes.get_xaxis_transform()
     axes.plot(lost_epochs, [0.03] * len(lost_epochs), "x", color="black", transform=bottom)
-    axes.set_title(f"{title} (×: not finite)" if lost_epochs else title)
+    axes.set_title(_plain(title) + (" (×: not finite)" if lost_epochs else ""))
     axes.set_xlabel("epoch")
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
     may_be_log = min(finite, default=0) > 0 and "images_per_second" not in columns

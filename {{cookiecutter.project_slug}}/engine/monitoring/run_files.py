@@ -70,7 +70,7 @@ def read_run(folder: Path) -> Run:
         flags = json.loads(read_text(config))
     except OSError as error:
         raise UserError(f"{error.filename}: {error.strerror}; name the folder of a run") from None
-    except (ValueError, TypeError, csv.Error) as error:
+    except (ValueError, TypeError, RecursionError, csv.Error) as error:
         raise UserError(f"{folder} does not hold the files of a run ({error})") from None
     if not isinstance(flags, dict):
         raise UserError(f"{config} holds no settings: copy it from the run again")
