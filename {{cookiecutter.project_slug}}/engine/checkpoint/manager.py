@@ -156,30 +156,30 @@ class CheckpointManager:
         notes += "" if required else moments_note + ranks_note  # which are about training
         self.logger.info(message + notes + format.describe_origin(entries["origin"]))
         if is_own and not required:
-            self._restore_best(source.path, entries, is_newest=choice == AUTO)
+            self._restore_best(source, entries, is_newest=choice == AUTO)
         return source.path
 
-    def _restore_best(self, path: Path, entries: dict[str, Any], is_newest: bool) -> None:
-        """Make best.pt the best checkpoint up to the resumed one, which is at `path`.
+    def _restore_best(self, source: Source, entries: dict[str, Any], is_newest: bool) -> None:
+        """Make best.pt the best checkpoint up to the resumed one.
 
         Args:
-            path, entries: of the checkpoint.
+            source, entries: of the resumed checkpoint, which is in this run's folder.
             is_newest: so that best.pt cannot be of a later step.
         """
         progress = self.state.progress
         is_writer = dist.get_rank() == 0
-        note = (
-            files.set_aside_best(self.folder, progress.step) if is_writer and not is_newest else ""
-        )
+        may_be_later = is_writer and not is_newest
+        note = files.set_aside_best(self.folder, progress.step) if may_be_later else ""
         if note := all_gather(note, self._group)[0]:
             progress.best = -math.inf
             self.logger.warning(note)
         # A process that was killed between writing a checkpoint and naming it best.pt.
         *before, score = progress.scores or [-math.inf]
-        if entries.get("results") and score == entries["best"] > max(before, default=-math.inf):
+        is_best = score == entries["best"] > max(before, default=-math.inf)
+        if is_best and entries.get("results") and source.rank == 0:
             progress.best = score
             if is_writer:
-                files.alias(path.resolve(), files.BEST)
+                files.alias(source.path.resolve(), files.BEST)
 
     def _restore_progress(
         self, path: Path, entries: dict[str, Any], is_own: bool, is_evaluation: bool
