@@ -86,6 +86,18 @@ def replacing(path: Path) -> Iterator[Path]:
         raise
 
 
+@contextmanager
+def writing_output(folder: Path) -> Iterator[None]:
+    """Turn an OSError of the body into a UserError about --output."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"--output {folder} can't be written ({error.strerror}): choose another folder, or "
+            "correct its permissions"
+        ) from None
+
+
 def link(path: Path, other: Path) -> None:
     """Give the file at `path` the name `other` too: a hard link, or a copy where there are none."""
     with replacing(other) as temporary:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine import SUFFIX, UserError, replacing
+from engine import SUFFIX, UserError, replacing, writing_output
 from engine.backend import local_shard
 from engine.checkpoint import manifest, validation
 from engine.checkpoint.archive import read as read_file
@@ -45,7 +45,9 @@ def require_shared(folder: Path, group: dist.ProcessGroup) -> None:
     probe = folder / name[0]
     with _together(group):
         if rank == 0:
-            _create(probe)
+            with writing_output(folder):
+                folder.mkdir(parents=True, exist_ok=True)
+                probe.touch()
     try:
         with _together(group):
             if not probe.exists():
@@ -56,17 +58,6 @@ def require_shared(folder: Path, group: dist.ProcessGroup) -> None:
     finally:
         if rank == 0:
             probe.unlink(missing_ok=True)
-
-
-def _create(path: Path) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-    except OSError as error:
-        raise UserError(
-            f"--output {path.parent} can't be written ({error.strerror}): choose another folder, "
-            "or correct its permissions"
-        ) from None
 
 
 def flatten(entries: Mapping[str, Any]) -> dict[str, Tensor]:

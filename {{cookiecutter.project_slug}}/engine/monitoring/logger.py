@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from engine import UserError, cli, distributed, replacing
+from engine import UserError, cli, distributed, replacing, writing_output
 from engine.monitoring import curves, run_files
 from engine.monitoring.console import Console, has_terminal
 from engine.monitoring.curves import PICTURE
@@ -87,7 +87,7 @@ class Logger(Console):
         if not self.active:
             return
         try:
-            with self._writing_output():
+            with writing_output(self.output):
                 self.output.mkdir(parents=True, exist_ok=True)
                 self.lock()
                 table = self._read_table()
@@ -188,18 +188,8 @@ class Logger(Console):
         end. Raises UserError if another run holds the lock.
         """
         if self.active:
-            with self._writing_output():
+            with writing_output(self.output):
                 self.folder_lock.acquire()
-
-    @contextlib.contextmanager
-    def _writing_output(self) -> Iterator[None]:
-        """Turn an OSError of the body into a UserError about --output."""
-        try:
-            yield
-        except OSError as error:
-            problem = f"--output {self.output} can't be written ({error.strerror})"
-            fix = "choose another folder, or correct its permissions"
-            raise UserError(f"{problem}: {fix}") from None
 
     @contextlib.contextmanager
     def _errors_as_warning(
@@ -291,7 +281,7 @@ class Logger(Console):
             return
         path = self.output / EVALUATION
         finite = {name: value if math.isfinite(value) else None for name, value in results.items()}
-        with self._writing_output():
+        with writing_output(self.output):
             self.output.mkdir(parents=True, exist_ok=True)
             with replacing(path) as temporary:
                 temporary.write_text(cli.as_json({"metrics": finite, **facts}))
