@@ -248,7 +248,10 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("as_module", [False, pytest.param(True, marks=pytest.mark.weekly)])
+@pytest.mark.parametrize(
+    "as_module",
+    [pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=pytest.mark.weekly)],
+)
 def test_spawned_processes_import_apex(start, tmp_path, as_module):
     (tmp_path / "spawning.py").write_text(SPAWNING)
     done = start(*(["-m", "spawning"] if as_module else ["spawning.py"]))

@@ -257,6 +257,7 @@ def test_bytes_do_not_depend_on_times(folder, tmp_path, run_pack):
     assert found == expected
 
 
+@pytest.mark.slow
 def test_full_disk_is_an_error_and_the_pack_continues(folder, tmp_path, run_pack):
     out = tmp_path / "out"
     limit = 15_000  # of a file, less than a shard: as with a full disk, writing more is an OSError
@@ -686,7 +687,7 @@ def test_shard_that_is_truncated_during_training_is_named(out):
 # Training
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_workers_read_shards(out, context, monkeypatch):
     monkeypatch.setitem(sys.modules, "task", task)  # other tests load a project's
     dataset = SeededDataset(datasets(out)[1], 0)

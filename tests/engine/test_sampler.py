@@ -255,6 +255,7 @@ print(len(list(loader)))
 """
 
 
+@pytest.mark.slow
 def test_process_that_keeps_its_loader_exits() -> None:
     done = subprocess.run(
         [sys.executable, "-c", KEEPS_ITS_LOADER],

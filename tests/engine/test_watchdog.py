@@ -190,7 +190,10 @@ def test_processes_that_finish_one_after_the_other_succeed() -> None:
 
 @pytest.mark.parametrize(
     ("module", "call"),
-    [("engine", "end_with_parent()"), ("engine.data.loading", "prepare_worker(0)")],
+    [
+        ("engine", "end_with_parent()"),
+        pytest.param("engine.data.loading", "prepare_worker(0)", marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize("state", ["stopped", "blocked"])
 def test_process_ends_with_its_parent_in_any_state(tmp_path, state, module, call) -> None:

@@ -351,6 +351,7 @@ def test_second_run_of_a_process_is_an_error(project, tmp_path):
     assert (tmp_path / "run" / "curves.png").exists()
 
 
+@pytest.mark.slow
 def test_resumed_run_uses_its_own_flags(project, tmp_path):
     assert run(project, *SHORT, "--output", tmp_path / "a", nproc=0).returncode == 0
     flags = ("--resume", tmp_path / "a" / "last.pt", "--weight-decay", "0.5")

@@ -19,6 +19,7 @@ def evaluation(folder):
     return json.loads((folder / "eval.json").read_text())
 
 
+@pytest.mark.slow
 def test_checkpoint_of_another_idx_data_set_is_reported(shared_project, tmp_path):
     """As Fashion-MNIST's with MNIST: sizes and class names are the same."""
     project, checkpoint = shared_project(), tmp_path / "run" / "last.pt"
