@@ -400,6 +400,9 @@ def test_packed_captions_are_those_of_the_folder(captions_folder, tmp_path, run_
     assert task_contrastive.candidates(None, str(out)) == [f"a fish {index}" for index in range(6)]
     assert len(list_images(out)) == 12
     assert run_pack(out, "--verify") == 0
+    (out / "more").mkdir()
+    shutil.copy(captions_folder / "val" / "cat" / "0.jpg", out / "more" / "0.jpg")
+    assert list_images(out)[12:] == [str(out / "more" / "0.jpg")]
 
 
 def test_packed_caption_that_is_not_utf_8_is_an_error(captions_folder, tmp_path, run_pack):

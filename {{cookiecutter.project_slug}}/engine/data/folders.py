@@ -132,14 +132,14 @@ def _is_folder(entry: os.DirEntry) -> bool:
 
 
 def list_images(folder: Path) -> list[str]:
-    """Return the image files in a folder and in those below, or in a packed one."""
-    packed = [path for path in (folder, *folder.iterdir()) if shards.is_packed(path)]
-    if packed:
-        return [path for pack in map(shards.Pack, sorted(packed)) for path in pack.images()]
-    scan = Scan(folder)
-    files = scan.walk(scan.root)
-    scan.report()
-    return files
+    """Return the image files in a folder and in those below, some of which may be packed."""
+    packed = sorted(path for path in (folder, *folder.iterdir()) if shards.is_packed(path))
+    images = [path for pack in map(shards.Pack, packed) for path in pack.images()]
+    if folder not in packed:
+        scan = Scan(folder)
+        images += scan.walk(scan.root, [os.path.realpath(path) for path in packed])
+        scan.report()
+    return images
 
 
 def list_flat(folder: Path, suffixes: Sequence[str]) -> list[Path]:
