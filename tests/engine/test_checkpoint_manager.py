@@ -262,11 +262,97 @@ def test_a_run_that_went_back_is_not_resumed_from_the_best_of_the_steps_it_disca
     for best, resumed, [warning] in two_processes(go_back, str(tmp_path)):
         assert best == -float("inf")
         assert resumed == "last.pt"
-        assert "best.pt, of the later step 5, is best-of-step-5.pt from now on" in warning
+        assert "best.pt is of the later step 5: the next save renames it to best-of-st" in warning
     names = {path.name for path in tmp_path.glob("*.pt")}
     assert names == {"step-1.pt", "step-2.pt", "last.pt", "best-of-step-5.pt"}
     assert checkpoint.load(tmp_path / "best-of-step-5.pt")["best"] == 0.9
     assert checkpoint.load(tmp_path / "last.pt")["step"] == 2
+
+
+def saved_three(folder: str) -> None:
+    """Save three steps, of which the second is the best."""
+    manager = manager_of(folder, keep=9)
+    progress = manager.state.progress
+    for step, accuracy in ((1, 0.5), (2, 0.9), (3, 0.8)):
+        progress.step = step
+        progress.scores.append(accuracy)
+        manager.save({"val_accuracy": accuracy})
+    manager.finish()
+    dist.barrier()
+
+
+def go_back_in_vain(folder: str) -> tuple[float, int, set[str], int]:
+    """Return what a run resumes after another one has gone back, and ended without a save.
+
+    These are the best score and the step, then the files and the step of best.pt.
+    """
+    saved_three(folder)
+    manager_of(folder).resume(Path(folder, "step-1.pt"), 10)
+    dist.barrier()
+    again = manager_of(folder)
+    again.resume(Path("auto"), 10)
+    names = {path.name for path in Path(folder).iterdir()}
+    best = checkpoint.load(Path(folder, "best.pt"))
+    return again.state.progress.best, again.state.progress.step, names, best["step"]
+
+
+def test_a_run_that_goes_back_changes_nothing_before_its_first_save(
+    two_processes: Processes, tmp_path: Path
+) -> None:
+    names = {"step-1.pt", "step-2.pt", "step-3.pt", "last.pt", "best.pt"}
+    assert two_processes(go_back_in_vain, str(tmp_path)) == [(0.9, 3, names, 2)] * 2
+
+
+def go_back_to_the_best(folder: str) -> tuple[float, int, set[str]]:
+    """Return the best score, the step of best.pt, and the files after the first save."""
+    saved_three(folder)
+    manager = manager_of(folder, keep=9)
+    manager.resume(Path(folder, "step-1.pt"), 10)
+    manager.state.progress.step = 2
+    manager.save()
+    manager.finish()
+    dist.barrier()
+    names = {path.name for path in Path(folder).iterdir()}
+    best = checkpoint.load(Path(folder, "best.pt"))
+    return manager.state.progress.best, best["step"], names
+
+
+def test_the_checkpoint_that_a_run_goes_back_to_can_be_the_best(
+    two_processes: Processes, tmp_path: Path
+) -> None:
+    names = {"step-1.pt", "step-2.pt", "last.pt", "best.pt", "best-of-step-2.pt"}
+    assert two_processes(go_back_to_the_best, str(tmp_path)) == [(0.5, 1, names)] * 2
+    assert checkpoint.load(tmp_path / "best-of-step-2.pt")["best"] == 0.9
+
+
+def resume_before_the_damaged_best(folder: str) -> tuple[float, float, str]:
+    """Return the best score of the resumed run, that of best.pt afterwards, and the warning."""
+    manager = manager_of(folder)
+    progress = manager.state.progress
+    for step, accuracy in ((1, 0.8), (2, 0.5), (3, 0.9)):
+        progress.step = step
+        progress.scores.append(accuracy)
+        manager.save({"val_accuracy": accuracy})
+    manager.finish()
+    if dist.get_rank() == 0:
+        os.truncate(Path(folder, "step-3.pt"), 100)  # which is last.pt and best.pt, too
+    dist.barrier()
+    again = manager_of(folder)
+    again.resume(Path("auto"), 10)
+    resumed = again.state.progress.best
+    again.state.progress.step = 3
+    again.save({"val_accuracy": 0.7})
+    again.finish()
+    dist.barrier()
+    return resumed, checkpoint.load(Path(folder, "best.pt"))["best"], again.logger[-1]
+
+
+def test_a_best_checkpoint_that_is_damaged_is_replaced(
+    two_processes: Processes, tmp_path: Path
+) -> None:
+    for resumed, best, warning in two_processes(resume_before_the_damaged_best, str(tmp_path)):
+        assert (resumed, best) == (-float("inf"), 0.7)
+        assert warning.endswith("best.pt can't be read: the next validation replaces it")
 
 
 def resume_after_a_kill(folder: str, metrics: list[float]) -> tuple[float, float, int]:

@@ -132,7 +132,10 @@ def test_best_checkpoints_of_one_step_are_all_kept(tmp_path: Path) -> None:
     assert found == ["first", "second", "third"]
     for _ in range(2):
         link(saved(tmp_path, 20), tmp_path / "best.pt")
-        assert files.set_aside_best(tmp_path, 10)
+        rewind = files.Rewind.to(10, tmp_path, is_newest=False)
+        for _ in range(2):  # the first save failed
+            rewind.keep_best(tmp_path)
+        rewind.finish(tmp_path, tmp_path / "step-12.pt")
     assert {path.name for path in tmp_path.glob("best*.pt")} == {
         "best-of-step-20.pt",
         "best-of-step-20-2.pt",

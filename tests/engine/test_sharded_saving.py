@@ -198,6 +198,31 @@ def save_and_load(folder: str) -> list[list[float]]:
     return [value.flatten().tolist() for value in found.values()]
 
 
+def go_back_to_the_first(folder: str, keep: int) -> tuple[list[str], list[float], list[str]]:
+    """Return the files after a run went back, the best scores there, and the run's messages."""
+    manager = manager_of(Path(folder), keep)
+    for accuracy in (0.5, 0.9):
+        train_a_step(manager, accuracy)
+    back = manager_of(Path(folder), keep)
+    back.resume(Path(folder, "step-1"), 1)
+    train_a_step(back, 0.6)  # which is step 2 again
+    dist.barrier()
+    names = sorted(one.name for one in Path(folder).iterdir())
+    bests = [checkpoint.load(Path(folder, name))["best"] for name in ("best", "best-of-step-2")]
+    return names, bests, list(back.logger)
+
+
+@pytest.mark.parametrize("keep", [2, 9])
+def test_the_best_folder_is_kept_by_a_run_that_went_back(
+    two_processes: Processes, tmp_path: Path, keep: int
+) -> None:
+    names = ["best", "best-of-step-2", "last", "step-1", "step-2"]
+    for found, bests, messages in two_processes(go_back_to_the_first, str(tmp_path), keep):
+        assert found == names
+        assert bests == [0.6, 0.9]
+        assert any("the next save renames it to best-of-step-2" in one for one in messages)
+
+
 def evaluate_other_order(folder: str) -> int:
     """Return how many moments an evaluation reads whose optimizer has another order."""
     train_a_step(manager_of(Path(folder)))

@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +79,10 @@ def _is_same(name: Path, path: Path) -> bool:
     return name.exists() and name.samefile(path)
 
 
-def has_best(folder: Path) -> bool:
-    """Return whether there is a checkpoint of the best metric, of either kind."""
+def best_of(folder: Path) -> Path | None:
+    """Return the path of the checkpoint of the best metric, of either kind, if there is one."""
     best = folder / BEST
-    return best.exists() or best.with_suffix("").exists()
+    return next((path for path in (best, best.with_suffix("")) if path.exists()), None)
 
 
 def prune(folder: Path, keep: int) -> None:
@@ -113,12 +114,17 @@ def alias(path: Path, name: str) -> None:
         return
     if not _is_same(other_folder, path):
         _require_own(other_folder)
-        temporary = path.with_name(name + SUFFIX)
-        temporary.unlink(missing_ok=True)
-        temporary.symlink_to(path.name, target_is_directory=True)
-        _remove_name(other_folder)
-        os.replace(temporary, other_folder)
+        _link_folder(path, other_folder)
     other.unlink(missing_ok=True)
+
+
+def _link_folder(path: Path, name: Path) -> None:
+    """Make `name` a symbolic link to the folder at `path`, beside it."""
+    temporary = name.with_name(f"{name.name}.pt{SUFFIX}")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(path.name, target_is_directory=True)
+    _remove_name(name)
+    os.replace(temporary, name)
 
 
 def _remove_name(name: Path) -> None:
@@ -143,18 +149,87 @@ def _require_own(name: Path) -> None:
         )
 
 
-def remove_later(folder: Path, step: int) -> None:
+@dataclass
+class Rewind:
+    """How the first save of a run replaces the checkpoints after the one it was resumed from.
+
+    The user chose that one, or later ones are damaged. Until the first save is complete, the later
+    ones may be all that there is, and keep their names.
+    """
+
+    step: int  # of the checkpoint that the run was resumed from
+    has_later: bool = False  # there are numbered checkpoints of later steps
+    best_step: float = -1.0  # of best.pt if that is later; infinity if it can't be read
+    best: Path | None = None  # what is best.pt after the first save, if another one than now
+
+    @property
+    def is_newest(self) -> bool:
+        """Whether no checkpoint is later."""
+        return not self.has_later and self.best_step < 0
+
+    @classmethod
+    def to(cls, step: int, folder: Path, is_newest: bool) -> "Rewind":
+        """Return that of a run which was resumed from `step`.
+
+        Args:
+            is_newest: the checkpoint is the newest valid one, so that `folder` is searched for
+                later ones that are damaged only.
+        """
+        rewind = cls(step, any(step_of(path) > step for path in numbered(folder)))
+        best = best_of(folder)
+        if best and (rewind.has_later or not is_newest):
+            try:
+                found = format.load_state(best)["step"] or -1
+            except UserError:
+                found = math.inf
+            rewind.best_step = found if found > step else -1
+        return rewind
+
+    def describe(self, folder: Path) -> str:
+        """Return a message about best.pt, or nothing if it is not later."""
+        best = best_of(folder)
+        if not best or self.best_step < 0:
+            return ""
+        if self.best_step == math.inf:
+            return f"{best} can't be read: the next validation replaces it"
+        name = _name_aside(best, self.best_step).name
+        return f"{best} is of the later step {self.best_step}: the next save renames it to {name}"
+
+    def keep_best(self, folder: Path) -> None:
+        """Give a later best.pt a name that no save replaces. Call it before the first save."""
+        best = best_of(folder)
+        if not best or not 0 <= self.best_step < math.inf:
+            return
+        aside = _name_aside(best, self.best_step)
+        if best.is_file():
+            if not aside.exists():
+                link(best, aside)
+        elif best.resolve() != aside.resolve():
+            best.resolve().rename(aside)
+            _link_folder(aside, best)
+
+    def finish(self, folder: Path, saved: Path) -> None:
+        """Remove what is later. Call it when the first save, to the path `saved`, is complete."""
+        self.keep_best(folder)
+        remove_later(folder, self.step, saved)
+        if self.best and self.best.exists():
+            alias(self.best, BEST)
+        elif 0 <= self.best_step < math.inf:
+            (folder / BEST).unlink(missing_ok=True)
+            _remove_name((folder / BEST).with_suffix(""))
+
+
+def remove_later(folder: Path, step: int, saved: Path | None = None) -> None:
     """Remove the numbered checkpoints of steps after `step`, of which last.pt may be another name.
 
-    A run that resumed from an earlier step, because the user chose it or later checkpoints are
-    damaged, trains these steps again. The best checkpoint is kept, as `set_aside_best` does.
+    The best checkpoint is renamed instead.
 
-    Call it when the checkpoint of `step` is complete: until then, the later ones may be all that
-    there is.
+    Args:
+        saved: path of one that stays.
     """
     best = (folder / BEST).with_suffix("")
     for path in numbered(folder):
-        if step_of(path) <= step:
+        if step_of(path) <= step or path == saved:
             continue
         _remove_last(path)
         if best.is_symlink() and _is_same(best, path):
@@ -164,27 +239,14 @@ def remove_later(folder: Path, step: int) -> None:
             remove(path)
 
 
-def set_aside_best(folder: Path, step: int) -> str:
-    """Rename the best checkpoint if it is of a step after `step`; return a message, or nothing.
-
-    Otherwise ``--resume auto`` would continue from it, not from the run that went back to `step`.
-    A link to a folder is left to `remove_later`.
-    """
-    for name in (folder / BEST, (folder / BEST).with_suffix("")):
-        found = format.read_step(name) if name.exists() else -1
-        if step < found < math.inf:
-            aside = _name_aside(name, found)
-            if not name.is_symlink():
-                name.rename(aside)
-            return f"{name}, of the later step {found}, is {aside.name} from now on"
-    return ""
-
-
 def _name_aside(path: Path, step: float) -> Path:
-    """Return a free name for the best checkpoint, of `step`: a run can go back more than once."""
+    """Return a name for the best checkpoint, of `step`, that is its own or free.
+
+    A run can go back more than once.
+    """
     ends = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
     names = (path.with_name(f"best-of-step-{step}{end}{path.suffix}") for end in ends)
-    return next(name for name in names if not os.path.lexists(name))
+    return next(name for name in names if not os.path.lexists(name) or _is_same(name, path))
 
 
 def _remove_last(path: Path) -> None:

@@ -160,26 +160,29 @@ class CheckpointManager:
         return source.path
 
     def _restore_best(self, source: Source, entries: dict[str, Any], is_newest: bool) -> None:
-        """Make best.pt the best checkpoint up to the resumed one.
+        """Restore which checkpoint is the best one up to the resumed one.
 
         Args:
             source, entries: of the resumed checkpoint, which is in this run's folder.
-            is_newest: so that best.pt cannot be of a later step.
+            is_newest: it is the newest valid one, not one that the user chose.
         """
         progress = self.state.progress
         is_writer = dist.get_rank() == 0
-        may_be_later = is_writer and not is_newest
-        note = files.set_aside_best(self.folder, progress.step) if may_be_later else ""
-        if note := all_gather(note, self._group)[0]:
+        own = files.Rewind.to(progress.step, self.folder, is_newest) if is_writer else None
+        rewind = all_gather(own, self._group)[0]
+        assert rewind is not None  # rank 0's
+        if rewind.best_step >= 0:
             progress.best = -math.inf
-            self.logger.warning(note)
-        # A process that was killed between writing a checkpoint and naming it best.pt.
+            self.logger.warning(rewind.describe(self.folder))
+        # A process may have been killed between writing a checkpoint and naming it best.pt.
         *before, score = progress.scores or [-math.inf]
         is_best = score == entries["best"] > max(before, default=-math.inf)
         if is_best and entries.get("results") and source.rank == 0:
             progress.best = score
-            if is_writer:
-                files.alias(source.path.resolve(), files.BEST)
+            rewind.best = source.path.resolve()
+            if is_writer and rewind.is_newest:
+                files.alias(rewind.best, files.BEST)
+        self._writer.rewind = rewind
 
     def _restore_progress(
         self, path: Path, entries: dict[str, Any], is_own: bool, is_evaluation: bool
@@ -190,7 +193,7 @@ class CheckpointManager:
             setattr(progress, name, entries.get(name, value))
         self.logger.rows = entries["history"]
         self.logger.run_id = entries.get("run_id", "")
-        if not (is_own and files.has_best(self.folder)):  # another folder's is not this one's
+        if not (is_own and files.best_of(self.folder)):  # another folder's is not this one's
             progress.best = -math.inf
         if not is_own:
             progress.scores = []

@@ -42,6 +42,7 @@ class CheckpointWriter:
         self.group = group
         self.problem = ""  # with the last write
         self.written_step = -1  # of the last folder that was written, or resumed from
+        self.rewind: files.Rewind | None = None  # until the first save of a resumed run
         self._thread: threading.Thread | None = None
 
     def start(self, entries: dict[str, Any]) -> None:
@@ -70,11 +71,13 @@ class CheckpointWriter:
                 self._write_shards(path, entries, self.group)
             else:
                 validation.check_values(path, entries)  # or the file could not be resumed
-                self._remove_incomplete()
+                self._prepare()
                 files.write_or_make_room(path, entries, self.warn)
             if dist.get_rank() == 0:
-                files.remove_later(self.folder, entries["step"])
+                rewind = self.rewind or files.Rewind(entries["step"])
+                rewind.finish(self.folder, path)
                 files.alias(path, LAST)
+            self.rewind = None
             if entries["best"] > self.progress.best:
                 if dist.get_rank() == 0:
                     files.alias(path, BEST)
@@ -87,8 +90,10 @@ class CheckpointWriter:
             self.problem = f"{path} could not be written ({reason})"
             self.warn(f"{self.problem}; the run goes on, the checkpoints before it are kept")
 
-    def _remove_incomplete(self) -> None:
-        """Remove what a killed process left incomplete."""
+    def _prepare(self) -> None:
+        """Remove what a killed process left incomplete; keep the best of what is replaced."""
+        if self.rewind:
+            self.rewind.keep_best(self.folder)
         for incomplete in self.folder.glob("*.pt" + SUFFIX):
             incomplete.unlink(missing_ok=True)
         for incomplete in self.folder.glob("step-*" + SUFFIX):
@@ -99,9 +104,9 @@ class CheckpointWriter:
         is_written = self.written_step == entries["step"]
         if dist.get_rank() == 0:
             try:
-                self._remove_incomplete()
+                self._prepare()
             except OSError as error:  # the other ranks are waiting for this one
-                self.warn(f"{self.folder}: incomplete checkpoints can't be removed ({error})")
+                self.warn(f"{self.folder}: files can't be removed or renamed ({error})")
         if not is_written:
             files.write_or_make_room(path, entries, self.warn, group)
             self.written_step = entries["step"]
