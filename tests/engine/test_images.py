@@ -392,3 +392,25 @@ def test_decoder_is_chosen_by_the_cpu_cores(
     assert gpu_decoding.choose_decoder(wanted) == expected
     said = capsys.readouterr().err
     assert logged in said if logged else not said
+
+
+@pytest.mark.parametrize("depth", [2, 4])
+def test_mask_of_less_than_8_bits_is_an_error(tmp_path, depth):
+    """PIL scales its values to 255; those of a palette it keeps."""
+
+    def chunk(kind, content):
+        checksum = zlib.crc32(kind + content)
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", checksum)
+
+    def write(colour_type, palette=b""):
+        header = struct.pack(">IIBBBBB", 2, 1, depth, colour_type, 0, 0, 0)
+        pixels = zlib.compress(bytes([0, 1 << (8 - 2 * depth)]))  # the labels 0 and 1
+        content = chunk(b"IHDR", header) + palette + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
+        path = tmp_path / "mask.png"
+        path.write_bytes(b"\x89PNG\r\n\x1a\n" + content)
+        return path
+
+    with pytest.raises(FileError, match=r"one value of 8 bits for each pixel, not 2 or 4"):
+        images.read_labels(write(0))
+    labels = images.read_labels(write(3, chunk(b"PLTE", bytes(12))))
+    assert labels.tolist() == [[0, 1]]

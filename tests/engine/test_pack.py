@@ -645,6 +645,15 @@ def test_index_that_became_a_fifo_is_an_error_when_packing_continues(out, folder
         run_pack(folder, out, LARGE, MANY)
 
 
+def test_file_of_class_names_outside_the_folder_is_not_packed(masks_folder, tmp_path, run_pack):
+    (tmp_path / "secret").write_text("black\nwhite\n")
+    (masks_folder / "classes.txt").unlink()
+    (masks_folder / "classes.txt").symlink_to(tmp_path / "secret")
+    with pytest.raises(UserError, match=r"classes\.txt is a link to a file outside of"):
+        run_pack(masks_folder, tmp_path / "out")
+    assert not (tmp_path / "out" / "classes.txt").exists()
+
+
 def test_file_of_class_names_that_is_a_fifo_is_an_error(masks_folder, tmp_path, run_pack, alarm):
     os.mkfifo(tmp_path / "classes.txt")
     with pytest.raises(UserError, match=r"can't be written \(.*classes.txt. is a named pipe\)"):

@@ -214,6 +214,17 @@ def test_cache_is_bounded_and_the_oldest_shards_make_room(server, packed, tmp_pa
     assert len(cached(cache)) >= remote.WINDOW
 
 
+def test_packs_of_the_user_make_no_room(tmp_path):
+    """The folder for the cache may hold them, too."""
+    shards = [tmp_path / owner / "train" / "shard-00000.tar" for owner in ("user", "cache")]
+    for shard in shards:
+        shard.parent.mkdir(parents=True)
+        shard.write_bytes(bytes(1000))
+    (shards[1].parent / "remote.json").touch()
+    assert remote.make_room(tmp_path, 500, tmp_path / "new")
+    assert [shard.exists() for shard in shards] == [True, False]
+
+
 @needs_nginx
 def test_too_small_cache_is_an_error(server, tmp_path):
     data = RemoteFolder(f"{server.url}/packed", tmp_path / "cache", 30_000)

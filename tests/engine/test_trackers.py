@@ -283,6 +283,14 @@ def test_torn_line_is_removed(tmp_path):
 
 
 @pytest.mark.usefixtures("idle", "clock")
+def test_queue_that_is_a_fifo_blocks_nothing(tmp_path):
+    os.mkfifo(tmp_path / "queue.jsonl")
+    descriptor = os.open(tmp_path / "queue.jsonl", os.O_RDWR)  # else a failure would never end
+    os.write(descriptor, b'{"start": {"run_id": "0123456789abcdef"}}\n')
+    assert tracking._queued_run_id(tmp_path / "queue.jsonl") == ""
+    os.close(descriptor)
+
+
 def test_environment_variables_are_not_logged(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "s3cr3t")
     open_logger(tmp_path, trackers=["mlflow"])

@@ -189,8 +189,11 @@ def _check_size(image: Image.Image) -> None:
 def read_labels(path: Path) -> Tensor:
     """Return the pixel values of a PNG file: int64 (H, W)."""
     with open_image(path, "a mask") as image:
-        if image.mode not in ("L", "P"):
-            form = f"one value of 8 bits for each pixel, not {image.mode}"
+        # PIL scales the values of grey images of 2 and 4 bits, so that they are no labels.
+        is_scaled = bool(image.tile) and image.tile[0][3] in ("L;2", "L;4")
+        if image.mode not in ("L", "P") or is_scaled:
+            found = "2 or 4" if is_scaled else image.mode
+            form = f"one value of 8 bits for each pixel, not {found}"
             raise FileError(f"{path} is no mask: it must hold {form}", str(path))
         return torch.from_numpy(np.array(image)).long()
 

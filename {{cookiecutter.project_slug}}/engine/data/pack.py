@@ -81,6 +81,8 @@ def plan(data: Path, out: Path, options: Options) -> list[SplitPacker]:
         packers.append(SplitPacker(out / split, sources, classes or [], options, kind))
     for name in CLASS_FILES:
         if kind == "mask.png" and (data / name).is_file():
+            if not (data / name).resolve().is_relative_to(data.resolve()):  # a pack is for others
+                raise UserError(f"{data / name} is a link to a file outside of {data}: copy it")
             shutil.copyfile(data / name, out / name)
     return packers
 

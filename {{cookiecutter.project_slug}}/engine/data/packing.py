@@ -26,6 +26,7 @@ from engine.data.files import naming_errors, read_file
 from engine.data.images import read_image, read_labels, trim
 from engine.data.loading import prepare_worker
 from engine.data.shards import BLOCK, INDEX, MANIFEST, PROGRESS, TIMES, Manifest, Shard
+from engine.text import printable
 
 CHUNK = 8  # files that a worker encodes at a time
 CHUNKS_AHEAD = 4  # of each worker: bounds the memory
@@ -327,7 +328,7 @@ class SplitPacker:
             if not sample.error:
                 yield sample
                 continue
-            tqdm.write(sample.error, file=sys.stderr)
+            tqdm.write(printable(sample.error), file=sys.stderr)
             path = self.sources[sample.position].path
             self.progress.broken.append(os.path.relpath(path, self.root))
 

@@ -229,7 +229,7 @@ def make_room(cache_dir: Path, limit: int, keep: Path) -> bool:
     files = []
     for path in cache_dir.glob(f"*/*/{shards.shard_name(0)[:6]}*"):
         with suppress(FileNotFoundError):  # renamed by its download
-            if path != keep:
+            if path != keep and (path.parent / REMOTE).is_file():  # not a user's own pack
                 status = path.stat()
                 files.append((status.st_mtime, status.st_size, path))
     excess = sum(size for _, size, _ in files) - limit

@@ -23,7 +23,7 @@ from typing import IO
 import torch
 import torch.distributed as dist
 
-from engine import regular_only
+from engine import MAX_BYTES, regular_only
 from engine.monitoring.trackers import FOLDER, LOG, QUEUE, is_run_id, read_state
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -147,8 +147,11 @@ class Tracking:
 
 def _queued_run_id(path: Path) -> str:
     """Return the id of the run whose points are in a queue, or "" if there is none."""
-    with suppress(OSError, ValueError, LookupError, TypeError), path.open("rb") as file:
-        run_id = json.loads(file.readline())["start"]["run_id"]
+    with (
+        suppress(OSError, ValueError, LookupError, TypeError, RecursionError),
+        open(path, "rb", opener=regular_only) as file,
+    ):
+        run_id = json.loads(file.readline(MAX_BYTES))["start"]["run_id"]
         return run_id if is_run_id(run_id) else ""
     return ""
 
