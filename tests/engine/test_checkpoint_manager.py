@@ -281,6 +281,30 @@ def saved_three(folder: str) -> None:
     dist.barrier()
 
 
+def scores_of_a_slow_write(folder: str) -> list[float]:
+    """Return the scores in a checkpoint that is written after the next validation."""
+    manager = manager_of(folder)
+    progress = manager.state.progress
+    progress.scores.append(0.5)
+    write = checkpoint.write
+
+    def write_later(path: Path, entries: dict) -> None:
+        while len(progress.scores) < 2:
+            time.sleep(0.01)
+        write(path, entries)
+
+    with mock.patch.object(checkpoint, "write", write_later):
+        manager.save({"val_accuracy": 0.5})
+        progress.scores.append(0.9)
+        manager.finish()
+    dist.barrier()
+    return checkpoint.load(Path(folder, "last.pt"))["scores"]
+
+
+def test_a_checkpoint_has_the_scores_of_its_step(two_processes: Processes, tmp_path: Path) -> None:
+    assert two_processes(scores_of_a_slow_write, str(tmp_path)) == [[0.5]] * 2
+
+
 def go_back_in_vain(folder: str) -> tuple[float, int, set[str], int]:
     """Return what a run resumes after another one has gone back, and ended without a save.
 
@@ -851,6 +875,28 @@ def test_the_average_of_the_weights_is_resumed(two_processes: Processes, tmp_pat
         for value, [said] in two_processes(resumed_average, str(tmp_path), has_average):
             assert value == expected
             assert ("it has no average of the weights" in said) == (not has_average)
+
+
+def warnings_of_an_evaluation(folder: str, better: str) -> list[str]:
+    """Return the warnings of an evaluation without --ema of a run that had an average."""
+    model = nn.Linear(3, 3)
+    manager = manager_of(folder, model)
+    manager.state.ema = Ema(model, 0.9)
+    manager.state.progress.weights = better
+    manager.save()
+    manager.finish()
+    dist.barrier()
+    again = manager_of(folder)
+    again.resume(Path(folder, "last.pt"), 10, required=True)
+    return [text for text in again.logger if text.startswith("warning")]
+
+
+def test_evaluation_without_the_better_average_is_a_warning(
+    two_processes: Processes, tmp_path: Path
+) -> None:
+    assert two_processes(warnings_of_an_evaluation, str(tmp_path), "model") == [[]] * 2
+    for [warning] in two_processes(warnings_of_an_evaluation, str(tmp_path), "ema"):
+        assert warning.endswith("is the better one; add --ema to validate that, too")
 
 
 # What is resumed

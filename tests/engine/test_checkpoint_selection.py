@@ -142,6 +142,14 @@ def test_best_checkpoints_of_one_step_are_all_kept(tmp_path: Path) -> None:
     }
 
 
+def test_folder_of_a_run_in_place_of_a_checkpoint_is_an_error_that_names_one(
+    tmp_path: Path,
+) -> None:
+    saved(tmp_path, 1, name="best.pt")
+    with pytest.raises(UserError, match=r"or no checkpoint; name a file in it, such as best\.pt"):
+        checkpoint.load(tmp_path)
+
+
 def test_step_of_a_folder_is_read(tmp_path: Path) -> None:
     """A copy of the best one has no number in its name, and need not be the newest."""
     sharded_folder(tmp_path / "best", "")

@@ -164,7 +164,7 @@ class Rewind:
 
     @property
     def is_newest(self) -> bool:
-        """Whether no checkpoint is later."""
+        """True if no checkpoint is later."""
         return not self.has_later and self.best_step < 0
 
     @classmethod

@@ -197,6 +197,11 @@ class CheckpointManager:
             progress.best = -math.inf
         if not is_own:
             progress.scores = []
+        if is_evaluation and not self.state.ema and format.best_weights(entries) == "ema":
+            self.logger.warning(
+                f"--resume {path}: its average of the weights is the better one; add --ema to "
+                "validate that, too"
+            )
         change = compare_metrics(entries["metadata"], self.metadata)
         if not change and self.has_same_val_data is False:
             change = "scores on other validation data can't be compared"
@@ -290,7 +295,8 @@ class CheckpointManager:
         if results:
             progress.weights = "ema" if best.name.endswith(AVERAGE) else "model"
         entries = format.to_cpu(format.collect(self.state))
-        entries |= vars(progress) | {"ranks": ranks, "metadata": self.metadata}
+        # Copies: the training goes on, and changes them, while a thread writes.
+        entries |= format.to_cpu(vars(progress)) | {"ranks": ranks, "metadata": self.metadata}
         entries["history"] = list(self.logger.rows)
         if self.logger.run_id:
             entries["run_id"] = self.logger.run_id

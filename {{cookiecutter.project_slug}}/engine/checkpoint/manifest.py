@@ -59,9 +59,10 @@ def read(path: Path) -> dict[str, Any]:
         if not is_valid or not all(_are_counts(one) for one in files.values()):
             raise ValueError
     except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
+        is_run = (path / "best.pt").exists()
+        other = "name a file in it, such as best.pt" if is_run else "use another one"
         raise UserError(
-            f"{path}: it has no valid {MANIFEST}, so it is incomplete or no checkpoint; use "
-            "another one"
+            f"{path}: it has no valid {MANIFEST}, so it is incomplete or no checkpoint; {other}"
         ) from None
     return manifest
 

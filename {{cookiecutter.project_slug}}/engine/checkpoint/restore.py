@@ -60,8 +60,8 @@ def restore(
         reason = shorten(str(error), 160)
         raise UserError(
             f"--resume {path}: it does not fit this model and optimizer; resume with the --arch, "
-            "the classes, the --freeze and the --decay-weights-only that it was made with "
-            f"({reason})"
+            "the classes, the --freeze, the --decay-weights-only and the --layer-decay that it was "
+            f"made with ({reason})"
         ) from None
     return _describe_missing_moments(state.optimizer) if entries["step"] else ""
 
