@@ -151,7 +151,7 @@ def _require_own(name: Path) -> None:
 
 @dataclass
 class Rewind:
-    """How the first save of a run replaces the checkpoints after the one it was resumed from.
+    """Replacement, by the first save of a run, of the checkpoints after the one it resumed from.
 
     The user chose that one, or later ones are damaged. Until the first save is complete, the later
     ones may be all that there is, and keep their names.

@@ -190,7 +190,7 @@ def read_labels(path: Path) -> Tensor:
     """Return the pixel values of a PNG file: int64 (H, W)."""
     with open_image(path, "a mask") as image:
         # PIL scales the values of grey images of 2 and 4 bits, so that they are no labels.
-        is_scaled = bool(image.tile) and image.tile[0][3] in ("L;2", "L;4")
+        is_scaled = any(tile[3] in ("L;2", "L;4") for tile in getattr(image, "tile", ()))
         if image.mode not in ("L", "P") or is_scaled:
             found = "2 or 4" if is_scaled else image.mode
             form = f"one value of 8 bits for each pixel, not {found}"
