@@ -282,7 +282,6 @@ def test_torn_line_is_removed(tmp_path):
     assert kinds == ["start", "group", "start", "group"]
 
 
-@pytest.mark.usefixtures("idle", "clock")
 def test_queue_that_is_a_fifo_blocks_nothing(tmp_path):
     os.mkfifo(tmp_path / "queue.jsonl")
     descriptor = os.open(tmp_path / "queue.jsonl", os.O_RDWR)  # else a failure would never end
@@ -291,6 +290,7 @@ def test_queue_that_is_a_fifo_blocks_nothing(tmp_path):
     os.close(descriptor)
 
 
+@pytest.mark.usefixtures("idle", "clock")
 def test_environment_variables_are_not_logged(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "s3cr3t")
     open_logger(tmp_path, trackers=["mlflow"])
