@@ -248,3 +248,19 @@ def test_thread_that_uses_a_store_does_not_abort_the_launcher_at_its_end() -> No
         text=True,
     )
     assert (done.stdout, done.stderr) == ("{3}\n", "error: reason\n" * 20)
+
+
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGKILL, "SIGKILL"), (35, "signal 35")])
+def test_failure_names_a_signal_that_may_have_no_name(number, name):
+    """In another process: the launchers of the other tests fork this one."""
+    code = """
+        import os, sys
+        from types import SimpleNamespace
+        from engine.launch import _describe_failure
+
+        received = SimpleNamespace(si_status=int(sys.argv[1]), si_code=os.CLD_KILLED, si_pid=7)
+        print(_describe_failure(received))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code), str(int(number))]
+    done = subprocess.run(command, cwd=TEMPLATE, capture_output=True, text=True, check=True)
+    assert done.stdout == f"process 7 was ended by {name}\n"
