@@ -269,11 +269,11 @@ def test_a_run_that_went_back_is_not_resumed_from_the_best_of_the_steps_it_disca
     assert checkpoint.load(tmp_path / "last.pt")["step"] == 2
 
 
-def saved_three(folder: str) -> None:
-    """Save three steps, of which the second is the best."""
-    manager = manager_of(folder, keep=9)
+def save_steps(folder: str, keep: int, metrics: tuple[float, ...]) -> None:
+    """Save the steps of a run from 1 on, of which each was validated with the metric given."""
+    manager = manager_of(folder, keep=keep)
     progress = manager.state.progress
-    for step, accuracy in ((1, 0.5), (2, 0.9), (3, 0.8)):
+    for step, accuracy in enumerate(metrics, 1):
         progress.step = step
         progress.scores.append(accuracy)
         manager.save({"val_accuracy": accuracy})
@@ -310,7 +310,7 @@ def go_back_in_vain(folder: str) -> tuple[float, int, set[str], int]:
 
     These are the best score and the step, then the files and the step of best.pt.
     """
-    saved_three(folder)
+    save_steps(folder, 9, (0.5, 0.9, 0.8))
     manager_of(folder).resume(Path(folder, "step-1.pt"), 10)
     dist.barrier()
     again = manager_of(folder)
@@ -329,7 +329,7 @@ def test_a_run_that_goes_back_changes_nothing_before_its_first_save(
 
 def go_back_to_the_best(folder: str) -> tuple[float, int, set[str]]:
     """Return the best score, the step of best.pt, and the files after the first save."""
-    saved_three(folder)
+    save_steps(folder, 9, (0.5, 0.9, 0.8))
     manager = manager_of(folder, keep=9)
     manager.resume(Path(folder, "step-1.pt"), 10)
     manager.state.progress.step = 2
@@ -351,13 +351,7 @@ def test_the_checkpoint_that_a_run_goes_back_to_can_be_the_best(
 
 def resume_before_the_damaged_best(folder: str) -> tuple[float, float, str]:
     """Return the best score of the resumed run, that of best.pt afterwards, and the warning."""
-    manager = manager_of(folder)
-    progress = manager.state.progress
-    for step, accuracy in ((1, 0.8), (2, 0.5), (3, 0.9)):
-        progress.step = step
-        progress.scores.append(accuracy)
-        manager.save({"val_accuracy": accuracy})
-    manager.finish()
+    save_steps(folder, 2, (0.8, 0.5, 0.9))
     if dist.get_rank() == 0:
         os.truncate(Path(folder, "step-3.pt"), 100)  # which is last.pt and best.pt, too
     dist.barrier()

@@ -188,22 +188,23 @@ def require_same_frozen(path: Path, saved: Mapping[str, Any], own: Mapping[str, 
     """
     if not ("frozen" in saved and "frozen" in own):
         return
-    theirs, ours = set(saved["frozen"]), set(own["frozen"])
-    sides = {"frozen only there": theirs - ours, "frozen only here": ours - theirs}
-    texts = [f"{side}: {printable(summarize(sorted(one)))}" for side, one in sides.items() if one]
-    if texts:
+    names = sorted(saved["frozen"]), sorted(own["frozen"])
+    difference = describe_difference(*names, "frozen only there", "frozen only here")
+    if difference:
         raise UserError(
-            f"--resume {path}: it was trained with another --freeze ({'; '.join(texts)}): resume "
+            f"--resume {path}: it was trained with another --freeze ({difference}): resume "
             f"with the same, or start from its weights by --weights {path}"
         )
 
 
-def describe_difference(saved: list[str], own: list[str]) -> str:
-    """Return the names that only one of two lists of classes has; "" if there are none."""
-    sides = {
-        "only in the checkpoint": Counter(saved) - Counter(own),
-        "only in the data": Counter(own) - Counter(saved),
-    }
+def describe_difference(
+    saved: list[str],
+    own: list[str],
+    there: str = "only in the checkpoint",
+    here: str = "only in the data",
+) -> str:
+    """Return the names that only one of two lists has, after its title; "" if there are none."""
+    sides = {there: Counter(saved) - Counter(own), here: Counter(own) - Counter(saved)}
     return "; ".join(
         f"{side}: {summarize([printable(name) for name in names.elements()])}"
         for side, names in sides.items()

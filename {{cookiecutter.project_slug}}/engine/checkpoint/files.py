@@ -163,7 +163,7 @@ class Rewind:
     best: Path | None = None  # what is best.pt after the first save, if another one than now
 
     @property
-    def is_newest(self) -> bool:
+    def replaces_nothing(self) -> bool:
         """True if no checkpoint is later."""
         return not self.has_later and self.best_step < 0
 
@@ -178,7 +178,7 @@ class Rewind:
         rewind = cls(step, any(step_of(path) > step for path in numbered(folder)))
         best = best_of(folder)
         if best and (rewind.has_later or not is_newest):
-            try:
+            try:  # not `read_step`, which does not find damaged tensors
                 found = format.load_state(best)["step"] or -1
             except UserError:
                 found = math.inf

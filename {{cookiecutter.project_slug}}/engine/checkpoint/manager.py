@@ -180,7 +180,7 @@ class CheckpointManager:
         if is_best and entries.get("results") and source.rank == 0:
             progress.best = score
             rewind.best = source.path.resolve()
-            if is_writer and rewind.is_newest:
+            if is_writer and rewind.replaces_nothing:
                 files.alias(rewind.best, files.BEST)
         self._writer.rewind = rewind
 
