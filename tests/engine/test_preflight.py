@@ -101,11 +101,21 @@ NIC0\tPIX\tSYS\t X \t\t
 
 
 @pytest.mark.parametrize(("link", "status"), [("NV18", OK), ("PHB", OK), ("SYS", WARNING)])
-def test_links(run_check, nvidia_smi, link, status):
+def test_links(run_check, nvidia_smi, monkeypatch, link, status):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     nvidia_smi(f"if [ $1 = topo ]; then cat <<'E'\n{TOPOLOGY.format(link)}\nE\nelse {TWO}; fi")
     found = run_check(check_links)
     assert found[0] == status and link in found[1]
     assert status == OK or "GPU0–GPU1" in found[1] and "CUDA_VISIBLE_DEVICES" in found[1]
+
+
+@pytest.mark.parametrize(
+    ("visible", "status"), [("1", PENDING), ("0,1", WARNING), ("GPU-8932f937", WARNING)]
+)
+def test_links_are_those_of_the_visible_gpus(run_check, nvidia_smi, monkeypatch, visible, status):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    nvidia_smi(f"if [ $1 = topo ]; then cat <<'E'\n{TOPOLOGY.format('SYS')}\nE\nelse {TWO}; fi")
+    assert run_check(check_links)[0] == status
 
 
 def test_low_limit_of_open_files_is_a_warning(run_check, monkeypatch):

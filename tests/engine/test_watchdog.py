@@ -103,6 +103,25 @@ class Job:
 WAIT = "time.sleep(60)"
 
 
+def test_signal_after_the_end_of_a_run_is_not_an_error() -> None:
+    script = """
+        import os, signal, time
+        import torch.distributed as dist
+        from engine.distributed.watchdog import StopSignals
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        signals = StopSignals()
+        signals.start()
+        dist.destroy_process_group()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert signals.received.wait(10)
+        time.sleep(0.2)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    environment = os.environ | {"PYTHONPATH": str(TEMPLATE)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_exception_ends_all_processes_and_only_its_traceback_is_logged(rank) -> None:
     actions = [WAIT, WAIT, WAIT]

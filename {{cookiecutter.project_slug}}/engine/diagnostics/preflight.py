@@ -106,8 +106,14 @@ def check_links() -> Results:
         return
     matrix = re.sub(r"\x1b\[\d*m", "", nvidia_smi("topo", "-m"))  # the header is underlined
     rows = [row.split() for row in matrix.splitlines() if re.match(r"GPU\d", row)]
-    pairs = combinations(range(len(rows)), 2)
+    numbers = list(range(len(rows)))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    if re.fullmatch(r"[\d,]+", visible):  # not UUIDs
+        numbers = [number for number in numbers if str(number) in visible.split(",")]
+    pairs = combinations(numbers, 2)
     links = {f"{rows[one][0]}–{rows[two][0]}": rows[one][1 + two] for one, two in pairs}
+    if not links:
+        return
     names = ", ".join(sorted(set(links.values())))
     slow = [pair for pair, link in links.items() if link in ("NODE", "SYS")]
     if slow:

@@ -36,10 +36,11 @@ class StopSignals(threading.Thread):
         self.requested = 0
         self.requested_at = 0.0
         self.received = threading.Event()
-        self.pipe = -1
+        self.rank = self.pipe = -1
 
     def start(self) -> None:
         """Start to receive signals; they no longer end the process by themselves."""
+        self.rank = dist.get_rank()
         self.pipe, pipe_end = os.pipe()
         os.set_blocking(pipe_end, False)
         # Python's own handlers would wait until the main thread returns from a collective.
@@ -82,7 +83,7 @@ class StopSignals(threading.Thread):
         if not self.requested:
             self.requested, self.requested_at = number, now
             self.received.set()
-            if dist.get_rank() == 0:
+            if self.rank == 0 and dist.is_initialized():  # else the run has just ended
                 name = signal.Signals(number).name
                 print(
                     f"{name}: saves after this step, or batch of the validation, and stops; "
