@@ -66,6 +66,19 @@ def test_hostile_file_is_an_error_with_its_name(tmp_path, kind):
     assert task_segmentation.odd_sizes((path, path)) == ""
 
 
+def test_progressive_file_with_hundreds_of_scans_is_an_error(tmp_path):
+    """Each scan decodes all pixels again: a small file can take minutes."""
+    path = tmp_path / "a.jpg"
+    Image.new("RGB", (64, 64), "red").save(path, progressive=True)
+    images.read_image(path)
+    data = path.read_bytes()
+    start = data.index(images.SCAN)
+    scan = data[start : data.index(b"\xff\xc4", start)]  # up to the tables of the next one
+    path.write_bytes(data[:start] + images.MAX_SCANS * scan + data[start:])
+    with pytest.raises(FileError, match="scans, more than 200"):
+        images.read_image(path)
+
+
 @pytest.mark.parametrize("suffix", ["jpg", "png", "tif", "webp", "gif", "bmp", "ppm"])
 def test_altered_bytes_raise_no_other_error(tmp_path, suffix):
     chance = random.Random(0)

@@ -988,6 +988,30 @@ def test_data_with_other_labels_is_a_warning(
             assert "scores on other validation data can't be compared; the next" in said[1]
 
 
+def resumed_with_seed(folder: str, samples: int, seed: int) -> list[str]:
+    """Return the messages of a run that resumes a checkpoint of seed 1 with another one."""
+    manager = manager_of(folder, settings={"seed": 1})
+    manager.state.progress.samples = samples
+    manager._means = [{"train_loss": (1.0, 1)}]
+    manager.save()
+    manager.finish()
+    dist.barrier()
+    again = manager_of(folder, settings={"seed": seed})
+    again.resume(Path(folder, "last.pt"), 10)
+    return [line for line in again.logger if "--seed" in line]
+
+
+@pytest.mark.parametrize(
+    ("samples", "seed", "is_warned"), [(0, 2, False), (2, 1, False), (2, 2, True)]
+)
+def test_another_seed_in_mid_epoch_is_a_warning(
+    two_processes: Processes, tmp_path: Path, samples: int, seed: int, is_warned: bool
+) -> None:
+    warnings = two_processes(resumed_with_seed, str(tmp_path), samples, seed)[0]
+    assert len(warnings) == is_warned
+    assert not is_warned or "may repeat or leave out samples" in warnings[0]
+
+
 class NamedLabels(list):
     classes: list[str]
 

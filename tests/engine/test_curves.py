@@ -75,6 +75,14 @@ def test_draws_a_run_whose_folder_is_not_named_in_utf_8(write_run):
     assert read_run(folder).name == str(folder).replace("\udcff", r"\udcff")
 
 
+def test_draws_runs_with_any_settings(write_run, tmp_path):
+    runs = [write_run(str(n), [row(1)], note="\ud800" * 200_000 * n) for n in range(2)]
+    assert len(curves.make_labels([read_run(run) for run in runs])[1]) > 200_000
+    curves.main([*map(str, runs), "--output", str(tmp_path / "both.png")])
+    with Image.open(tmp_path / "both.png") as image:
+        assert image.height < 2000
+
+
 @pytest.mark.parametrize("mode", ["max", "min"])
 def test_best_is_of_the_model_or_its_average(write_run, mode):
     rows = [row(epoch, f1=value, f1_ema=0.5) for epoch, value in enumerate((0.4, 0.9, 0.1), 1)]
@@ -177,7 +185,9 @@ def test_invalid_folder_is_a_one_line_error(write_run, tmp_path, capsys):
     foreign = write_run("foreign", [{"a": 1}])
     nested = write_run("nested", [row(1)])
     (nested / "config.json").write_text("[" * 100_000)
+    huge = write_run("huge", [row(1, lr=1e308), row(2, lr=-1e308)])
     for arguments, words in (
+        ([huge], "curves.png can't be written ("),
         ([nested], "nested does not hold the files of a run (maximum recursion"),
         (["missing"], "missing/metrics.csv: No such file or directory; name the folder of a run"),
         ([tmp_path / "empty"], "empty/metrics.csv: No such file or directory; name"),

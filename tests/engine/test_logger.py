@@ -288,6 +288,17 @@ def test_row_of_an_unfinished_epoch_is_replaced(logger):
 
 
 @pytest.mark.usefixtures("no_curves")
+def test_epoch_without_a_step_has_no_throughput(logger, capsys):
+    """A resumed run had only its validation left."""
+    logger.log_epoch(row(1, images_per_second=0.0))
+    logger.log_epoch(row(2, images_per_second=100.0))
+    logger.close()
+    assert "100 images/s" in capsys.readouterr().out
+    cells = [one["images_per_second"] for one in run_files.read_rows(logger.output / "metrics.csv")]
+    assert cells == ["", "100.0"]
+
+
+@pytest.mark.usefixtures("no_curves")
 def test_epoch_that_is_validated_again_has_one_point(tmp_path):
     """The run was killed after it had logged epoch 2, before the checkpoint said so."""
     first = open_logger(tmp_path)

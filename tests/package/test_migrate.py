@@ -264,7 +264,16 @@ def test_write_keeps_the_mode(run, tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("print 1\n", "is not valid Python 3"), ("x = 1\n", "does not call Apex"), (None, "No such")],
+    [
+        ("print 1\n", "is not valid Python 3"),
+        ("x = 1\n", "does not call Apex"),
+        ("# coding: nonsense\nx = 1\n", "unknown encoding"),
+        (f"x = {'(' * 50_000}1{')' * 50_000}\n", "too many nested parentheses"),
+        (f"x = {'-' * 2000}1\n", "nested too deeply"),
+        (f"x = {'+'.join('1' * 5000)}\n", "nested too deeply"),
+        (None, "No such"),
+    ],
+    ids=["python_2", "no_apex", "encoding", "parentheses", "signs", "sum", "missing"],
 )
 def test_nothing_to_migrate(run, tmp_path, content, message):
     if content is not None:

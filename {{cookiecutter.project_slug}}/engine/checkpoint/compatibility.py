@@ -242,7 +242,7 @@ def warn_of_changed_data(
     is_evaluation: bool,
     warn: Callable[[str], None],
 ) -> None:
-    """Warn of data other than a checkpoint's; it may have grown, so that is no error.
+    """Warn of data, or an order of it, other than a checkpoint's; it may have grown on purpose.
 
     Args:
         path: of the checkpoint.
@@ -262,6 +262,12 @@ def warn_of_changed_data(
         if "train" in changes and entries["samples"]:
             text += "; the rest of its epoch may repeat or leave out samples"
         warn(f"--resume {path}: the data has changed ({text})")
+    seed = entries["metadata"].get("seed")
+    if isinstance(seed, int) and seed != own["seed"] and entries["samples"] and not is_evaluation:
+        warn(
+            f"--resume {path}: it has another --seed than this run, which orders the data; the "
+            "rest of its epoch may repeat or leave out samples"
+        )
 
 
 def compare_metrics(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str:

@@ -46,6 +46,7 @@ logging.getLogger("PIL").addHandler(logging.NullHandler())
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, in RGB
 # Formats of files, MPO being a kind of JPEG. PIL has more; for EPS it would run Ghostscript.
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+SCAN, MAX_SCANS = b"\xff\xda", 200  # of a progressive JPEG file; each decodes all pixels again
 EXIF = re.compile(rb"\xff\xe1(..Exif\0\0)", re.DOTALL)  # a segment of a JPEG file, APP1
 MAX_RATIO = 64  # of the sides of an image that is resized, see `trim`
 MAX_PIXELS = 2**30 // 12  # of an image that is read: PIL warns of more
@@ -151,6 +152,8 @@ def read_encoded(path: str, choose_crop: Callable[[int, int], Crop]) -> Encoded:
             if isinstance(image, JpegImageFile) and "exif" in image.info:
                 # TorchCodec would turn the image as EXIF says, torchvision and PIL do not.
                 data = bytearray(EXIF.sub(b"\xff\xef\\1", data))  # APP15, which none reads
+            if data.count(SCAN) > MAX_SCANS and isinstance(image, JpegImageFile):
+                raise OSError(0, f"it has {data.count(SCAN)} scans, more than {MAX_SCANS}")
     return Encoded(path, data, height * width, choose_crop(height, width), suits_gpu)
 
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from engine import EXIT_USAGE, UserError, end_with_parent, replacing
 from engine.monitoring.metric import AVERAGE
 from engine.monitoring.run_files import COLUMNS, FACTS, Run, read_run
-from engine.text import printable
+from engine.text import one_message, printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -155,7 +155,7 @@ def _further_metrics(runs: list[Run]) -> list[str]:
 
 def _legend_labels(runs: list[Run]) -> list[str]:
     """Return the labels, wrapped, and escaped for matplotlib."""
-    labels = [_plain(fill(label, 130)) for label in make_labels(runs)]
+    labels = [_plain(fill(one_message(label), 130)) for label in make_labels(runs)]
     # matplotlib hides a label that starts with _.
     return [f"./{label}" if label.startswith("_") else label for label in labels]
 
@@ -194,7 +194,7 @@ def _plot(axes: Axes, title: str, runs: list[Run], columns: list[str]) -> list[L
         axes.legend()
     bottom = axes.get_xaxis_transform()
     axes.plot(lost_epochs, [0.03] * len(lost_epochs), "x", color="black", transform=bottom)
-    axes.set_title(_plain(title) + (" (×: not finite)" if lost_epochs else ""))
+    axes.set_title(_plain(printable(title)) + (" (×: not finite)" if lost_epochs else ""))
     axes.set_xlabel("epoch")
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
     may_be_log = min(finite, default=0) > 0 and "images_per_second" not in columns
@@ -277,10 +277,12 @@ def main(arguments: list[str] | None = None) -> None:
     path = args.output or (Path("compare.png") if len(args.runs) > 1 else args.runs[0] / PICTURE)
     try:
         draw([read_run(folder) for folder in args.runs], path)
-    except (UserError, OSError) as error:
-        reason = getattr(error, "strerror", None)
-        message = f"{path} can't be written ({reason})" if reason else error
-        parser.exit(EXIT_USAGE, f"error: {printable(message)}\n")
+    except UserError as error:
+        parser.exit(EXIT_USAGE, f"error: {one_message(error)}\n")
+    except Exception as error:  # matplotlib raises anything if values are altered
+        reason = getattr(error, "strerror", None) or error
+        message = one_message(f"{path} can't be written ({reason})")
+        parser.exit(EXIT_USAGE, f"error: {message}\n")
     print(printable(path))
 
 

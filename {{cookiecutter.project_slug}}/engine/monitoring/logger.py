@@ -239,6 +239,9 @@ class Logger(Console):
         if not self.active:
             return
         values = {name: float(value) for name, value in row.items() if name not in POSITION}
+        throughput = values["images_per_second"]
+        if not throughput:  # the run was resumed after the last step of the epoch
+            del values["images_per_second"]
         position = {name: int(row[name]) for name in POSITION}
         # There is a row of the epoch if a run that ended in it, or in its validation, was resumed.
         is_logged = any({n: int(one[n]) for n in POSITION} == position for one in self.rows)
@@ -248,11 +251,12 @@ class Logger(Console):
             self._write_event(lambda events: events.add_scalars("epoch", values, position["step"]))
         with self._errors_as_warning(f"rows are missing in {TABLE}"):
             run_files.write_rows(self.output / TABLE, self.rows, self.monitored.name)
-        self.throughputs.append(values["images_per_second"])
+        if throughput:
+            self.throughputs.append(throughput)
         if self.tracking:
             self.tracking.check()
         self.curves.start()
-        self._print_warm_up(values["images_per_second"])
+        self._print_warm_up(throughput)
         self.print_row(self.rows[-1], run_files.main_columns(self.monitored.name))
 
     def _print_warm_up(self, images_per_second: float) -> None:

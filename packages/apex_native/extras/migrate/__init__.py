@@ -1,10 +1,12 @@
 """``apex-native migrate``: rewrite the Apex calls of a script to plain PyTorch."""
 
 import argparse
+import ast
 import difflib
 import os
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 
 from .report import Report
@@ -19,7 +21,8 @@ def migrate(code: bytes, level: str = "", loss_scale: str = "") -> tuple[bytes, 
 
     `level` is an optimization level, and `loss_scale` "dynamic", in place of the script's.
 
-    Raises libcst.ParserSyntaxError for invalid Python.
+    Raises libcst.ParserSyntaxError or SyntaxError for invalid Python, and RecursionError if it is
+    nested too deeply.
     """
     import libcst as cst
     from libcst.metadata import MetadataWrapper
@@ -28,6 +31,9 @@ def migrate(code: bytes, level: str = "", loss_scale: str = "") -> tuple[bytes, 
     from .imports import clean
     from .rewrite import Rewrite
 
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)
+        ast.parse(code)  # libcst crashes on deep nesting, which Python refuses
     report = Report()
     wrapper = MetadataWrapper(cst.parse_module(code))
     analysis = Analysis(level, loss_scale)
@@ -77,7 +83,9 @@ def main(arguments: list[str]) -> int:
         new, report = migrate(old, args.opt_level, args.loss_scale)
     except OSError as error:
         return _fail(f"cannot read {args.script}: {error.strerror}")
-    except (cst.ParserSyntaxError, UnicodeDecodeError) as error:
+    except RecursionError:
+        return _fail(f"{args.script} holds expressions that are nested too deeply; split them")
+    except (cst.ParserSyntaxError, UnicodeDecodeError, SyntaxError) as error:
         return _fail(f"{args.script} is not valid Python 3 (convert Python 2 first): {error}")
     if not report.changed and not report.left:
         return _fail(f"{args.script} does not call Apex; nothing to migrate")
