@@ -75,6 +75,7 @@ def start(tmp_path, monkeypatch):
     return start
 
 
+@pytest.mark.slow
 def test_old_script_runs_unchanged_under_torchrun(start, tmp_path):
     (tmp_path / "helper.py").write_text("from apex import amp")
     (tmp_path / "old_script.py").write_text(OLD_SCRIPT)

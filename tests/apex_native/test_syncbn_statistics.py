@@ -172,6 +172,7 @@ def on_each_rank_share_by_kernels(folder, epoch, *arguments):
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(3, 5), (6, 0)], ids=str)
 def test_kernels_equal_one_large_batch(interpreted_processes, tmp_path, sizes):
     """Half or not, in any memory format; with more rows and channels than a tile has."""
@@ -198,6 +199,7 @@ def on_each_rank_track_by_kernels(folder, momentum):
     return x, norm.running_mean, norm.running_var, norm.running_var._version
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("momentum", [1.0, None])
 def test_kernels_update_running_statistics_exactly(interpreted_processes, tmp_path, momentum):
     """At a rate of 1, no trace of the initial variance of 1 is left in one of 1e-8."""

@@ -305,6 +305,7 @@ def named(tmp_path):
     return f"mount --bind '{file}' /etc/hosts"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -29,6 +29,7 @@ def processes(request):
     return request.getfixturevalue(request.param)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", ["O0", pytest.param("O4", marks=pytest.mark.slow)])
 def test_losses_equal_those_of_ddp(processes, level):
     expected = processes(losses, level, sharded=False)[0]

@@ -174,6 +174,7 @@ def test_every_combination(template, bake, tmp_path, level, every):
     assert len([name for name, _ in seen if name == "main.py"]) == 3 * scripts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "slug", [pytest.param("a", id="shortest"), pytest.param("x" * 60, id="longest")]
 )

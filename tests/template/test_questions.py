@@ -61,6 +61,7 @@ def test_every_question_and_choice_has_a_prompt(asked):
         assert re.search(r"\?( \(.*\))?$", sentences["__prompt__"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "answer",
     [

@@ -8,7 +8,7 @@ from make_checkpoints_0_9 import FOLDER, append_tiny_model, environment, results
 from running import run_two
 from torch import Tensor
 
-pytestmark = pytest.mark.xdist_group("train")
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("train")]
 RECORD = json.loads((FOLDER / "runs.json").read_text())
 FAST = ("classification_O1", "classification_O2", "contrastive_O1")
 TOLERANCE = 0.1

@@ -48,6 +48,7 @@ def trains(task, project, text, folder, output, *others, command=0):
     assert 0 <= metrics(output)[-1][metric] <= 1
 
 
+@pytest.mark.slow
 def test_readme_folder_layout_trains(project, tmp_path):
     task, project, text = project
     folder = tmp_path / "own"

@@ -284,6 +284,7 @@ def test_resume_with_another_number_of_processes(project, tmp_path):
     assert "2 processes saved it; the learning rate scales with them\n" in done.stdout
 
 
+@pytest.mark.slow
 def test_restarted_process_resumes_automatically(project, tmp_path):
     flags = (*LIGHT, "--output", tmp_path, "--epochs", 2)
     assert run_two(project, *flags, "--steps", 11).returncode == 0
@@ -340,6 +341,7 @@ main.main()
 """
 
 
+@pytest.mark.slow
 def test_second_run_of_a_process_is_an_error(project, tmp_path):
     """Such as in a notebook, where the curves are drawn, too."""
     (tmp_path / "twice.py").write_text(TWICE)
@@ -397,6 +399,7 @@ def run_on_cpu(project, *flags):
     return run(project, *flags, nproc=0, CUDA_VISIBLE_DEVICES="")
 
 
+@pytest.mark.slow
 def test_checkpoint_of_another_script_resumes(epochs, tmp_path):
     project, first, second = epochs
     old, is_adam = tmp_path / "old.pt", "betas" in first["optimizer"]["param_groups"][0]

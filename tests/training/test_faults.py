@@ -343,6 +343,7 @@ def test_interpreter_may_be_a_wrapper_script(project, tmp_path):
     assert (tmp_path / "run" / "last.pt").exists()
 
 
+@pytest.mark.slow
 def test_usage_error_is_not_restarted(project, tmp_path):
     done = run(project, "--arch", "resnet81", "--output", tmp_path / "run", MAX_RESTARTS="3")
     assert done.returncode == 2

@@ -16,7 +16,7 @@ from running import SCREENED, Run, metrics, run, run_script
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformer import with_transformer
 
-pytestmark = [pytest.mark.xdist_group("train")]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("train")]
 SHORT = ("--batch-size", 16, "--save-every", 2, "--keep", 9, "--clip-grad", 1.0)
 
 
@@ -56,7 +56,6 @@ def trained(sharded, tmp_path_factory):
     return output
 
 
-@pytest.mark.slow
 def test_losses_and_metrics_equal_those_of_ddp(sharded, plain, tmp_path):
     flags = ("--steps", 30, "--accumulate", 2, "--lr", 3e-3, "--warmup-epochs", 0)
     for project, name in ((sharded, "sharded"), (plain, "plain")):
@@ -77,7 +76,6 @@ def test_checkpoint_is_a_folder_with_a_manifest(trained):
     assert not list(trained.glob("*.tmp")) and not list(trained.glob("*.pt"))
 
 
-@pytest.mark.slow
 def test_converted_checkpoint_is_that_of_ddp(plain, trained, tmp_path):
     train(plain, tmp_path, "--steps", 2, "--ema", 0.9)
     expected = torch.load(tmp_path / "last.pt", weights_only=True)
@@ -91,7 +89,6 @@ def test_converted_checkpoint_is_that_of_ddp(plain, trained, tmp_path):
     assert len(found["ranks"]) == 2 and found["results"]
 
 
-@pytest.mark.slow
 def test_predict_reads_the_folder_and_the_file(sharded, trained):
     load(sharded, trained / "best")
     image = sharded / "data" / "example.png"
@@ -103,7 +100,6 @@ def test_predict_reads_the_folder_and_the_file(sharded, trained):
     assert outputs[0] == outputs[1] and len(outputs[0]) == 5
 
 
-@pytest.mark.slow
 def test_resume_is_bit_identical(sharded, trained, tmp_path):
     flags = ("--deterministic", "--ema", 0.9)
     train(sharded, tmp_path, "--steps", 4, *flags)

@@ -47,6 +47,7 @@ def test_checkpoint_of_another_idx_data_set_is_reported(shared_project, tmp_path
     assert f"warning: --resume {checkpoint}: the data has changed {changes}" in done.stdout
 
 
+@pytest.mark.slow
 def test_validation_data_without_some_classes_is_evaluated(shared_project, image_folder, tmp_path):
     """The labels are those of the checkpoint, by the names of the classes."""
     project, checkpoint = shared_project(), tmp_path / "run" / "last.pt"

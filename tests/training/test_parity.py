@@ -9,7 +9,7 @@ from fresh import ROOT
 from running import SCREENED
 from test_gpu import GPUS, needs_apex
 
-pytestmark = pytest.mark.xdist_group("short")
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("short")]
 BENCHMARKS = ROOT / "benchmarks"
 
 

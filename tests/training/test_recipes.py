@@ -79,6 +79,7 @@ def test_recipes_parse(project: Path, monkeypatch, image_folder: Path, idx_folde
     assert len(outputs) == len(RECIPES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recipe_trains(
     project: Path, tmp_path: Path, image_folder: Path, idx_folder: Path, recipe: str

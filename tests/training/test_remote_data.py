@@ -81,6 +81,7 @@ def test_two_processes_share_a_cache_and_the_check_counts_samples(bake, server, 
     assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.slow
 def test_errors_in_workers_are_one_message(bake, packed, server, tmp_path):
     project = bake()
     for shard in (packed / "train").glob("*.tar"):

@@ -243,7 +243,11 @@ class Comparison:
 
 
 CASES = [
-    pytest.param(task, flags, level, id=f"{task}-{' '.join(map(str, flags)) or 'plain'}-{level}")
+    pytest.param(
+        *(task, flags, level),
+        id=f"{task}-{' '.join(map(str, flags)) or 'plain'}-{level}",
+        marks=pytest.mark.slow if flags and level not in ("O0", "O1") else (),
+    )
     for task, small in BY_NAME.items()
     for flags in (*FLAGS_OF_ALL_TASKS, *small.own_flags)
     for level in LEVELS

@@ -258,6 +258,7 @@ def test_unusable_apex_is_an_error(bake, package, saying):
     refused(bake_beside(bake, package), "--backend", "apex", saying=(saying, "--backend native"))
 
 
+@pytest.mark.slow
 def test_apex_without_amp_falls_back_to_apex_native(bake, tmp_path):
     project = bake_beside(bake, OF_TODAY)
     done = run(project, *SMALL, "--output", tmp_path / "run", nproc=0)
