@@ -76,8 +76,8 @@ def load_model(path: Path) -> tuple[nn.Module, dict]:
         )
     if metadata["metric"] != task.METRIC:
         raise UserError(
-            f"{path}: it is of another task, with {metadata['metric']} where this one has "
-            f"{task.METRIC}; use predict.py of the project that made it"
+            f"{path}: it is of another task, or METRIC in task.py was renamed: it has "
+            f"{metadata['metric']}, not {task.METRIC}; use predict.py of the project that made it"
         )
     try:
         num_classes = len(metadata.setdefault("classes", []))
