@@ -1,11 +1,14 @@
 """Images per second and memory of a large ViT: DDP, FSDP, FSDP with activation checkpointing.
 
     torchrun --nproc-per-node=4 benchmarks/fsdp.py [--arch vit_h_14] [--batch-size 32]
+    torchrun --nproc-per-node=2 benchmarks/fsdp.py --device cpu --batch-size 1 --rounds 2 \
+        --steps 1 --arch timm:vit_tiny_patch16_224      # tries itself
 
 Each variant trains on one synthetic batch for each GPU, in bfloat16 (O4) with FusedAdam, in the
 order in which main.py sets it up. "by hand" is the same with torch alone: fully_shard, autocast,
 AdamW(fused=True), torch.utils.checkpoint. "accelerate" is Accelerate's FSDP2, if it is installed.
-The variants run one after another, --rounds times. Prints a table and writes fsdp.csv.
+Variants that do the same take turns of --steps steps, --rounds times: the pace of the CPUs varies
+by more than they differ. Prints a table and writes fsdp.csv, with medians of the turns.
 """
 
 import argparse
@@ -52,9 +55,8 @@ def build_model(arch: str, device: str | torch.device) -> nn.Module:
         return torchvision.models.get_model(arch, weights=None)
 
 
-def ours(arch: str, sharded: bool, recompute: bool) -> Step:
+def ours(arch: str, device: torch.device, sharded: bool, recompute: bool) -> Step:
     """Return the training step of main.py, with DDP or FSDP."""
-    device = torch.device("cuda", torch.cuda.current_device())
     model = build_model(arch, "meta" if sharded and dist.get_rank() else "cpu")
     if recompute:
         checkpoint_activations(model)
@@ -77,7 +79,7 @@ def ours(arch: str, sharded: bool, recompute: bool) -> Step:
     return step
 
 
-def by_hand(arch: str, recompute: bool) -> Step:
+def by_hand(arch: str, device: torch.device, recompute: bool) -> Step:
     """Return a training step with torch's FSDP2 and autocast alone."""
     model = build_model(arch, "cpu")
     blocks = find_blocks(model)
@@ -90,7 +92,7 @@ def by_hand(arch: str, recompute: bool) -> Step:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def step(images: Tensor, labels: Tensor) -> None:
-        with torch.autocast("cuda", torch.bfloat16):
+        with torch.autocast(device.type, torch.bfloat16):
             loss = F.cross_entropy(model(images), labels)
         loss.backward()
         optimizer.step()
@@ -99,7 +101,7 @@ def by_hand(arch: str, recompute: bool) -> Step:
     return step
 
 
-def with_accelerate(arch: str, recompute: bool) -> Step:
+def with_accelerate(arch: str, device: torch.device, recompute: bool) -> Step:
     """Return a training step with Accelerate's FSDP2."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
@@ -110,7 +112,8 @@ def with_accelerate(arch: str, recompute: bool) -> Step:
         transformer_cls_names_to_wrap=[type(find_blocks(model)[0]).__name__],
         activation_checkpointing=recompute,
     )
-    accelerator = Accelerator(mixed_precision="bf16", fsdp_plugin=plugin)
+    is_cpu = device.type == "cpu"
+    accelerator = Accelerator(mixed_precision="bf16", fsdp_plugin=plugin, cpu=is_cpu)
     # All accelerators of a process share the plugin of the first one.
     accelerator.state.fsdp_plugin.activation_checkpointing = recompute
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -126,7 +129,7 @@ def with_accelerate(arch: str, recompute: bool) -> Step:
     return step
 
 
-VARIANTS: dict[str, Callable[[str], Step]] = {
+VARIANTS: dict[str, Callable[[str, torch.device], Step]] = {
     "DDP": partial(ours, sharded=False, recompute=False),
     "DDP, checkpointed": partial(ours, sharded=False, recompute=True),
     "FSDP": partial(ours, sharded=True, recompute=False),
@@ -139,28 +142,61 @@ if find_spec("accelerate"):
     VARIANTS["FSDP in Accelerate, checkpointed"] = partial(with_accelerate, recompute=True)
 
 
-def measure(variant: str, args: argparse.Namespace) -> tuple[float, float]:
-    """Return images per second of all GPUs, and the peak memory in GiB; nan if it is exceeded."""
-    amp.initialize(nn.Identity(), enabled=False)  # ends the casts of the variant before
-    gc.collect()
+def measure(variants: list[str], args: argparse.Namespace) -> dict[str, tuple[float, float]]:
+    """Return images per second of all processes, and the peak memory in GiB, of each variant.
+
+    Both are nan for all if the memory of a device is exceeded.
+    """
+    device = torch.device(args.device)
+    images = torch.randn(args.batch_size, 3, 224, 224, device=device)
+    labels = torch.randint(1000, (args.batch_size,), device=device)
+    steps: dict[str, Step] = {}
+    has_casts: dict[str, bool] = {}  # amp switches them on for the process
+    memory: dict[str, float] = {}
+    speeds: dict[str, list[float]] = {name: [] for name in variants}
+    images_per_turn = args.steps * args.batch_size * dist.get_world_size()
+    try:
+        for name in variants:
+            amp.initialize(nn.Identity(), enabled=False)  # ends the casts of the one before
+            before = allocated(device)
+            steps[name] = VARIANTS[name](args.arch, device)
+            for _ in range(WARM_UP):
+                steps[name](images, labels)
+            memory[name] = (allocated(device, peak=True) - before) / 2**30
+            has_casts[name] = torch.is_autocast_enabled(device.type)
+        for turn in range(args.rounds):
+            for name in variants if turn % 2 else variants[::-1]:
+                torch.set_autocast_enabled(device.type, has_casts[name])
+                dist.barrier()
+                start = time.perf_counter()
+                for _ in range(args.steps):
+                    steps[name](images, labels)
+                wait_for(device)
+                speeds[name].append(images_per_turn / (time.perf_counter() - start))
+    except torch.OutOfMemoryError:  # on all ranks, whose work is the same
+        return dict.fromkeys(variants, (float("nan"), float("nan")))
+    finally:
+        steps.clear()
+        gc.collect()
+    return {name: (median(speeds[name]), memory[name]) for name in variants}
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until the device has done its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def allocated(device: torch.device, peak: bool = False) -> int:
+    """Return the bytes of the device's tensors, now or at the most since the last call for now."""
+    if device.type == "cpu":
+        return 0
+    wait_for(device)
+    if peak:
+        return torch.cuda.max_memory_allocated()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    images = torch.randn(args.batch_size, 3, 224, 224, device="cuda")
-    labels = torch.randint(1000, (args.batch_size,), device="cuda")
-    try:
-        step = VARIANTS[variant](args.arch)
-        for _ in range(WARM_UP):
-            step(images, labels)
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(args.steps):
-            step(images, labels)
-        torch.cuda.synchronize()
-    except torch.OutOfMemoryError:  # on all ranks, whose work is the same
-        return float("nan"), float("nan")
-    seconds = time.perf_counter() - start
-    speed = args.steps * args.batch_size * dist.get_world_size() / seconds
-    return speed, torch.cuda.max_memory_allocated() / 2**30
+    return torch.cuda.memory_allocated()
 
 
 def main() -> None:
@@ -173,27 +209,33 @@ def main() -> None:
     parser.add_argument("--rounds", type=whole_number, default=3)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=[*VARIANTS])
     parser.add_argument("--output", type=Path, default=Path("fsdp.csv"))
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     args = parser.parse_args()
-    dist.init_process_group("nccl")
-    torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
-    results: dict[str, list[tuple[float, float]]] = {name: [] for name in args.variants}
-    for _ in range(args.rounds):
-        for variant in args.variants:
-            results[variant].append(measure(variant, args))
+    dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
+    if args.device == "cuda":
+        torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+    results: dict[str, tuple[float, float]] = {}
+    for kind in dict.fromkeys(map(kind_of, args.variants)):
+        results |= measure([name for name in args.variants if kind_of(name) == kind], args)
     if dist.get_rank() == 0:
         write(results, args)
     dist.destroy_process_group()
 
 
-def write(results: dict[str, list[tuple[float, float]]], args: argparse.Namespace) -> None:
-    """Print the medians, and write them to a CSV file."""
-    device = f"{dist.get_world_size()} x {torch.cuda.get_device_name()}"
+def kind_of(variant: str) -> str:
+    """Return what a variant does, whoever does it."""
+    return variant.replace(" by hand", "").replace(" in Accelerate", "")
+
+
+def write(results: dict[str, tuple[float, float]], args: argparse.Namespace) -> None:
+    """Print the results, and write them to a CSV file."""
+    name = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
+    device = f"{dist.get_world_size()} x {name}"
     print(f"{args.arch}, batch {args.batch_size} per GPU, {device}, torch {torch.__version__}")
     with args.output.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(("date", "device", "arch", "batch", "variant", "images_per_s", "gib"))
-        for variant, measured in results.items():
-            speed, memory = (median(values) for values in zip(*measured, strict=True))
+        for variant, (speed, memory) in results.items():
             print(f"{variant:34} {speed:9.1f} images/s {memory:7.2f} GiB")
             row = (date.today(), device, args.arch, args.batch_size, variant)
             writer.writerow((*row, f"{speed:.1f}", f"{memory:.2f}"))
