@@ -441,6 +441,7 @@ def build(args: argparse.Namespace) -> Run:
             "data": str(args.data or ""),
             "classes": data.classes,
             "opt_level": args.opt_level,
+            "seed": args.seed,
         },
         data_sets=data.data_sets,
         settings=cli.settings(args),

@@ -990,13 +990,13 @@ def test_data_with_other_labels_is_a_warning(
 
 def resumed_with_seed(folder: str, samples: int, seed: int) -> list[str]:
     """Return the messages of a run that resumes a checkpoint of seed 1 with another one."""
-    manager = manager_of(folder, settings={"seed": 1})
+    manager = manager_of(folder, metadata={"seed": 1})
     manager.state.progress.samples = samples
     manager._means = [{"train_loss": (1.0, 1)}]
     manager.save()
     manager.finish()
     dist.barrier()
-    again = manager_of(folder, settings={"seed": seed})
+    again = manager_of(folder, metadata={"seed": seed})
     again.resume(Path(folder, "last.pt"), 10)
     return [line for line in again.logger if "--seed" in line]
 

@@ -263,7 +263,8 @@ def warn_of_changed_data(
             text += "; the rest of its epoch may repeat or leave out samples"
         warn(f"--resume {path}: the data has changed ({text})")
     seed = entries["metadata"].get("seed")
-    if isinstance(seed, int) and seed != own["seed"] and entries["samples"] and not is_evaluation:
+    is_other = isinstance(seed, int) and seed != own.get("seed", seed)
+    if is_other and entries["samples"] and not is_evaluation:
         warn(
             f"--resume {path}: it has another --seed than this run, which orders the data; the "
             "rest of its epoch may repeat or leave out samples"

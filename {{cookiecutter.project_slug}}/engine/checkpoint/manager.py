@@ -67,7 +67,7 @@ class CheckpointManager:
     has_same_val_data: bool | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self.metadata |= describe_data(self.data_sets) | {"seed": self.settings.get("seed")}
+        self.metadata |= describe_data(self.data_sets)
         if frozen := frozen_parameters(unwrap(self.state.model)):
             self.metadata["frozen"] = frozen
         if not validation.is_metadata(self.metadata):  # no run could resume from it
