@@ -277,12 +277,10 @@ def main(arguments: list[str] | None = None) -> None:
     path = args.output or (Path("compare.png") if len(args.runs) > 1 else args.runs[0] / PICTURE)
     try:
         draw([read_run(folder) for folder in args.runs], path)
-    except UserError as error:
-        parser.exit(EXIT_USAGE, f"error: {one_message(error)}\n")
     except Exception as error:  # matplotlib raises anything if values are altered
         reason = getattr(error, "strerror", None) or error
-        message = one_message(f"{path} can't be written ({reason})")
-        parser.exit(EXIT_USAGE, f"error: {message}\n")
+        message = error if isinstance(error, UserError) else f"{path} can't be written ({reason})"
+        parser.exit(EXIT_USAGE, f"error: {one_message(message)}\n")
     print(printable(path))
 
 
