@@ -70,13 +70,15 @@ def test_progressive_file_with_hundreds_of_scans_is_an_error(tmp_path):
     """Each scan decodes all pixels again: a small file can take minutes."""
     path = tmp_path / "a.jpg"
     Image.new("RGB", (64, 64), "red").save(path, progressive=True)
-    images.read_image(path)
-    data = path.read_bytes()
-    start = data.index(images.SCAN)
+    data, marker = path.read_bytes(), b"\xff\xda"
+    start = data.index(marker)
     scan = data[start : data.index(b"\xff\xc4", start)]  # up to the tables of the next one
     path.write_bytes(data[:start] + images.MAX_SCANS * scan + data[start:])
-    with pytest.raises(FileError, match="scans, more than 200"):
+    with pytest.raises(FileError, match="it has more than 200 scans"):
         images.read_image(path)
+    comment = b"\xff\xfe\x08\x00" + marker * 1023  # 2,048 bytes, with the length's two
+    path.write_bytes(data[:2] + comment + data[2:] + marker * 1000)  # such as a video
+    images.read_image(path)
 
 
 @pytest.mark.parametrize("suffix", ["jpg", "png", "tif", "webp", "gif", "bmp", "ppm"])

@@ -46,7 +46,8 @@ logging.getLogger("PIL").addHandler(logging.NullHandler())
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, in RGB
 # Formats of files, MPO being a kind of JPEG. PIL has more; for EPS it would run Ghostscript.
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
-SCAN, MAX_SCANS = b"\xff\xda", 200  # of a progressive JPEG file; each decodes all pixels again
+MARKER = re.compile(rb"\xff([\x01-\xcf\xd8-\xfe])")  # not what is in the data of a scan
+MAX_SCANS = 200  # of a progressive JPEG file; each decodes all pixels again
 EXIF = re.compile(rb"\xff\xe1(..Exif\0\0)", re.DOTALL)  # a segment of a JPEG file, APP1
 MAX_RATIO = 64  # of the sides of an image that is resized, see `trim`
 MAX_PIXELS = 2**30 // 12  # of an image that is read: PIL warns of more
@@ -152,8 +153,9 @@ def read_encoded(path: str, choose_crop: Callable[[int, int], Crop]) -> Encoded:
             if isinstance(image, JpegImageFile) and "exif" in image.info:
                 # TorchCodec would turn the image as EXIF says, torchvision and PIL do not.
                 data = bytearray(EXIF.sub(b"\xff\xef\\1", data))  # APP15, which none reads
-            if data.count(SCAN) > MAX_SCANS and isinstance(image, JpegImageFile):
-                raise OSError(0, f"it has {data.count(SCAN)} scans, more than {MAX_SCANS}")
+            is_suspect = isinstance(image, JpegImageFile) and data.count(b"\xff\xda") > MAX_SCANS
+            if is_suspect and _count_scans(data) > MAX_SCANS:
+                raise OSError(0, f"it has more than {MAX_SCANS} scans")
     return Encoded(path, data, height * width, choose_crop(height, width), suits_gpu)
 
 
@@ -217,6 +219,15 @@ def trim(image: Tensor) -> Tensor:
 def whole(height: int, width: int) -> Crop:
     size = max(height, width)
     return Crop(Span(0, height, height), Span(0, width, width), size)
+
+
+def _count_scans(data: bytearray) -> int:
+    """Return the number of scans of a JPEG file, without those of previews and appended videos."""
+    scans, position = 0, 2
+    while (found := MARKER.search(data, position)) and found[1] != b"\xd9":
+        scans += found[1] == b"\xda"
+        position = found.end() + int.from_bytes(data[found.end() : found.end() + 2], "big")
+    return scans
 
 
 def _suits_gpu(image: Image.Image, data: bytearray) -> bool:
