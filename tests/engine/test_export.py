@@ -38,6 +38,7 @@ def test_exported_file_equals_the_model_for_other_sizes(tmp_path, suffix):
     assert path.stat().st_size > 1000
 
 
+@pytest.mark.slow
 def test_weights_that_are_too_large_for_the_onnx_file_are_beside_it(tmp_path, monkeypatch):
     pytest.importorskip("onnxscript")
     session = pytest.importorskip("onnxruntime").InferenceSession

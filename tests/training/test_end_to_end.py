@@ -316,6 +316,7 @@ build_model = WithParts
 """A model with a part called module, as DDP has one, and a part that nothing uses."""
 
 
+@pytest.mark.slow
 def test_submodule_named_module_and_unused_parameters(bake, tmp_path):
     project = bake()
     with (project / "task.py").open("a") as file:
@@ -420,6 +421,7 @@ def test_checkpoint_of_another_script_resumes(epochs, tmp_path):
         assert state[name] == second[name]
 
 
+@pytest.mark.slow
 def test_missing_state_of_another_script_is_logged(epochs, tmp_path):
     project, first, _ = epochs
     old = tmp_path / "old.pt"

@@ -63,6 +63,7 @@ def test_training_resumes_exactly_and_evaluates_by_url(bake, server, tmp_path):
     assert done.returncode == 0 and "val_loss" in done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_predict_takes_no_url(bake):
     done = run_script(bake(), "predict.py", "x.pt", "https://host/packed", variables=SCREENED)
     assert done.returncode == 2 and "is a URL, which only --data takes" in done.stderr
