@@ -281,6 +281,61 @@ def save_steps(folder: str, keep: int, metrics: tuple[float, ...]) -> None:
     dist.barrier()
 
 
+def resume_a_link(here: str, there: str) -> list[str]:
+    """Return the files of a run that resumes a link to another run's newest checkpoint."""
+    if dist.get_rank() == 0:
+        Path(there).mkdir()
+    save_steps(there, 2, (0.5, 0.9))
+    if dist.get_rank() == 0:
+        Path(there, "best.pt").unlink()
+        Path(there, "best.pt").write_text("mine")
+        Path(here).mkdir()
+        Path(here, "last.pt").symlink_to(Path(there, "step-2.pt"))
+        Path(here, "mine.pt.tmp").mkdir()
+    dist.barrier()
+    manager = manager_of(here)
+    assert manager.resume(Path("auto"), 10) == Path(here, "last.pt")
+    manager.state.progress.step = 3
+    manager.save({"val_accuracy": 0.1})
+    manager.finish()
+    dist.barrier()
+    return sorted(path.name for path in Path(here).iterdir())
+
+
+def test_a_link_to_another_runs_checkpoint_changes_nothing_there(
+    two_processes: Processes, tmp_path: Path
+) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    names = two_processes(resume_a_link, str(here), str(there))[0]
+    assert names == ["best.pt", "last.pt", "mine.pt.tmp", "step-3.pt"]
+    assert (there / "best.pt").read_text() == "mine"
+    assert checkpoint.load(there / "step-2.pt")["step"] == 2
+    assert not (here / "last.pt").is_symlink()
+
+
+def test_best_folder_elsewhere_is_not_moved(tmp_path: Path) -> None:
+    """A link in a run leads to the user's own checkpoint."""
+    run, mine = tmp_path / "run", tmp_path / "mine" / "step-2"
+    run.mkdir()
+    mine.mkdir(parents=True)
+    (run / "best").symlink_to(mine)
+    files.Rewind(step=1, best_step=2).keep_best(run)
+    assert mine.is_dir() and not mine.is_symlink()
+    assert (run / "best").resolve() == (run / "best-of-step-2").resolve() == mine
+
+
+def test_small_model_of_many_classes_is_saved(two_processes: Processes, tmp_path: Path) -> None:
+    """Such as a regression on --dummy data, whose classes are DUMMY_CLASSES."""
+    assert two_processes(save_many_classes, str(tmp_path)) == [""] * 2
+
+
+def save_many_classes(folder: str) -> str:
+    manager = manager_of(folder, metadata={"classes": [str(one) for one in range(1000)]})
+    manager.save()
+    manager.finish()
+    return manager._writer.problem
+
+
 def scores_of_a_slow_write(folder: str) -> list[float]:
     """Return the scores in a checkpoint that is written after the next validation."""
     manager = manager_of(folder)

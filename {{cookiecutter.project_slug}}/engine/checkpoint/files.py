@@ -205,7 +205,8 @@ class Rewind:
             if not aside.exists():
                 link(best, aside)
         elif best.resolve() != aside.resolve():
-            best.resolve().rename(aside)
+            is_own = best.resolve().parent == folder.resolve()
+            (best.resolve() if is_own else best).rename(aside)  # a link to elsewhere stays one
             _link_folder(aside, best)
 
     def finish(self, folder: Path, saved: Path) -> None:

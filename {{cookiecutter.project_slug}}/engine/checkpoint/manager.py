@@ -211,8 +211,8 @@ class CheckpointManager:
             self.logger.warning(f"--resume {path}: {change}; the next validation replaces best.pt")
 
     def _is_own(self, path: Path) -> bool:
-        """Return whether a checkpoint is in the folder of this run."""
-        return path.parent.resolve() == self.folder.resolve()
+        """Return whether a checkpoint is in the folder of this run, not a link to another one."""
+        return path.resolve().parent == self.folder.resolve()
 
     def _lock_folder(self) -> None:
         """Lock the folder, before any rank lists its files.

@@ -95,7 +95,8 @@ class CheckpointWriter:
         if self.rewind:
             self.rewind.keep_best(self.folder)
         for incomplete in self.folder.glob("*.pt" + SUFFIX):
-            incomplete.unlink(missing_ok=True)
+            if incomplete.is_symlink() or not incomplete.is_dir():
+                incomplete.unlink(missing_ok=True)
         for incomplete in self.folder.glob("step-*" + SUFFIX):
             files.remove(incomplete)
 
