@@ -124,6 +124,8 @@ def build_smp_model(arch: str, num_classes: int) -> nn.Module:
             "torchvision's, such as deeplabv3_resnet50"
         ) from None
     decoder, _, encoder = arch.removeprefix("smp:").partition(":")
+    if ":" in encoder:  # timm would read a file, or the network, and a checkpoint can name any
+        raise UserError(f"--arch {arch}: {encoder} is not the name of an encoder")
     if encoder == "xception" and decoder.lower().startswith("deeplabv3"):
         encoder = "tu-xception65"  # that of the paper (Chen and others, 2018)
         if distributed.is_rank_zero():

@@ -27,6 +27,8 @@ def test_features_keep_a_quarter_or_an_eighth_of_the_size(arch: str, size: int) 
     assert shapes == [-(-size // divisor)]
 
 
-@pytest.mark.parametrize("arch", ["resnet18", "wrn27_10", "wrn4_1", "wrn28", "resnet19_cifar"])
+@pytest.mark.parametrize(
+    "arch", ["resnet18", "wrn27_10", "wrn4_1", "wrn600004_1", "wrn28", "resnet19_cifar"]
+)
 def test_other_names_are_none_of_them(arch: str) -> None:
     assert build_small_model(arch, 10) is None

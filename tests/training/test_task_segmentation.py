@@ -526,3 +526,10 @@ def test_predicted_masks_align_with_the_image(tmp_path, digits, size):
         predict(images[2])
     with pytest.raises(UserError, match="holds something already"):
         task.Predictor(Bright(), {"data": "", "classes": classes}, args)
+
+
+@pytest.mark.parametrize("source", ["hf-hub:someone/model", "local-dir:/tmp"])
+def test_encoder_from_elsewhere_is_an_error(source: str) -> None:
+    pytest.importorskip("segmentation_models_pytorch")
+    with pytest.raises(UserError, match="is not the name of an encoder"):
+        task.build_model(f"smp:unet:tu-{source}", 4)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 RESNET = re.compile(r"(resnet(?:18|34|50))_cifar")
-WIDE_RESNET = re.compile(r"wrn([1-9]\d*)_([1-9]\d*)")
+WIDE_RESNET = re.compile(r"wrn([1-9]\d{0,2})_([1-9]\d?)")  # a checkpoint can name any
 EXAMPLES = ("resnet18_cifar", "wrn28_10")
 
 
