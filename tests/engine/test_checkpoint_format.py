@@ -476,7 +476,7 @@ INVALID_IMAGES = [
         {"metadata": {"arch": 18}},
         {"metadata": {"classes": "ab"}},
         {"metadata": {"classes": ["a", 1]}},
-        {"metadata": {"classes": ["a"] * 1641}},  # of a model with 1,640 weights
+        {"metadata": {"classes": ["a"] * 10_001}},  # of a model with 1,640 weights
         {"metadata": {"samples": 40}},
         {"metadata": {"samples": {"train": "text"}}},
         {"metadata": {"samples": {"val": torch.zeros(3)}}},

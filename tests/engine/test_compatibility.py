@@ -11,6 +11,7 @@ from engine.checkpoint.compatibility import (
     describe_data,
     describe_difference,
     is_same_data,
+    warn_of_changed_data,
 )
 
 PATH = Path("best.pt")
@@ -129,3 +130,21 @@ def test_other_images_are_described():
     chosen = {"model_options": {"image": {"eval_size": 64}}}
     assert compare_images(small, chosen) == "size 32 there and 224 here"
     assert compare_images({}, small) == ""  # a checkpoint of another script
+
+
+@pytest.mark.parametrize(
+    ("samples", "is_evaluation", "count"), [(4, False, 1), (0, False, 0), (4, True, 0)]
+)
+def test_data_of_another_kind_in_mid_epoch_is_a_warning(
+    samples: int, is_evaluation: bool, count: int
+) -> None:
+    """A folder of masks, and a pack of it, have no digest in common."""
+
+    def metadata(kind: str) -> dict:
+        return {"samples": {"train": 9}, "fingerprints": {"train": {kind: "0123"}}}
+
+    entries = {"metadata": metadata("file names"), "samples": samples}
+    said: list[str] = []
+    warn_of_changed_data(PATH, entries, metadata("pack"), is_evaluation, said.append)
+    assert len(said) == count
+    assert all("may repeat or leave out samples" in text for text in said)

@@ -185,8 +185,12 @@ def test_invalid_folder_is_a_one_line_error(write_run, tmp_path, capsys):
     foreign = write_run("foreign", [{"a": 1}])
     nested = write_run("nested", [row(1)])
     (nested / "config.json").write_text("[" * 100_000)
+    wide = write_run("wide", [row(1) | {str(n): 1 for n in range(5000)}])
+    with (wide / "metrics.csv").open("a") as file:
+        file.write("1,1\n" * 2000)
     huge = write_run("huge", [row(1, lr=1e308), row(2, lr=-1e308)])
     for arguments, words in (
+        ([wide], "wide does not hold the files of a run (metrics.csv is too large)"),
         ([huge], "curves.png can't be written ("),
         ([nested], "nested does not hold the files of a run (maximum recursion"),
         (["missing"], "missing/metrics.csv: No such file or directory; name the folder of a run"),

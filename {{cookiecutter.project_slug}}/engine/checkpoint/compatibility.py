@@ -263,12 +263,15 @@ def warn_of_changed_data(
             text += "; the rest of its epoch may repeat or leave out samples"
         warn(f"--resume {path}: the data has changed ({text})")
     seed = entries["metadata"].get("seed")
-    is_other = isinstance(seed, int) and seed != own.get("seed", seed)
-    if is_other and entries["samples"] and not is_evaluation:
-        warn(
-            f"--resume {path}: it has another --seed than this run, which orders the data; the "
-            "rest of its epoch may repeat or leave out samples"
-        )
+    known = entries["metadata"].get("fingerprints", {}).get("train", {})
+    digests = own["fingerprints"].get("train", {})
+    problem = ""
+    if isinstance(seed, int) and seed != own.get("seed", seed):
+        problem = "it has another --seed than this run, which orders the data"
+    elif known and digests and not known.keys() & digests.keys():  # of a folder and of a pack
+        problem = "the order of its data can't be compared with that of this data"
+    if problem and entries["samples"] and not is_evaluation:
+        warn(f"--resume {path}: {problem}; the rest of its epoch may repeat or leave out samples")
 
 
 def compare_metrics(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str:

@@ -70,13 +70,13 @@ def build_with(weights: dict[str, Tensor], build_model: Callable[[], nn.Module])
     """Return the model of `build_model`, on the CPU, with these weights.
 
     First a model without memory gets them, because altered metadata can make `build_model` need any
-    amount. Raises RuntimeError or ValueError if they do not fit.
+    amount. Raises RuntimeError, TypeError or ValueError if they do not fit.
     """
     for device in ("meta", "cpu"):
         try:
             with torch.device(device):
                 model = build_model()
-        except RuntimeError:
+        except (RuntimeError, TypeError):
             if device == "cpu":
                 raise
             continue  # it computes with values

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from engine import UserError
 from engine.data.images import is_image_spec
 from engine.monitoring.meter import LOSS
-from engine.monitoring.run_files import POSITION
+from engine.monitoring.run_files import MAX_CELLS, POSITION
 from engine.monitoring.trackers import is_run_id
 
 MAX_COUNT = 2**53  # of steps and the like; a float holds larger integers inexactly
-MAX_CELLS = 10**7  # of metrics.csv: the rows times the columns, most of which may be empty
+FEW_CLASSES = 10_000  # which a model of any size can be of
 MAX_OVERLAP = 16  # times that tensors may share the same bytes, on average
 NUM_WORDS = 624  # of a Mersenne Twister, the random-number generator of all libraries on the CPU
 TORCH_HEADER = struct.Struct("=QiiQ")  # of torch's: seed, left, seeded, next
@@ -47,8 +47,9 @@ def check_values(path: Path, entries: dict[str, Any]) -> None:
         raise UserError(f"{path}: the state of its processes is altered; use another one")
     metadata = entries["metadata"]
     weights = sum(tensor.numel() for _, tensor in _named_tensors(entries["model"]))
-    # A model has more weights than classes. Here, there are none if the checkpoint is sharded.
-    if not is_metadata(metadata) or 0 < weights < len(metadata.get("classes", [])):
+    # A model of many classes has more weights. Here, it has none if the checkpoint is sharded.
+    most = max(weights, FEW_CLASSES) if weights else math.inf
+    if not is_metadata(metadata) or len(metadata.get("classes", [])) > most:
         raise UserError(f"{path}: its metadata is altered; use another one")
     scalers = entries.get("amp", {})
     scalers = scalers.values() if isinstance(scalers, dict) else [{}]

@@ -278,7 +278,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         draw([read_run(folder) for folder in args.runs], path)
     except Exception as error:  # matplotlib raises anything if values are altered
-        reason = getattr(error, "strerror", None) or error
+        reason = getattr(error, "strerror", None) or repr(error)
         message = error if isinstance(error, UserError) else f"{path} can't be written ({reason})"
         parser.exit(EXIT_USAGE, f"error: {one_message(message)}\n")
     print(printable(path))

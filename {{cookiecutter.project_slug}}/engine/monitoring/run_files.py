@@ -20,6 +20,7 @@ from engine.monitoring.metric import COLUMNS, Best, MonitoredMetric
 from engine.text import csv_cell, printable
 
 TABLE = "metrics.csv"
+MAX_CELLS = 10**7  # of metrics.csv: the rows times the columns, most of which may be empty
 CONFIG = "config.json"
 POSITION = ("epoch", "step")
 METRIC, METRIC_MODE, LAUNCH = "METRIC", "METRIC_MODE", "LAUNCH"
@@ -55,8 +56,15 @@ class Run:
 
 
 def read_rows(table: Path) -> list[dict[str, str]]:
-    """Return the rows of a CSV file. Raises OSError and ValueError as `read_text` does."""
-    return list(csv.DictReader(io.StringIO(read_text(table, MAX_TABLE_BYTES))))
+    """Return the rows of a CSV file.
+
+    Raises OSError and ValueError as `read_text` does, and ValueError for more than MAX_CELLS.
+    """
+    text = read_text(table, MAX_TABLE_BYTES)
+    reader = csv.DictReader(io.StringIO(text))
+    if len(reader.fieldnames or ()) * text.count("\n") > MAX_CELLS:  # it fills short rows
+        raise ValueError(f"{table.name} is too large")
+    return list(reader)
 
 
 def read_run(folder: Path) -> Run:
