@@ -121,6 +121,13 @@ def test_validation_data_is_compared(saved: dict, expected: bool | None) -> None
     assert is_same_data(saved, metadata(40, 9, labels="0a"), "val") is expected
 
 
+def test_labels_of_a_folder_and_of_a_pack_do_not_tell_whether_the_images_are_the_same() -> None:
+    folder = metadata(40, 9, labels="0a", files="2c")
+    pack = metadata(40, 9, labels="0a", pack="1b")
+    assert is_same_data(folder, pack, "val") is None
+    assert is_same_data(folder, folder, "val") is True
+
+
 def test_other_images_are_described():
     small = {"model_options": {"image": {"size": 32, "eval_size": 40}}}
     assert compare_images(small, {"model_options": {"image": {"size": 32, "eval_size": 40}}}) == ""

@@ -39,6 +39,8 @@ def test_metrics_replace_no_other_column():
     metric.require({"val_loss": 1.0, "val_accuracy": 0.5})
     with pytest.raises(UserError, match=r"returns lr, step, which is a column of metrics\.csv"):
         metric.require({"step": 1.0, "lr": 1.0, "val_accuracy": 0.5})
+    with pytest.raises(UserError, match=r"returns 'val_a\\xa0b': use printable characters"):
+        metric.require({"val_a\xa0b": 1.0, "val_accuracy": 0.5})
 
 
 def test_unknown_mode_is_an_error():

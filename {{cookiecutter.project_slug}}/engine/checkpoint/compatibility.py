@@ -315,5 +315,7 @@ def is_same_data(saved: Mapping[str, Any], own: Mapping[str, Any], name: str) ->
     """
     if name in compare_data(saved, own):
         return False
-    known = saved.get("fingerprints", {}).get(name, {})
-    return True if known.keys() & own["fingerprints"].get(name, {}).keys() else None
+    known = saved.get("fingerprints", {}).get(name, {}).keys()
+    digests = own["fingerprints"].get(name, {}).keys()
+    # The labels of a folder and of a pack tell nothing of their images.
+    return True if known & digests in (known, digests) and known and digests else None

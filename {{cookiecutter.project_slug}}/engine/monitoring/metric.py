@@ -46,6 +46,11 @@ class MonitoredMetric:
                 f"Metrics.compute in task.py returns {', '.join(sorted(taken))}, which is a column "
                 "of metrics.csv: use another name"
             )
+        if hidden := [name for name in results if not name.isprintable()]:
+            raise UserError(
+                f"Metrics.compute in task.py returns {hidden[0]!a}: use printable characters, and "
+                "plain spaces, in its name"
+            )
         if self.name not in results:
             raise UserError(
                 f"Metrics.compute in task.py returns {', '.join(results)} but not METRIC, which is "
