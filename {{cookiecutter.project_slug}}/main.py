@@ -152,7 +152,7 @@ class Run:
         if self.ema:
             self.eval_models[AVERAGE] = self.ema.module
         # % if task == "classification"
-        if self.args.flip_tta:
+        if getattr(self.args, "flip_tta", False):  # a flag of the task
             self.eval_models = {
                 suffix: optim.FlipAverage(model) for suffix, model in self.eval_models.items()
             }

@@ -150,6 +150,8 @@ def build_datasets(args: argparse.Namespace) -> tuple[SizedDataset, SizedDataset
     """
     train_set: Any
     train_set, val_set = read_datasets(args)
+    if args.eval_only:  # they are the same, and nothing is trained
+        return train_set, val_set
     if args.image_size:
         schedule = SizeSchedule(*parse_size(args.image_size), args.epochs)
         if not schedule.is_constant:

@@ -104,6 +104,14 @@ def weighted_datasets(project: Project, folder: Path) -> tuple:
     return project.task.build_datasets(args)
 
 
+def test_evaluation_has_the_validation_data_alone(project: Project, image_folder: Path) -> None:
+    """Whatever the flags of the training: a growing image size would resize its crops."""
+    flags = UNCHANGED | {"image_size": "16:32", "epochs": 4, "mixup": 0.2}
+    args = Namespace(data=image_folder, decode="cpu", eval_only=True, **flags)
+    train_set, val_set = project.task.build_datasets(args)
+    assert train_set is val_set
+
+
 def test_class_weights_are_those_of_scikit_learn(project: Project, image_folder: Path) -> None:
     for path in sorted((image_folder / "train" / "red").iterdir())[:9]:
         path.unlink()
