@@ -318,4 +318,4 @@ def is_same_data(saved: Mapping[str, Any], own: Mapping[str, Any], name: str) ->
     known = saved.get("fingerprints", {}).get(name, {}).keys()
     digests = own["fingerprints"].get(name, {}).keys()
     # The labels of a folder and of a pack tell nothing of their images.
-    return True if known & digests in (known, digests) and known and digests else None
+    return True if known and digests and (known <= digests or digests <= known) else None

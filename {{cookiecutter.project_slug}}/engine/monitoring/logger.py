@@ -240,7 +240,9 @@ class Logger(Console):
             return
         values = {name: float(value) for name, value in row.items() if name not in POSITION}
         throughput = values["images_per_second"]
-        if not throughput:  # the run was resumed after the last step of the epoch
+        if throughput:
+            self.throughputs.append(throughput)
+        else:  # the run was resumed after the last step of the epoch
             del values["images_per_second"]
         position = {name: int(row[name]) for name in POSITION}
         # There is a row of the epoch if a run that ended in it, or in its validation, was resumed.
@@ -251,8 +253,6 @@ class Logger(Console):
             self._write_event(lambda events: events.add_scalars("epoch", values, position["step"]))
         with self._errors_as_warning(f"rows are missing in {TABLE}"):
             run_files.write_rows(self.output / TABLE, self.rows, self.monitored.name)
-        if throughput:
-            self.throughputs.append(throughput)
         if self.tracking:
             self.tracking.check()
         self.curves.start()
