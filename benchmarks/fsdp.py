@@ -142,10 +142,10 @@ if find_spec("accelerate"):
     VARIANTS["FSDP in Accelerate, checkpointed"] = partial(with_accelerate, recompute=True)
 
 
-def measure(variants: list[str], args: argparse.Namespace) -> dict[str, tuple[float, float]]:
-    """Return images per second of all processes, and the peak memory in GiB, of each variant.
+def measure(variants: list[str], args: argparse.Namespace) -> dict[str, tuple[list[float], float]]:
+    """Return images per second of all processes in each turn, and the peak memory in GiB.
 
-    Both are nan for all if the memory of a device is exceeded.
+    Both are nan for all variants if the memory of a device is exceeded.
     """
     device = torch.device(args.device)
     images = torch.randn(args.batch_size, 3, 224, 224, device=device)
@@ -174,11 +174,11 @@ def measure(variants: list[str], args: argparse.Namespace) -> dict[str, tuple[fl
                 wait_for(device)
                 speeds[name].append(images_per_turn / (time.perf_counter() - start))
     except torch.OutOfMemoryError:  # on all ranks, whose work is the same
-        return dict.fromkeys(variants, (float("nan"), float("nan")))
+        return dict.fromkeys(variants, ([float("nan")] * args.rounds, float("nan")))
     finally:
         steps.clear()
         gc.collect()
-    return {name: (median(speeds[name]), memory[name]) for name in variants}
+    return {name: (speeds[name], memory[name]) for name in variants}
 
 
 def wait_for(device: torch.device) -> None:
@@ -214,7 +214,7 @@ def main() -> None:
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
     if args.device == "cuda":
         torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
-    results: dict[str, tuple[float, float]] = {}
+    results: dict[str, tuple[list[float], float]] = {}
     for kind in dict.fromkeys(map(kind_of, args.variants)):
         results |= measure([name for name in args.variants if kind_of(name) == kind], args)
     if dist.get_rank() == 0:
@@ -227,18 +227,32 @@ def kind_of(variant: str) -> str:
     return variant.replace(" by hand", "").replace(" in Accelerate", "")
 
 
-def write(results: dict[str, tuple[float, float]], args: argparse.Namespace) -> None:
+def relative_speed(results: dict[str, tuple[list[float], float]], variant: str) -> float:
+    """Return the median over the turns of the speed relative to the one by hand; nan without it."""
+    hand = kind_of(variant).replace("FSDP", "FSDP by hand")
+    if hand not in results:
+        return float("nan")
+    pairs = zip(results[variant][0], results[hand][0], strict=True)
+    return median(own / other for own, other in pairs)
+
+
+def write(results: dict[str, tuple[list[float], float]], args: argparse.Namespace) -> None:
     """Print the results, and write them to a CSV file."""
     name = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
     device = f"{dist.get_world_size()} x {name}"
     print(f"{args.arch}, batch {args.batch_size} per GPU, {device}, torch {torch.__version__}")
+    head = ("date", "device", "arch", "batch", "variant", "images_per_s", "gib", "to_by_hand")
     with args.output.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(("date", "device", "arch", "batch", "variant", "images_per_s", "gib"))
-        for variant, (speed, memory) in results.items():
-            print(f"{variant:34} {speed:9.1f} images/s {memory:7.2f} GiB")
+        writer.writerow(head)
+        for variant, (speeds, memory) in results.items():
+            speed, ratio = median(speeds), relative_speed(results, variant)
+            print(
+                f"{variant:34} {speed:9.1f} images/s {memory:7.2f} GiB {ratio:6.3f} of by hand, "
+                f"turns {' '.join(f'{one:.0f}' for one in speeds)}"
+            )
             row = (date.today(), device, args.arch, args.batch_size, variant)
-            writer.writerow((*row, f"{speed:.1f}", f"{memory:.2f}"))
+            writer.writerow((*row, f"{speed:.1f}", f"{memory:.2f}", f"{ratio:.3f}"))
 
 
 if __name__ == "__main__":

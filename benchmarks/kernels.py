@@ -69,6 +69,25 @@ def rms_norm(find: Find | None, dtype: torch.dtype) -> Act:
     return pass_through(lambda: function(x, weight, (1024,)), [x, weight])
 
 
+def fast_layer_norm(find: Find | None, dtype: torch.dtype) -> Act:
+    x, *affine = leaves(dtype, (65536, 1024), (1024,), (1024,))
+    if find is None:
+        return pass_through(lambda: F.layer_norm(x, (1024,), *affine), [x, *affine])
+    layer = find("apex.contrib.layer_norm", "FastLayerNorm")(1024).cuda().to(dtype)
+    return pass_through(lambda: layer(x), [x, *layer.parameters()])
+
+
+def group_norm_silu(find: Find | None, dtype: torch.dtype) -> Act:
+    x, *affine = leaves(dtype, (16, 512, 64, 64), (512,), (512,))
+    x = x.detach().to(memory_format=torch.channels_last).requires_grad_()
+    if find is None:
+        compiled = torch.compile(lambda: F.silu(F.group_norm(x, 32, *affine)))
+        return pass_through(compiled, [x, *affine])
+    kind = find("apex.contrib.group_norm", "GroupNorm")
+    layer = kind(32, 512, device="cuda", dtype=dtype, act="silu")
+    return pass_through(lambda: layer(x), [x, *layer.parameters()])
+
+
 def cross_entropy(find: Find | None, dtype: torch.dtype) -> Act:
     (logits,) = leaves(dtype, (8192, 30528))
     labels = torch.randint(1, 30528, (8192,), device="cuda")
@@ -136,6 +155,8 @@ ADAGRAD = partial(torch.optim.Adagrad, foreach=True)  # its fused kernel is for 
 CASES: dict[str, tuple[Callable[[Find | None, torch.dtype], Act], tuple[torch.dtype, ...]]] = {
     "layer norm, 65536 × 1024": (layer_norm, (*FLOAT, *HALF)),
     "RMS norm, 65536 × 1024": (rms_norm, (*FLOAT, *HALF)),
+    "FastLayerNorm, 65536 × 1024": (fast_layer_norm, (*FLOAT, *HALF)),
+    "group norm and SiLU, 16 × 512 × 64²": (group_norm_silu, (*FLOAT, *HALF)),
     "cross entropy, 8192 × 30528": (cross_entropy, HALF),
     "masked softmax, 128 × 1024²": (masked_softmax, HALF),
     "causal softmax, 128 × 1024²": (causal_softmax, HALF),

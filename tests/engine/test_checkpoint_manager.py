@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import random
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -611,6 +612,38 @@ def test_best_is_the_best_checkpoint_on_the_disk(two_processes: Processes, tmp_p
     assert saved == known == 0.8
     assert len(said) == 1 and "step-2.pt could not be written (full)" in said[0]
     assert metadata == "{'arch': 'linear', 'samples': {}, 'fingerprints': {}}"
+
+
+def results_during_a_write(folder: str) -> tuple[float, float, list[bool], bool]:
+    """Train on after a validation that ended before its epoch's checkpoint was written."""
+    model = nn.Linear(3, 3)
+    manager = manager_of(folder, model)
+    writes, go_on = [], threading.Event()
+
+    def slow_write(path: Path, entries: dict, *_: object) -> None:
+        writes.append(go_on.wait(20))
+        checkpoint.write(path, entries)
+
+    with mock.patch.object(files, "write_or_make_room", slow_write):
+        manager.save()
+        trained = model.weight.sum().item()
+        manager.save({"val_accuracy": 0.7})  # returns, though the first is not written
+        was_written = Path(folder, "step-0.pt").exists()
+        nn.init.zeros_(model.weight)
+        go_on.set()
+        manager.finish()
+    dist.barrier()
+    best = torch.load(Path(folder, "best.pt"), weights_only=True)
+    assert best["best"] == manager.state.progress.best == 0.7 or dist.get_rank()
+    return trained, best["model"]["weight"].sum().item(), writes, was_written
+
+
+def test_results_of_a_validation_do_not_wait_for_the_checkpoint_before(
+    two_processes: Processes, tmp_path: Path
+) -> None:
+    (trained, saved, writes, was_written), _ = two_processes(results_during_a_write, str(tmp_path))
+    assert saved == trained
+    assert writes == [True, True] and not was_written
 
 
 def saved_beyond_the_limit(folder: str) -> list[str]:

@@ -4,6 +4,8 @@ import dataclasses
 import os
 import shutil
 import subprocess
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest.mock import Mock, patch
@@ -284,6 +286,35 @@ def save_after_a_copy(folder: str) -> list[str]:
     manager.finish()
     dist.barrier()
     return list(manager.logger)
+
+
+def save_results_during_a_write(folder: str) -> tuple[float, list[float]]:
+    """Return the best score on the disk, and the switch intervals during the writes of tensors."""
+    manager = manager_of(Path(folder))
+    go_on, intervals = threading.Event(), []
+    usual, save = sys.getswitchinterval(), dcp.save
+
+    def slow_save(*args: object, **options: object) -> object:
+        intervals.append(sys.getswitchinterval() if go_on.wait(20) else None)
+        return save(*args, **options)
+
+    with patch.object(dcp, "save", slow_save):
+        manager.save()
+        manager.save({"val_accuracy": 0.7})  # returns, though no rank has written its tensors
+        assert not manifest.exists(Path(folder) / "step-0")
+        go_on.set()
+        manager.finish()
+    assert sys.getswitchinterval() == usual
+    dist.barrier()
+    return checkpoint.load(Path(folder) / "best")["best"], intervals
+
+
+def test_results_of_a_validation_do_not_wait_for_the_shards(
+    two_processes: Processes, tmp_path: Path
+) -> None:
+    for best, intervals in two_processes(save_results_during_a_write, str(tmp_path)):
+        assert best == 0.7
+        assert intervals == pytest.approx([tensor_storage.SWITCH_INTERVAL_S])
 
 
 def test_copy_with_the_name_of_another_step_is_kept_until_its_step_is_written(

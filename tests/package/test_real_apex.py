@@ -5,9 +5,11 @@ tensors. Cases whose extension of Apex is not installed are skipped.
 """
 
 from functools import partial
+from itertools import chain, product
 
 import pytest
 import torch
+import torch.distributed as dist
 from extras_path import find_in_native
 
 pytestmark = [pytest.mark.apex, pytest.mark.gpu]
@@ -17,6 +19,13 @@ PRODUCT_LIMIT = 1e-3  # of matrix products in fp32: Apex lets cuBLAS choose TF32
 NORMS = "apex.normalization.fused_layer_norm"
 SOFTMAX = "apex.transformer.functional.fused_softmax"
 STEPS = 5
+LAMB_BUFFERS = {
+    "dwu_group_size": 2,
+    "dwu_num_blocks": 2,
+    "dwu_num_chunks": 2,
+    "dwu_num_ar_pg": 1,
+    "full_ar": True,
+}
 
 
 def find_in_apex(module, name):
@@ -78,29 +87,71 @@ def causal_softmax(find, dtype):
     return differentiate(output, [scores])
 
 
+def on_gpu(module, dtype):
+    """Return a module and its parameters, which have the same random values in each call."""
+    module = module.cuda().to(dtype)
+    parameters = list(module.parameters())
+    values = leaves(dtype, *(parameter.shape for parameter in parameters))
+    with torch.no_grad():
+        for own, value in zip(parameters, values, strict=True):
+            own.copy_(value * 0.1)
+    return module, parameters
+
+
 def mlp(find, dtype, bias, activation):
     layers = find("apex.mlp", "MLP")([64, 128, 32], bias=bias, activation=activation)
-    layers = layers.cuda().to(dtype)
-    parameters = list(layers.parameters())
-    with torch.no_grad():
-        for own, value in zip(
-            parameters, leaves(dtype, *(p.shape for p in parameters)), strict=True
-        ):
-            own.copy_(value * 0.1)
+    layers, parameters = on_gpu(layers, dtype)
     (x,) = leaves(dtype, (32, 64))
     return differentiate(layers(x), [x, *parameters])
 
 
 def dense(find, dtype, name, sizes):
-    layer = find("apex.fused_dense", name)(*sizes).cuda().to(dtype)
-    parameters = list(layer.parameters())
-    with torch.no_grad():
-        for own, value in zip(
-            parameters, leaves(dtype, *(p.shape for p in parameters)), strict=True
-        ):
-            own.copy_(value * 0.1)
+    layer, parameters = on_gpu(find("apex.fused_dense", name)(*sizes), dtype)
     (x,) = leaves(dtype, (32, sizes[0]))
     return differentiate(layer(x), [x, *parameters])
+
+
+def fast_norm(find, dtype):
+    layer, parameters = on_gpu(find("apex.contrib.layer_norm", "FastLayerNorm")(768), dtype)
+    (x,) = leaves(dtype, (64, 768))
+    return differentiate(layer(x), [x, *parameters])
+
+
+def group_norm(find, dtype, size, **options):
+    """Take 512 channels, of the channels-last images that Apex's kernels are for."""
+    layer = find("apex.contrib.group_norm", "GroupNorm")(32, 512, **options)
+    layer, parameters = on_gpu(layer, dtype)
+    x = leaves(dtype, (2, 512, size, size))[0].detach()
+    x = x.to(memory_format=torch.channels_last).requires_grad_()
+    return differentiate(layer(x), [x, *parameters])
+
+
+def self_attention(find, dtype, mask=None, **options):
+    cls = find("apex.contrib.multihead_attn", "SelfMultiheadAttn")
+    layer, parameters = on_gpu(cls(128, 4, **options), dtype)
+    (x,) = leaves(dtype, (16, 4, 128))
+    output, _ = layer(x, x, x, **attention_mask(mask, dtype))
+    return differentiate(output, [x, *parameters])
+
+
+def encoder_attention(find, dtype, mask=None, **options):
+    cls = find("apex.contrib.multihead_attn", "EncdecMultiheadAttn")
+    layer, parameters = on_gpu(cls(128, 4, **options), dtype)
+    query, key = leaves(dtype, (16, 4, 128), (16, 4, 128))
+    output, _ = layer(query, key, key, **attention_mask(mask, dtype))
+    return differentiate(output, [query, key, *parameters])
+
+
+def attention_mask(kind, dtype):
+    """Return the mask argument: of the future, of padding, or of padding and added."""
+    if kind == "future":
+        return {"attn_mask": torch.ones(16, 16, device="cuda").triu(1).bool()}
+    if kind is None:
+        return {}
+    padding = (torch.arange(16) >= torch.tensor([[16], [9], [12], [15]])).cuda()
+    if kind == "added":
+        padding = torch.zeros(padding.shape, device="cuda").masked_fill(padding, -1e4).to(dtype)
+    return {"key_padding_mask": padding}
 
 
 def clip(find, dtype, norm_type):
@@ -245,6 +296,25 @@ CASES = {
     "fp16_optimizer": (fp16_optimizer, FP16),
 }
 PRODUCTS = {"mlp", "mlp_sigmoid", "dense", "dense_gelu"}
+CASES |= {
+    "fast_layer_norm": (fast_norm, ALL),
+    "group_norm": (partial(group_norm, size=16), ALL),
+    "group_norm_silu": (partial(group_norm, size=16, act="silu"), ALL),
+    "group_norm_two_passes": (partial(group_norm, size=48, act="silu"), ALL),
+}
+for kind, attention in {"self": self_attention, "encoder": encoder_attention}.items():
+    for impl, norm_add, mask in product(
+        ("default", "fast"), (False, True), (None, "future", "padding")
+    ):
+        name = f"{kind}_attention_{impl}_{norm_add}_{mask}"
+        options = {"impl": impl, "include_norm_add": norm_add, "mask": mask}
+        CASES[name] = (partial(attention, **options), FP16 if impl == "fast" else NARROW)
+        PRODUCTS.add(name)
+for impl, mask in product(("default", "fast"), (None, "padding", "added")):
+    name = f"self_attention_{impl}_bias_{mask}"
+    options = {"impl": impl, "bias": True, "mask": mask, "mask_additive": mask == "added"}
+    CASES[name] = (partial(self_attention, **options), FP16 if impl == "fast" else NARROW)
+    PRODUCTS.add(name)
 
 
 @pytest.mark.parametrize(
@@ -260,3 +330,46 @@ def test_same_as_real_apex(name, dtype):
         assert own.dtype == theirs.dtype
         difference = (own.double() - theirs.double()).norm()
         assert difference <= limit * theirs.double().norm(), f"{difference:.3g}"
+
+
+def train_distributed(name, in_apex):
+    """Return the parameters of this rank after some steps with an optimizer that shards its state.
+
+    Apex's LAMB needs the private calls of Apex's own test around the backward pass.
+    """
+    find = find_in_apex if in_apex else find_in_native
+    is_lamb = name == "DistributedFusedLAMB"
+    module = f"apex.contrib.optimizers.distributed_fused_{'lamb' if is_lamb else 'adam'}"
+    options = {"max_grad_norm": 1.0, **LAMB_BUFFERS} if is_lamb else {}
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(128, 128), torch.nn.Linear(128, 128)).cuda()
+    cls = find(module, name)
+    optimizer = cls(model.parameters(), lr=1e-2, weight_decay=0.1, eps=1e-6, **options)
+    for number in range(STEPS):
+        (x,) = leaves(torch.float32, (32, 128), seed=2 * number + dist.get_rank())
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        if is_lamb and in_apex:
+            optimizer._lazy_init_stage1()
+        loss.backward()
+        if is_lamb and in_apex:
+            optimizer._lazy_init_stage2()
+            optimizer._lr = torch.tensor(1e-2, device="cuda")
+        if is_lamb:
+            optimizer.complete_reductions()
+            optimizer.set_global_scale(1.0)
+        else:
+            optimizer.clip_grad_norm(0.5)
+        optimizer.step()
+    torch.cuda.synchronize()
+    return [parameter.detach().cpu() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("name", ["DistributedFusedAdam", "DistributedFusedLAMB"])
+def test_optimizers_that_shard_are_the_same_as_real_apex(two_gpus, name):
+    for extension in ("amp_C", "fused_adam_cuda", "distributed_adam_cuda", "distributed_lamb_cuda"):
+        pytest.importorskip(extension)
+    expected = two_gpus(train_distributed, name, True)
+    found = two_gpus(train_distributed, name, False)
+    for own, theirs in zip(chain(*found), chain(*expected), strict=True):
+        assert (own - theirs).norm() <= 2e-5 * theirs.norm()

@@ -275,7 +275,8 @@ class CheckpointManager:
     def save(self, results: dict[str, float] | None = None) -> None:
         """Save the run as it is now.
 
-        Waits for the device, and until the checkpoint before this one is written.
+        Waits for the device, and until the checkpoint before this one is written. If that is of the
+        same step, as after a validation, its thread writes the new values later; nothing waits.
 
         Args:
             results: of the validation of this state, which is ``best.pt`` if its metric is the
@@ -289,19 +290,19 @@ class CheckpointManager:
         self.logger.lock()  # again, if the folder was removed
         if dist.get_rank() != 0 and not self._is_sharded:
             return
-        self.wait()
         progress = self.state.progress
         best = self.logger.monitored.best(results or {})
         if results:
             progress.weights = "ema" if best.name.endswith(AVERAGE) else "model"
-        entries = format.to_cpu(format.collect(self.state))
         # Copies: the training goes on, and changes them, while a thread writes.
-        entries |= format.to_cpu(vars(progress)) | {"ranks": ranks, "metadata": self.metadata}
-        entries["history"] = list(self.logger.rows)
+        values = format.to_cpu(vars(progress)) | {"ranks": ranks, "metadata": self.metadata}
+        values["history"] = list(self.logger.rows)
         if self.logger.run_id:
-            entries["run_id"] = self.logger.run_id
-        entries |= {"results": results or {}, "best": max(progress.best, best.score)}
-        self._writer.start(entries)
+            values["run_id"] = self.logger.run_id
+        values |= {"results": results or {}, "best": max(progress.best, best.score)}
+        if not self._writer.amend(values):
+            self.wait()
+            self._writer.start(format.to_cpu(format.collect(self.state)) | values)
 
     def _sums(self) -> Sums:
         """Return the sums of this rank's meter, which matter within an epoch."""

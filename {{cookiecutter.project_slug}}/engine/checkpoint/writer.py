@@ -44,6 +44,9 @@ class CheckpointWriter:
         self.written_step = -1  # of the last folder that was written, or resumed from
         self.rewind: files.Rewind | None = None  # until the first save of a resumed run
         self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._current: dict[str, Any] | None = None  # what the thread writes
+        self._amended: dict[str, Any] | None = None  # what it writes next, at the same step
 
     def start(self, entries: dict[str, Any]) -> None:
         """Start to write `entries`. Their copies from the GPU may still be in the current stream.
@@ -51,19 +54,43 @@ class CheckpointWriter:
         Call `wait` before.
         """
         copied = torch.cuda.current_stream().record_event() if torch.cuda.is_initialized() else None
+        self._current = entries
         arguments = (entries, copied)
         name = SHARD_WRITER if self.group else WRITER
-        self._thread = threading.Thread(None, self._write, name, arguments, daemon=True)
+        self._thread = threading.Thread(None, self._write_all, name, arguments, daemon=True)
         self._thread.start()
+
+    def amend(self, values: dict[str, Any]) -> bool:
+        """Have the checkpoint that is being written be written again with other `values`.
+
+        Returns False, and does nothing, if no checkpoint of their step is being written.
+        """
+        with self._lock:
+            if self._current is None or self._current["step"] != values["step"]:
+                return False
+            self._amended = (self._amended or self._current) | values
+            return True
 
     def wait(self) -> None:
         """Wait until everything that was saved is on the disk, or could not be written."""
         if self._thread:
             self._thread.join()
 
+    def _write_all(self, entries: dict[str, Any], copied: torch.cuda.Event | None) -> None:
+        self._write(entries, copied)
+        while following := self._next():
+            self._write(following, None)
+
+    def _next(self) -> dict[str, Any] | None:
+        with self._lock:
+            self._current, self._amended = self._amended, None
+            return self._current
+
     def _write(self, entries: dict[str, Any], copied: torch.cuda.Event | None) -> None:
         """Write `entries`; `copied` is recorded after their copies from the GPU."""
         path = self.folder / f"step-{entries['step']}{'' if self.group else '.pt'}"
+        # Saved while the checkpoint before was written, which may have been better.
+        entries["best"] = max(entries["best"], self.progress.best)
         try:
             if copied:
                 copied.synchronize()
