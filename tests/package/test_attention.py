@@ -70,6 +70,21 @@ def expected_self(module, query, added):
     return output if gamma is None else output + query
 
 
+def test_parameters_are_in_the_order_of_apex():
+    """The state of an optimizer has them by number."""
+    own = SelfMultiheadAttn(DIM, HEADS, bias=True, include_norm_add=True, separate_qkv_params=True)
+    first = ["q_weight", "k_weight", "v_weight", "out_proj_weight", "q_bias", "k_bias", "v_bias"]
+    last = ["out_proj_bias", "lyr_nrm_gamma_weights", "lyr_nrm_beta_weights"]
+    assert [name for name, _ in own.named_parameters()] == first + last
+    own = SelfMultiheadAttn(DIM, HEADS, bias=True)
+    first = ["in_proj_weight", "out_proj_weight", "in_proj_bias", "out_proj_bias"]
+    assert [name for name, _ in own.named_parameters()] == first
+    own = EncdecMultiheadAttn(DIM, HEADS, bias=True, impl="default")
+    first = ["in_proj_weight_q", "in_proj_weight_kv", "out_proj_weight"]
+    last = ["in_proj_bias_q", "in_proj_bias_kv", "out_proj_bias"]
+    assert [name for name, _ in own.named_parameters()] == first + last
+
+
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("kind", [None, "padding", "time", "additive"])
 @pytest.mark.parametrize("norm", [False, True])

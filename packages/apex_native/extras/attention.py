@@ -53,9 +53,7 @@ class _Attention(nn.Module):
     def _add_bias(self, name: str, rows: int) -> None:
         self.register_parameter(name, nn.Parameter(torch.zeros(rows)) if self.bias else None)
 
-    def _add_output_and_norm(self) -> None:
-        self._add_weight("out_proj_weight", self.embed_dim)
-        self._add_bias("out_proj_bias", self.embed_dim)
+    def _add_norm(self) -> None:
         if not self.include_norm_add:
             return
         if self.impl == "fast":
@@ -151,15 +149,21 @@ class SelfMultiheadAttn(_Attention):
             raise AssertionError("additive mask not supported for fast mode without bias")
         self.separate_qkv_params = separate_qkv_params
         self.mask_additive = mask_additive
+        # In Apex's order, which that of the state of an optimizer depends on.
         if separate_qkv_params:
             for part in "qkv":
                 self._add_weight(f"{part}_weight", embed_dim)
-                self._add_bias(f"{part}_bias", embed_dim)
         else:
             # Initialized as three weights (embed_dim, embed_dim) are.
             self._add_weight("in_proj_weight", 3 * embed_dim, gain=math.sqrt(2))
+        self._add_weight("out_proj_weight", embed_dim)
+        if separate_qkv_params:
+            for part in "qkv":
+                self._add_bias(f"{part}_bias", embed_dim)
+        else:
             self._add_bias("in_proj_bias", 3 * embed_dim)
-        self._add_output_and_norm()
+        self._add_bias("out_proj_bias", embed_dim)
+        self._add_norm()
 
     def _input_projection(self) -> tuple[Tensor, Tensor | None]:
         """Return weight and bias with the rows of query, key and value of each head in turn."""
@@ -199,7 +203,11 @@ class SelfMultiheadAttn(_Attention):
 
 
 class EncdecMultiheadAttn(_Attention):
-    """Multi-head attention of a decoder to an encoder's output; else as ``SelfMultiheadAttn``."""
+    """Multi-head attention of a decoder to an encoder's output; else as ``SelfMultiheadAttn``.
+
+    Apex's fast kernel with the norm has another gradient of ``in_proj_weight_q``: it takes the
+    query before the norm. Here, as in Apex's default implementation, it is that of the output.
+    """
 
     in_proj_weight_q: Tensor
     in_proj_weight_kv: Tensor
@@ -221,9 +229,11 @@ class EncdecMultiheadAttn(_Attention):
         self._add_weight("in_proj_weight_q", embed_dim)
         # Initialized as two weights (embed_dim, embed_dim) are.
         self._add_weight("in_proj_weight_kv", 2 * embed_dim, gain=math.sqrt(1.5))
+        self._add_weight("out_proj_weight", embed_dim)
         self._add_bias("in_proj_bias_q", embed_dim)
         self._add_bias("in_proj_bias_kv", 2 * embed_dim)
-        self._add_output_and_norm()
+        self._add_bias("out_proj_bias", embed_dim)
+        self._add_norm()
 
     def forward(  # noqa: PLR0913, Apex's signature
         self,

@@ -1,28 +1,15 @@
 """Scaled and masked softmax of ``apex.transformer.functional``, compiled where there is a GPU."""
 
 from collections.abc import Callable
-from functools import cache
 
 import torch
-from apex_native.parallel.syncbn import has_triton
 from torch import Tensor, nn
 
+from .compiled import compute
 from .transformer_enums import AttnMaskType
 
 MASKED = -10000.0  # score of a masked position, as in Apex's kernels
 MAX_LENGTH = 16384  # of the sequences that Apex's kernels take
-
-
-@cache
-def _compiled(formula: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return torch.compile(formula)
-
-
-def _compute(formula: Callable[..., Tensor], inputs: Tensor, *args: Tensor | float) -> Tensor:
-    """Return ``formula(inputs, *args)``, compiled on a GPU for which Triton can build kernels."""
-    if inputs.is_cuda and has_triton():
-        formula = _compiled(formula)
-    return formula(inputs, *args)
 
 
 def _softmax(inputs: Tensor, scale: float) -> Tensor:
@@ -31,8 +18,8 @@ def _softmax(inputs: Tensor, scale: float) -> Tensor:
 
 def _masked_softmax(inputs: Tensor, is_masked: Tensor, scale: float) -> Tensor:
     scores = (inputs.float() * scale).masked_fill(is_masked, MASKED)
-    probabilities = scores.softmax(dim=-1)
-    return probabilities.masked_fill(is_masked.all(dim=-1, keepdim=True), 0.0).to(inputs.dtype)
+    is_empty = scores.amax(dim=-1, keepdim=True) == MASKED  # as in Apex's kernel
+    return scores.softmax(dim=-1).masked_fill(is_empty, 0.0).to(inputs.dtype)
 
 
 def _causal_softmax(inputs: Tensor, scale: float) -> Tensor:
@@ -43,7 +30,7 @@ def _causal_softmax(inputs: Tensor, scale: float) -> Tensor:
 
 def scaled_softmax(inputs: Tensor, scale: float) -> Tensor:
     """Return the softmax over the last dimension of ``scale * inputs``, of the type of `inputs`."""
-    return _compute(_softmax, inputs, scale)
+    return compute(_softmax, inputs, scale)
 
 
 def scaled_masked_softmax(inputs: Tensor, mask: Tensor | None, scale: float) -> Tensor:
@@ -55,7 +42,7 @@ def scaled_masked_softmax(inputs: Tensor, mask: Tensor | None, scale: float) -> 
     """
     if mask is None:
         return scaled_softmax(inputs, scale)
-    return _compute(_masked_softmax, inputs, mask.bool(), scale)
+    return compute(_masked_softmax, inputs, mask.bool(), scale)
 
 
 generic_scaled_masked_softmax = scaled_masked_softmax
@@ -65,7 +52,7 @@ def scaled_upper_triang_masked_softmax(inputs: Tensor, _: object, scale: float) 
     """Return the causal softmax of ``scale * inputs`` (N, heads, L, L)."""
     if inputs.size(-2) != inputs.size(-1):
         raise AssertionError("causal mask is only for self attention")
-    return _compute(_causal_softmax, inputs, scale)
+    return compute(_causal_softmax, inputs, scale)
 
 
 FUSED: dict[AttnMaskType, Callable[..., Tensor]] = {

@@ -1,10 +1,31 @@
-"""Group norm of ``apex.contrib.group_norm``."""
+"""Group norm of ``apex.contrib.group_norm``, compiled where there is a GPU."""
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .compiled import compute
+
 ACTIVATIONS = (None, "", "silu", "swish")
+
+
+def _group_norm(  # noqa: PLR0913, parts of the module
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    has_silu: bool,
+) -> Tensor:
+    dtype = input.dtype
+    if weight is not None:
+        dtype = torch.promote_types(weight.dtype, input.dtype)
+    weight, bias = (p if p is None else p.to(dtype) for p in (weight, bias))
+    x = F.group_norm(input.to(dtype), num_groups, weight, bias, eps)
+    x = (F.silu(x) if has_silu else x).to(input.dtype)
+    if input.dim() == 4 and input.is_contiguous(memory_format=torch.channels_last):
+        return x.contiguous(memory_format=torch.channels_last)
+    return x
 
 
 class GroupNorm(nn.Module):
@@ -51,15 +72,9 @@ class GroupNorm(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return `input` (N, num_channels, …) normalized in each group of channels."""
-        dtype = input.dtype
-        if self.weight is not None:
-            dtype = torch.promote_types(self.weight.dtype, input.dtype)
-        weight, bias = (p if p is None else p.to(dtype) for p in (self.weight, self.bias))
-        x = F.group_norm(input.to(dtype), self.num_groups, weight, bias, self.eps)
-        x = (F.silu(x) if self.act else x).to(input.dtype)
-        if input.dim() == 4 and input.is_contiguous(memory_format=torch.channels_last):
-            return x.contiguous(memory_format=torch.channels_last)
-        return x
+        return compute(
+            _group_norm, input, self.num_groups, self.weight, self.bias, self.eps, bool(self.act)
+        )
 
     def extra_repr(self) -> str:
         """Return the arguments, for ``print(model)``."""
