@@ -104,7 +104,8 @@ def masked_softmax(find: Find | None, dtype: torch.dtype) -> Act:
     if find is None:
 
         def formula(scores: Tensor) -> Tensor:
-            return (scores.float() * 0.125).masked_fill(mask, -1e4).softmax(-1).to(dtype)
+            probabilities = (scores.float() * 0.125).masked_fill(mask, -1e4).softmax(-1)
+            return probabilities.masked_fill(mask.all(-1, keepdim=True), 0.0).to(dtype)
 
         compiled = torch.compile(formula)
         return pass_through(lambda: compiled(scores), [scores])

@@ -39,6 +39,7 @@ import torch
 import timm.data
 
 class Loader:
+    dataset = sampler = batch_sampler = None
     def __init__(self):
         self.images = torch.randn({batch}, 3, 224, 224, device="cuda")
         self.images = self.images.to(memory_format=torch.channels_last)
