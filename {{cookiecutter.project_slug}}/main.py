@@ -592,7 +592,7 @@ def evaluate(run: Run, batches: Sequence | DataLoader) -> dict[str, float]:
                 found = dict.fromkeys(found, math.nan)
             results |= found
         run.watchdog.leave()
-    run.logger.monitored.require(results)
+    run.logger.check_results(results)
     return results
 
 

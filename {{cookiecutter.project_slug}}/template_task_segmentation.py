@@ -32,12 +32,13 @@ from torchvision.transforms import v2
 from engine import UserError, cli, distributed, fingerprint, summarize
 from engine.data import SizedDataset, sample_batch
 from engine.data.files import FileError
-from engine.data.images import MEAN, normalize, open_image, read_image, read_labels, trim
+from engine.data.images import MEAN, normalize, read_image, read_labels, trim
 from engine.data.masks import (
     IGNORED,
     PackedMasks,
     list_masks,
     mask_folders,
+    odd_sizes,
     read_classes,
     read_mask,
     warn_of_absent_classes,
@@ -306,7 +307,12 @@ def overlay(image: Tensor, labels: Tensor, palette: Tensor) -> Tensor:
 
 
 def make_palette(num_classes: int) -> Tensor:
-    """Return a colour for each class, grey for the first, white for IGNORED: uint8 (256, 3)."""
+    """Return a colour for each class, grey for the first, white for IGNORED: uint8 (256, 3).
+
+    Raises UserError for more classes than a mask can show.
+    """
+    if num_classes > IGNORED:
+        raise UserError(f"a mask has 8 bits: it can't show {num_classes} classes")
     palette = torch.ones(256, 3)
     palette[0] = 0.3
     for index in range(1, num_classes):
@@ -509,19 +515,6 @@ def require_same_sizes(files: Sequence[tuple[Path, Path]]) -> None:
         odd = summarize(list(filter(None, pool.map(odd_sizes, files))))
     if odd:
         raise UserError(f"in {files[0][0].parent}, {odd}; make them alike")
-
-
-def odd_sizes(pair: tuple[Path, Path]) -> str:
-    """Return the error message for an image and a mask of different sizes, or an empty string."""
-    sizes = []
-    for path in pair:
-        try:
-            with open_image(path) as image:
-                sizes.append(" × ".join(map(str, image.size)))
-        except FileError:
-            return ""  # reading it raises the error
-    has_others = sizes[0] != sizes[1]
-    return f"{pair[0].name} has {sizes[0]} pixels and its mask {sizes[1]}" if has_others else ""
 
 
 def all_ignored(mask: Path, ignored: Tensor) -> bool:

@@ -76,9 +76,37 @@ def test_progressive_file_with_hundreds_of_scans_is_an_error(tmp_path):
     path.write_bytes(data[:start] + images.MAX_SCANS * scan + data[start:])
     with pytest.raises(FileError, match="it has more than 200 scans"):
         images.read_image(path)
+    path.write_bytes(data[:-2] + images.MAX_SCANS * (b"\xff\x01" + scan) + data[-2:])
+    with pytest.raises(FileError, match="it has more than 200 scans"):  # a marker without length
+        images.read_image(path)
     comment = b"\xff\xfe\x08\x00" + marker * 1023  # 2,048 bytes, with the length's two
     path.write_bytes(data[:2] + comment + data[2:] + marker * 1000)  # such as a video
     images.read_image(path)
+
+
+def test_tile_that_is_larger_than_its_image_is_an_error(tmp_path):
+    path = tmp_path / "a.tif"
+    fields = {256: 16, 257: 16, 258: 8, 259: 8, 262: 1, 277: 1, 322: 30_000, 323: 30_000}
+    fields |= {324: 8 + 2 + 12 * 10 + 4, 325: 1}
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, fields[tag]) for tag in sorted(fields))
+    path.write_bytes(b"II*\0" + struct.pack("<IH", 8, len(fields)) + entries + bytes(5))
+    with pytest.raises(FileError, match="it has 900000000 pixels, more than"):
+        images.read_image(path)
+
+
+def test_verify_finds_masks_of_another_size(tmp_path):
+    for kind, size in (("images", (8, 8)), ("annotations", (8, 6))):
+        (tmp_path / kind / "training").mkdir(parents=True)
+        Image.new("L", size).save(tmp_path / kind / "training" / "1.png")
+    (tmp_path / "classes.txt").write_text("0 road\n")
+    (message,) = verify.find_broken(verify.list_reads(tmp_path, None), 1)
+    assert "1.png has 8 × 8 pixels and its mask 8 × 6; make them alike" in message
+
+
+def test_more_classes_than_a_mask_can_show_are_an_error():
+    with pytest.raises(UserError, match="a mask has 8 bits: it can't show 256 classes"):
+        task_segmentation.make_palette(256)
+    assert len(task_segmentation.make_palette(255)) == 256
 
 
 @pytest.mark.parametrize("suffix", ["jpg", "png", "tif", "webp", "gif", "bmp", "ppm"])

@@ -1420,3 +1420,16 @@ def test_no_checkpoint_on_any_host(two_processes: Processes, tmp_path: Path) -> 
     folders = [tmp_path / "0", tmp_path / "1"]
     for path, _, step, said, _ in two_processes(resumed_bias, folders, Path("auto")):
         assert (path, step, said) == ("None", 0, [])
+
+
+def weights_without_an_average(folder: str) -> str:
+    manager = manager_of(folder)
+    manager.state.progress.weights = "ema"  # of a run with --ema, that is resumed without
+    manager.save()
+    manager.finish()
+    dist.barrier()
+    return torch.load(Path(folder, "last.pt"), weights_only=True)["weights"]
+
+
+def test_better_weights_are_in_the_checkpoint(two_processes: Processes, tmp_path: Path) -> None:
+    assert two_processes(weights_without_an_average, str(tmp_path)) == ["model"] * 2

@@ -1,5 +1,6 @@
 """Choice of the newest checkpoint, and removal of those that are not kept."""
 
+import errno
 import json
 import os
 import shutil
@@ -10,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from engine import UserError, link
-from engine.checkpoint import files
+from engine.checkpoint import files, manifest, validation
 from engine.checkpoint import format as checkpoint
 from engine.checkpoint.selection import newest
 
@@ -246,3 +247,50 @@ def test_a_folder_with_the_name_of_a_checkpoint_is_left_alone(tmp_path: Path) ->
         saved(tmp_path, step)
     files.prune(tmp_path, 1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1.pt", "step-3.pt"]
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
+def test_newest_checkpoint_that_the_system_can_not_read_is_an_error(
+    tmp_path: Path, number: int
+) -> None:
+    """It may be whole, and would be replaced by the run that resumes the one before it."""
+    saved(tmp_path, 10)
+    last = saved(tmp_path, 20)
+    usual = Path.open
+
+    def fail_to_open(path: Path, *args: object, **options: object) -> object:
+        if path == last:
+            raise OSError(number, os.strerror(number))
+        return usual(path, *args, **options)
+
+    with (
+        mock.patch.object(Path, "open", fail_to_open),
+        pytest.raises(UserError, match=rf"step-20.pt: it can't be read \({os.strerror(number)}\)"),
+    ):
+        newest(tmp_path, print)
+    assert newest(tmp_path, print).path == last
+
+
+@pytest.mark.parametrize(
+    "altered",
+    [
+        {"metadata": {"arch": "a" * (validation.MAX_TEXT + 1)}},
+        {"results": {"val_accuracy": torch.zeros(2)}},
+        {"results": torch.zeros(2)},
+    ],
+)
+def test_values_that_no_run_writes_are_an_error(tmp_path: Path, altered: dict) -> None:
+    checkpoint.write(tmp_path / "a.pt", ENTRIES | {"step": 1} | altered)
+    with pytest.raises(UserError, match="altered; use another one"):
+        checkpoint.load(tmp_path / "a.pt")
+
+
+def test_file_of_another_size_than_in_the_manifest_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "x.distcp").write_bytes(b"")
+    os.truncate(tmp_path / "x.distcp", 2**40)
+    manifest.write(tmp_path, "id", {"x.distcp": [10, 1], manifest.INDEX: [2, 0]})
+    with (
+        mock.patch.object(manifest, "describe", side_effect=AssertionError),
+        pytest.raises(UserError, match="its x.distcp is torn or altered"),
+    ):
+        manifest.validate(tmp_path)

@@ -16,6 +16,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from apex_native import log_rank_zero
 from engine import UserError
 from engine.checkpoint.format import Progress
@@ -638,3 +639,41 @@ def test_lock_creates_no_folder(tmp_path):
     Logger(tmp_path / "run", 0, ACCURACY).lock()
     Logger(tmp_path, 1, ACCURACY).lock()
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("no_curves")
+def test_an_epoch_is_not_logged_in_another_folder_of_the_name(logger):
+    logger.output.rename(logger.output.with_name("moved"))
+    logger.output.mkdir()
+    table = logger.output / "metrics.csv"
+    table.write_text("the user's")
+    with pytest.raises(UserError, match="was replaced while this run wrote to it"):
+        logger.log_epoch(row(1))
+    assert table.read_text() == "the user's"
+
+
+def test_link_to_another_runs_checkpoint_is_not_one_of_this_run(tmp_path):
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "step-4.pt").touch()
+    link = tmp_path / "here" / "start.pt"
+    link.symlink_to("../there/step-4.pt")
+    with pytest.raises(UserError, match="already holds a run"):
+        open_logger(tmp_path / "here", resume=link)
+
+
+def warnings_of_results(results):
+    """Return what each process warns of its own one of `results`."""
+    logger, warnings = Logger(None, 0, ACCURACY), []
+    logger.warning = warnings.append
+    logger.check_results(results[dist.get_rank()])
+    return warnings
+
+
+def test_metric_of_a_part_of_the_samples_is_a_warning(two_processes):
+    same = {METRIC: 0.5, "val_loss": float("nan"), "val_top5": 0.75}
+    assert two_processes(warnings_of_results, [same, same]) == [[], []]
+    said = two_processes(warnings_of_results, [same, same | {"val_top5": 0.8}])
+    for (warning,) in said:
+        assert warning.startswith("val_top5 is not that of all samples, but differs between")
+        assert "(0.75, 0.8)" in warning and "dist.all_reduce" in warning

@@ -170,3 +170,8 @@ def test_checkpoint_to_resume_from(run_check, tmp_path):
     (tmp_path / "step-40.pt").unlink()
     status, text = run_check(check_resume, auto)
     assert status == ERROR and "no checkpoint in" in text
+
+
+def test_cores_of_no_processes_are_those_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "0")
+    assert distributed.cpu_cores() >= 1

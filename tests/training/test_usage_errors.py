@@ -273,6 +273,7 @@ def test_apex_without_amp_falls_back_to_apex_native(bake, tmp_path):
         ({"LOCAL_RANK": "x", "WORLD_SIZE": "-1"}, "^LOCAL_RANK and WORLD_SIZE in the env"),
         ({"RANK": "9" * 5000}, "^RANK in the environment must be a number"),
         ({"MASTER_PORT": "abc"}, "^MASTER_PORT in the environment must be a number"),
+        ({"MASTER_PORT": "99999"}, "^MASTER_PORT=99999 is more than 65535"),
         ({"LOCAL_WORLD_SIZE": "two"}, "^LOCAL_WORLD_SIZE in the environment must be a number"),
         ({"WORLD_SIZE": "0"}, "^RANK=0 must be less than WORLD_SIZE=0"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "^RANK=2 must be less than WORLD_SIZE=2"),

@@ -1,6 +1,8 @@
 """Reading of files that torch.save has written, without running code, with all checks."""
 
+import errno
 import io
+import os
 import re
 import struct
 import zipfile
@@ -23,6 +25,11 @@ SAFE_TORCH = (2, 10)
 MAX_DEPTH = 100  # of nested containers
 MAX_PICKLES = 10  # in an archive, of which torch makes one
 CONTAINERS = (dict, list, tuple, set)
+# Errors that say nothing of the file: another time, or for another user, it may be whole.
+UNREADABLE = {
+    getattr(errno, name)
+    for name in ["EACCES", "EPERM", "EIO", "ENOMEM", "ESTALE", "EMFILE", "ENFILE", "ETIMEDOUT"]
+}
 DIRECTORY = 0x10  # attribute of a directory in a ZIP archive
 # The records at the end of a ZIP archive; the first two only in the form for large ones, ZIP64.
 END_64 = struct.Struct("<4sQ2H2L4Q")
@@ -51,10 +58,15 @@ def security_warning(path: Path) -> str:
     )
 
 
+class UnreadableError(UserError):
+    """A file of which nothing is known, since this process can't read it now."""
+
+
 def read(path: Path, content: io.BytesIO | None = None) -> Any:
     """Read a file of `torch.save` into the CPU's memory, without running any code, and check it.
 
-    Raises UserError if it is missing, truncated, altered, or too large when unpacked.
+    Raises UserError if it is missing, truncated, altered, or too large when unpacked, and
+    UnreadableError if the system can't read it.
     """
     try:
         if not content and path.exists() and not (path.is_file() or path.is_dir()):
@@ -68,13 +80,17 @@ def read(path: Path, content: io.BytesIO | None = None) -> Any:
             return plain
     except FileNotFoundError:
         raise UserError(f"{path}: there is no such file") from None
-    except (PermissionError, IsADirectoryError) as error:
+    except IsADirectoryError as error:
         raise UserError(f"{path}: it can't be read ({error.strerror})") from None
     except UserError:
         raise
     except RecursionError:
         raise UserError(f"{path}: its structure is altered; use another one") from None
     except Exception as error:  # a file of any bytes raises anything
+        if getattr(error, "errno", None) in UNREADABLE:
+            raise UnreadableError(
+                f"{path}: it can't be read ({os.strerror(error.errno)})"
+            ) from None
         code = re.search(r"GLOBAL (\S+)", str(error))
         if code:
             raise UserError(

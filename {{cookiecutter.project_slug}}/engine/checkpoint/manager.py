@@ -294,6 +294,8 @@ class CheckpointManager:
         best = self.logger.monitored.best(results or {})
         if results:
             progress.weights = "ema" if best.name.endswith(AVERAGE) else "model"
+        elif not self.state.ema:  # that of a run with an average was resumed
+            progress.weights = "model"
         # Copies: the training goes on, and changes them, while a thread writes.
         values = format.to_cpu(vars(progress)) | {"ranks": ranks, "metadata": self.metadata}
         values["history"] = list(self.logger.rows)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from engine import UserError, read_text, replacing
+from engine.checkpoint.archive import UNREADABLE, UnreadableError
 
 MANIFEST, INDEX = "manifest.json", "index.json"
 MANIFEST_VERSION = 1
@@ -38,11 +39,11 @@ def validate(path: Path) -> None:
     """Raise UserError if a file is missing, or has another size or checksum than it was written."""
     for name, expected in read(path)["files"].items():
         try:
-            found = describe(path / name)
+            size = (path / name).lstat().st_size if _is_file(path / name) else expected[0]
+            found = describe(path / name) if size == expected[0] else None  # it may take hours
         except OSError as error:
-            raise UserError(
-                f"{path}: its {name} can't be read ({error.strerror}); use another one"
-            ) from None
+            kind = UnreadableError if error.errno in UNREADABLE else UserError
+            raise kind(f"{path}: its {name} can't be read ({error.strerror})") from None
         if found != expected:
             raise UserError(f"{path}: its {name} is torn or altered; use another one")
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from engine import UserError
 from engine.checkpoint import files, format
+from engine.checkpoint.archive import UnreadableError
 from engine.checkpoint.files import BEST, LAST
 from engine.checkpoint.format import load_state
 
@@ -71,7 +72,8 @@ def newest(
         warn: called with a message for each invalid checkpoint.
         group: all ranks, which call this together and get the same result; None for one process.
 
-    Raises UserError if there are checkpoints, but no valid one.
+    Raises UserError if there are checkpoints, but no valid one, or the system can't read one that
+    may be the newest.
     """
     rank = dist.get_rank(group) if group else 0
     own = [(step, file, Source(path, rank)) for step, file, path in _list_checkpoints(folder)]
@@ -80,15 +82,17 @@ def newest(
     for _, file, source in candidates:
         sources.setdefault(file, source)  # the first name, and the lowest rank, of a file
     for source in sources.values():
-        problem = ""
+        problem: UserError | None = None
         if rank == source.rank:
             try:
                 load_state(source.path)
             except UserError as error:
-                problem = str(error)
+                problem = error
         problem = all_gather(problem, group)[source.rank]
-        if not problem:
+        if problem is None:
             return source
+        if isinstance(problem, UnreadableError):  # what follows the one before it is removed later
+            raise UserError(f"--resume auto: {problem}; fix that, or move it away") from None
         warn(f"{problem}; trying the one before it")
     if sources:
         raise UserError(f"--resume auto: no checkpoint in {folder} is whole; use another folder")

@@ -18,6 +18,7 @@ from engine.monitoring.run_files import MAX_CELLS, POSITION
 from engine.monitoring.trackers import is_run_id
 
 MAX_COUNT = 2**53  # of steps and the like; a float holds larger integers inexactly
+MAX_TEXT = 4096  # characters of a path, or the name of a model
 FEW_CLASSES = 10_000  # which a model of any size can be of
 MAX_OVERLAP = 16  # times that tensors may share the same bytes, on average
 NUM_WORDS = 624  # of a Mersenne Twister, the random-number generator of all libraries on the CPU
@@ -70,10 +71,13 @@ def _is_scaler(value: dict[str, Any]) -> bool:
 
 def _is_valid_history(entries: dict[str, Any]) -> bool:
     pending_row, scores = entries.get("pending_row", {}), entries.get("scores", [])
+    results = entries.get("results", {})
     return (
         _are_rows(entries["history"])
         and isinstance(pending_row, dict)
         and (not pending_row or "images_per_second" in pending_row and _are_rows([pending_row]))
+        and isinstance(results, dict)
+        and all(_is_metric(name) and is_number(value) for name, value in results.items())
         and isinstance(scores, list)
         and all(isinstance(score, float) for score in scores)
     )
@@ -189,6 +193,7 @@ def is_metadata(value: object) -> bool:
         and all(isinstance(one, dict) for one in fingerprints.values())
         and all(isinstance(text, str) for one in fingerprints.values() for text in one.values())
         and all(isinstance(text, str) for text in [*classes, *frozen, *texts])
+        and all(len(text) <= MAX_TEXT for text in texts)  # the arch is compared with all names
     )
 
 

@@ -46,7 +46,8 @@ logging.getLogger("PIL").addHandler(logging.NullHandler())
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, in RGB
 # Formats of files, MPO being a kind of JPEG. PIL has more; for EPS it would run Ghostscript.
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
-MARKER = re.compile(rb"\xff([\x01-\xcf\xd8-\xfe])")  # not what is in the data of a scan
+TILE_WIDTH, TILE_LENGTH = 322, 323  # tags of TIFF
+MARKER = re.compile(rb"\xff([\x02-\xcf\xd8-\xfe])")  # of a segment, which has a length
 MAX_SCANS = 200  # of a progressive JPEG file; each decodes all pixels again
 EXIF = re.compile(rb"\xff\xe1(..Exif\0\0)", re.DOTALL)  # a segment of a JPEG file, APP1
 MAX_RATIO = 64  # of the sides of an image that is resized, see `trim`
@@ -186,7 +187,9 @@ def open_image(path: Path, kind: str = "an image") -> Iterator[Image.Image]:
 
 def _check_size(image: Image.Image) -> None:
     """Raise OSError for an image that would take more than a gigabyte to decode."""
-    pixels = math.prod(image.size)
+    tags = getattr(image, "tag_v2", {})  # of a TIFF file, whose tiles can be larger than the image
+    tile = [tags.get(name, 0) for name in (TILE_WIDTH, TILE_LENGTH)]
+    pixels = max(math.prod(image.size), math.prod(tile))
     if pixels > MAX_PIXELS:
         raise OSError(0, f"it has {pixels} pixels, more than {MAX_PIXELS}")
 

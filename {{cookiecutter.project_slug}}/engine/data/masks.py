@@ -13,7 +13,7 @@ from engine import UserError, distributed, read_text, summarize
 from engine.data import shards
 from engine.data.files import FileError
 from engine.data.folders import list_flat
-from engine.data.images import read_labels
+from engine.data.images import open_image, read_labels
 
 IGNORED = 255  # label of pixels that count neither in the loss nor in the metric
 MAX_SAMPLE = 100  # masks that are read to find absent classes
@@ -39,6 +39,19 @@ def mask_folders(data: Path, split: str) -> list[Path]:
     if shards.is_packed(data / split):
         return [data / split]
     return [data / kind / split for kind in ("images", "annotations")]
+
+
+def odd_sizes(pair: tuple[Path, Path]) -> str:
+    """Return the error message for an image and a mask of different sizes, or an empty string."""
+    sizes = []
+    for path in pair:
+        try:
+            with open_image(path) as image:
+                sizes.append(" × ".join(map(str, image.size)))
+        except FileError:
+            return ""  # reading it raises the error
+    has_others = sizes[0] != sizes[1]
+    return f"{pair[0].name} has {sizes[0]} pixels and its mask {sizes[1]}" if has_others else ""
 
 
 def list_masks(data: Path, split: str) -> Sequence[tuple[Path, Path]]:

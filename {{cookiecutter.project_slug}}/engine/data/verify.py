@@ -2,7 +2,7 @@
 
 python -m engine.data.verify DATA          decodes all images in a folder; status 1 if one is broken
 
-Masks in annotations/ are compared with the list of classes.
+Masks in annotations/ are compared with the list of classes and the sizes of their images.
 """
 
 import argparse
@@ -13,13 +13,14 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from engine import UserError, cli, distributed
 from engine.data.files import FileError
 from engine.data.folders import list_images
 from engine.data.images import read_image
-from engine.data.masks import read_classes, read_mask
+from engine.data.masks import SUFFIXES, odd_sizes, read_classes, read_mask
 from engine.data.shards import CLASS_FILES
 
 
@@ -30,11 +31,20 @@ def list_reads(folder: Path, ignore_index: int | None) -> list[Callable[[], obje
         return [partial(read_image, path) for path in files]
     _, numbers = read_classes(folder, ignore_index)
     return [
-        partial(read_mask, Path(path), numbers)
+        partial(check_mask, folder, Path(path), numbers)
         if Path(path).is_relative_to(folder / "annotations") and path.lower().endswith(".png")
         else partial(read_image, path)
         for path in files
     ]
+
+
+def check_mask(folder: Path, path: Path, numbers: Tensor) -> None:
+    """Raise FileError if a mask can't be read, or its image has another size."""
+    read_mask(path, numbers)
+    name = path.relative_to(folder / "annotations")
+    for image in (folder / "images" / name.with_suffix(suffix) for suffix in SUFFIXES):
+        if image.is_file() and (problem := odd_sizes((image, path))):
+            raise FileError(f"{image}: {problem}; make them alike", str(image))
 
 
 def find_broken(reads: list[Callable[[], object]], threads: int) -> Iterator[str]:

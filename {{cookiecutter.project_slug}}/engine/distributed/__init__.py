@@ -30,6 +30,7 @@ from engine.distributed.peers import (
 from engine.launch import LAUNCH_ID, LAUNCHER, RESTART, SIGNALS
 from engine.text import one_message
 
+MAX_PORT = 2**16 - 1
 PATIENCE_S = 5.0  # in which a launcher ends all processes of a job that failed
 SETTLE_S = 3.0  # in which the peer monitor learns of another process's failure
 
@@ -100,6 +101,8 @@ def resolve_ranks(local_rank: int | None) -> tuple[int, int, int]:
     wrong = [name for name, value in values.items() if not re.fullmatch(r"[0-9]{1,9}", value)]
     if wrong:
         raise UserError(f"{' and '.join(wrong)} in the environment must be a number: {start}")
+    if int(values["MASTER_PORT"]) > MAX_PORT:
+        raise UserError(f"MASTER_PORT={values['MASTER_PORT']} is more than {MAX_PORT}: {start}")
     rank, world_size = int(values["RANK"]), int(values["WORLD_SIZE"])
     if rank >= world_size:
         raise UserError(f"RANK={rank} must be less than WORLD_SIZE={world_size}: {start}")
@@ -215,7 +218,7 @@ def cpu_cores() -> int:
     """Return the number of CPU cores for each process of this host."""
     affinity = getattr(os, "sched_getaffinity", None)  # Linux only
     available = len(affinity(0)) if affinity else os.cpu_count() or 1
-    return max(1, available // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return max(1, available // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 def make_deterministic() -> None:

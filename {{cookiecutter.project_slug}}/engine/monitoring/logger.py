@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
@@ -145,8 +146,8 @@ class Logger(Console):
         return [by_epoch[one] for one in sorted(by_epoch) if one <= epoch]
 
     def _is_own(self, checkpoint: Path | None) -> bool:
-        """Return whether a checkpoint is one of this run, and not of another folder's."""
-        return checkpoint is not None and checkpoint.parent.resolve() == self.output.resolve()
+        """Return whether a checkpoint is one of this run, not of another folder or a link there."""
+        return checkpoint is not None and checkpoint.resolve().parent == self.output.resolve()
 
     def _open_events(self, step: int, table: list[dict[str, float]]) -> EventWriter:
         """Return the writer of events after `step`; it starts with those of rows that have none.
@@ -238,6 +239,7 @@ class Logger(Console):
         """Add a row to metrics.csv, to the events and to the curves, and print it."""
         if not self.active:
             return
+        self.lock()  # another folder may have the name by now
         values = {name: float(value) for name, value in row.items() if name not in POSITION}
         throughput = values["images_per_second"]
         if throughput:
@@ -258,6 +260,23 @@ class Logger(Console):
         self.curves.start()
         self._print_warm_up(throughput)
         self.print_row(self.rows[-1], run_files.main_columns(self.monitored.name))
+
+    def check_results(self, results: dict[str, float]) -> None:
+        """Warn of metrics that differ between the processes, which all call it.
+
+        Raises UserError without the monitored metric.
+        """
+        self.monitored.require(results)
+        everywhere: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, results)
+        for name, value in results.items():
+            others = [one.get(name, math.nan) for one in everywhere]
+            if any(not math.isclose(value, one, rel_tol=1e-3) for one in others if value == value):
+                shown = ", ".join(f"{one:.4g}" for one in others[:4])
+                self.warning(
+                    f"{name} is not that of all samples, but differs between the processes "
+                    f"({shown}): sum its counts in Metrics.compute, with dist.all_reduce"
+                )
 
     def _print_warm_up(self, images_per_second: float) -> None:
         """Print how long the warm-up took, if it was notably longer than other steps."""
