@@ -648,14 +648,15 @@ def validate_epoch(run: Run) -> None:
 def train(run: Run, resumed: Path | None) -> None:
     """Train until `is_finished`; save after each epoch, and validate those that are due."""
     logger, progress = run.logger, run.progress
+    if is_finished(run) and not progress.pending_row:  # the files of a longer run are kept
+        logger.info("nothing is left to train: --epochs and --steps count from the beginning")
+        return
     run.audit = FirstStepAudit(run.model, run.optimizer, run.backend, run.data.train_loader, logger)
     run.watchdog.start()
     if not resumed:
         check_validation(run)
     run.stop_signals.start()  # about when the other processes do, which do not open files
     logger.open(cli.settings(run.args), resumed, progress)
-    if is_finished(run):
-        logger.info("nothing is left to train: --epochs and --steps count from the beginning")
     # The row of an epoch is pending from its last step until it is validated: a run that was
     # stopped in between resumes with the validation.
     while progress.pending_row or not is_finished(run):

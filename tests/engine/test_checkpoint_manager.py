@@ -1433,3 +1433,24 @@ def weights_without_an_average(folder: str) -> str:
 
 def test_better_weights_are_in_the_checkpoint(two_processes: Processes, tmp_path: Path) -> None:
     assert two_processes(weights_without_an_average, str(tmp_path)) == ["model"] * 2
+
+
+def scores_of_a_resumed_epoch(folder: str) -> list[float]:
+    """Return the scores after a run that --steps had ended within an epoch."""
+    manager = manager_of(folder)
+    progress = manager.state.progress
+    progress.epoch, progress.samples, progress.step, progress.scores = 1, 8, 15, [0.5, 0.7]
+    manager._means = [{"train_loss": (1.0, 1)}]
+    manager.save({"val_accuracy": 0.7})
+    manager.finish()
+    dist.barrier()
+    again = manager_of(folder)
+    again.resume(Path("auto"), 10)
+    return again.state.progress.scores
+
+
+def test_an_epoch_that_is_validated_again_counts_once(
+    two_processes: Processes, tmp_path: Path
+) -> None:
+    """Or --patience would count the validation at the end of --steps, too."""
+    assert two_processes(scores_of_a_resumed_epoch, str(tmp_path)) == [[0.5]] * 2

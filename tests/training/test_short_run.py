@@ -125,6 +125,17 @@ def test_resume_within_an_epoch_gives_the_same_metrics(whole, tmp_path):
         assert resumed[column] == undisturbed[column], column
 
 
+def test_resume_with_nothing_left_changes_no_file(whole):
+    """Such as one of an earlier checkpoint, by mistake."""
+    before = {path.name: path.stat().st_mtime_ns for path in whole.output.iterdir()}
+    checkpoint = whole.output / f"step-{whole.middle}.pt"
+    flags = (*whole.flags, "--epochs", 1, "--resume", checkpoint, "--output", whole.output)
+    done = run(whole.project, *flags, nproc=1, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "nothing is left to train: --epochs and --steps count" in done.stdout
+    assert {path.name: path.stat().st_mtime_ns for path in whole.output.iterdir()} == before
+
+
 @pytest.fixture(scope="module")
 def reads(whole):
     """The samples that each rank read, in order: {split: [[indices], …]}."""

@@ -2,7 +2,6 @@
 
 import errno
 import io
-import os
 import re
 import struct
 import zipfile
@@ -87,10 +86,8 @@ def read(path: Path, content: io.BytesIO | None = None) -> Any:
     except RecursionError:
         raise UserError(f"{path}: its structure is altered; use another one") from None
     except Exception as error:  # a file of any bytes raises anything
-        if getattr(error, "errno", None) in UNREADABLE:
-            raise UnreadableError(
-                f"{path}: it can't be read ({os.strerror(error.errno)})"
-            ) from None
+        if isinstance(error, OSError) and error.errno in UNREADABLE:
+            raise UnreadableError(f"{path}: it can't be read ({error.strerror})") from None
         code = re.search(r"GLOBAL (\S+)", str(error))
         if code:
             raise UserError(

@@ -183,6 +183,8 @@ class CheckpointManager:
             if is_writer and rewind.replaces_nothing:
                 files.alias(rewind.best, files.BEST)
         self._writer.rewind = rewind
+        if progress.samples and entries.get("results"):  # its epoch is validated again, at the end
+            progress.scores = before
 
     def _restore_progress(
         self, path: Path, entries: dict[str, Any], is_own: bool, is_evaluation: bool
