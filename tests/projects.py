@@ -57,7 +57,7 @@ def evaluate(
         checkpoints=SimpleNamespace(until_stopped=lambda batches: batches),
         logger=SimpleNamespace(
             progress_bar=lambda batches, *_: batches,
-            monitored=SimpleNamespace(require=lambda _: None),
+            check_results=lambda _: None,
         ),
     )
     return project.main.evaluate(run, batches)
