@@ -122,8 +122,10 @@ def main() -> None:
     args = parser.parse_args()
     print(f"{date.today()}\n\n| model | main.py images/s | timm's train.py | ratio |")
     print("|---|---|---|---|")
-    rows = []
-    with tempfile.TemporaryDirectory() as name:
+    header = ("date", "model", "main_images_per_s", "timm_images_per_s", "ratio")
+    with tempfile.TemporaryDirectory() as name, args.output.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(header)
         folder = Path(name)
         script = main_py(folder, opt_level="O1", sync_bn="no")
         for arch in args.families:
@@ -133,11 +135,9 @@ def main() -> None:
                 pairs.append((own, speed_of_timm(arch, args, folder)))
             own, other = (median(values) for values in zip(*pairs, strict=True))
             ratio = median(first / second for first, second in pairs)
-            rows.append((date.today(), arch, f"{own:.1f}", f"{other:.1f}", f"{ratio:.3f}"))
+            writer.writerow((date.today(), arch, f"{own:.1f}", f"{other:.1f}", f"{ratio:.3f}"))
+            file.flush()
             print(f"| {arch} | {own:.0f} | {other:.0f} | {ratio:.3f} |", flush=True)
-    with args.output.open("w", newline="") as file:
-        header = ("date", "model", "main_images_per_s", "timm_images_per_s", "ratio")
-        csv.writer(file).writerows([header, *rows])
 
 
 if __name__ == "__main__":

@@ -217,6 +217,7 @@ def on_each_rank_normalise_by_kernels(folder, channels):
     return [norm.forward_synced(x[:, : norm.num_features].contiguous()).detach() for norm in norms]
 
 
+@pytest.mark.slow
 def test_processes_at_different_layers_get_nan(interpreted_processes, tmp_path):
     """They must not get each other's sums."""
     channels = [(3, 4, 5), (3, 5, 4)]

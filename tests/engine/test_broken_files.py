@@ -304,6 +304,7 @@ def test_verify_names_all_unreadable_files(folder, monkeypatch, capsys):
     assert "5 files, 0 unreadable" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_verify_prints_one_line_for_each_file(tmp_path):
     """PIL warns of the first image, which can be decoded, and logs an error about the second."""
     content = io.BytesIO()

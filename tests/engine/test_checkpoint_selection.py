@@ -1,6 +1,8 @@
 """Choice of the newest checkpoint, and removal of those that are not kept."""
 
+import contextlib
 import errno
+import io
 import json
 import os
 import shutil
@@ -11,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from engine import UserError, link
-from engine.checkpoint import files, manifest, validation
+from engine.checkpoint import files, inspection, manifest, validation
 from engine.checkpoint import format as checkpoint
 from engine.checkpoint.selection import newest
 
@@ -294,3 +296,11 @@ def test_file_of_another_size_than_in_the_manifest_is_not_read(tmp_path: Path) -
         pytest.raises(UserError, match="its x.distcp is torn or altered"),
     ):
         manifest.validate(tmp_path)
+
+
+def test_pickle_of_too_many_containers_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inspection, "MAX_CONTAINERS", 100)
+    for number, is_valid in ((99, True), (100, False)):
+        pickled = io.BytesIO(b"\x80\x02](" + b"}" * number + b"e.")  # in a list, which is one more
+        with contextlib.nullcontext() if is_valid else pytest.raises(RecursionError):
+            inspection.check_tuples(pickled)

@@ -77,6 +77,7 @@ def test_steps_after_the_clock_was_set_back_are_shown(tmp_path, monkeypatch):
     assert [point.step for point in shown.Scalars("step/loss")] == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 def test_summary_writer_prints_a_traceback_from_its_thread(tmp_path):
     """If this fails, SummaryWriter has improved: see docs/decisions/0001-tensorboard-writer.md."""
     pytest.importorskip("torch.utils.tensorboard")

@@ -257,6 +257,7 @@ def check(bake):
     return check
 
 
+@pytest.mark.slow
 def test_check_succeeds_on_this_host(check, tmp_path):
     done = check("--json", "--workers", "1", "--output", str(tmp_path), CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stdout + done.stderr

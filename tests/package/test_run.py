@@ -118,6 +118,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_fill_adds_what_an_installed_apex_lacks(run, tmp_path, fake_apex):
     (tmp_path / "script.py").write_text(FILLED)
     done = run("-m", "apex_native", "--fill", "script.py", path=[fake_apex])

@@ -468,6 +468,7 @@ def signatures(source):
     return found
 
 
+@pytest.mark.slow
 def test_dummy_data_needs_no_files(project, tmp_path):
     (project / "data" / "digits.npz").rename(tmp_path / "digits.npz")
     try:
@@ -500,6 +501,7 @@ def test_report_of_a_run_and_of_a_checkpoint(project, tmp_path):
         assert (tmp_path / folder / "confusion_matrix.csv").exists()
 
 
+@pytest.mark.slow
 def test_checkpoint_can_be_evaluated_and_loaded_into_plain_torch(project, tmp_path):
     assert run_two(project, *SHORT, "--output", tmp_path).returncode == 0
     done = run(project, *SHORT, "--eval-only", "--resume", tmp_path / "last.pt", nproc=0)

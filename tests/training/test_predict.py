@@ -356,6 +356,7 @@ def test_images_or_export_are_needed(
         generated.predict.parse_args()
 
 
+@pytest.mark.slow
 def test_timm_model_is_predicted_with_the_images_of_its_checkpoint(
     shared_project: Callable,
     monkeypatch: pytest.MonkeyPatch,

@@ -208,6 +208,9 @@ class DistributedFusedAdam(_DistributedOptimizer):
 class DistributedFusedLAMB(_DistributedOptimizer):
     """FusedLAMB that averages gradients and shards its moments; see ``_DistributedOptimizer``.
 
+    The norm of an update is that of the whole parameter. Apex's leaves parts out, by its code, if
+    the parameter spans several of its buffers' chunks, and takes larger steps then.
+
     Args:
         overlap_reductions: whether to average gradients during the backward pass.
         kwargs: Apex's options of process groups, buffers and rounding, which are accepted and

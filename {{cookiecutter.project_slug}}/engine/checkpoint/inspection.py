@@ -14,7 +14,9 @@ MAX_SHARING = 10  # times that a container occurs, on average
 LARGE = 2**60  # many larger integers can have one hash, 2**61 - 1 being the modulus
 MAX_NAMES = 10_000  # of classes and functions
 MAX_LARGE = 500  # such integers, or tuples as keys; a dict takes the square of their number
-COPYING = ("GET", "DUP")  # opcodes
+MAX_CONTAINERS = 1_000_000  # of one byte each, they would take 300 times the memory
+CONTAINERS = ("EMPTY_DICT", "EMPTY_LIST", "EMPTY_SET", "DICT", "LIST")  # opcodes
+COPYING = ("GET", "DUP")
 NESTING = ("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "FROZENSET")
 # Bytes of an element, by the name of the storage's class.
 ITEM_SIZES = (
@@ -58,12 +60,12 @@ def check_tuples(file: BinaryIO) -> None:
 
     To hash a key of 60 tuples, each of which is twice in the next one, would take for ever. This
     follows the opcodes with numbers of elements in place of the objects. It raises RecursionError
-    for such tuples, and for many large integers or tuples as keys, which can all have one hash; any
-    exception if the pickle is altered otherwise.
+    for such tuples, and for many large integers or tuples as keys, which can all have one hash, or
+    too many containers; any exception if the pickle is altered otherwise.
     """
     stack: list[Any] = []  # elements of tuples, with the nested ones; 0: others; None: a mark
     memo: dict[Any, Any] = {}
-    total = num_large = 0
+    total = num_large = num_containers = 0
     for count, (opcode, argument, _) in enumerate(genops(file)):
         if opcode.name.endswith(("PUT", "MEMOIZE")):
             if argument is not None and argument > count:  # an array of this size would be made
@@ -82,10 +84,13 @@ def check_tuples(file: BinaryIO) -> None:
         if opcode.name.endswith(NESTING):
             elements = sum(items) + len(items)
         total += (elements + is_copied) * len(opcode.stack_after)
+        num_containers += opcode.name in CONTAINERS
         num_large += isinstance(argument, int) and abs(argument) >= LARGE
         if opcode.name.startswith(("SETITEM", "ADDITEMS")):  # last one first: value, key, …; dict
             num_large += sum(map(bool, items[1::2] if opcode.name[0] == "S" else items))
         if total > MAX_SHARING * (1000 + count) or num_large > MAX_LARGE:
+            raise RecursionError
+        if num_containers > MAX_CONTAINERS:
             raise RecursionError
         stack += [None if result is markobject else elements for result in opcode.stack_after]
 
