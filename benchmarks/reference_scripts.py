@@ -143,10 +143,12 @@ def run(job: tuple[int, str, list[str]], project: Path, output: Path, gpus: int)
         check=False,
     )
     seconds = time.perf_counter() - start
-    if done.returncode:
+    try:
+        done.check_returncode()
+        return name, accuracy(name, output, done.stdout), seconds
+    except (subprocess.CalledProcessError, OSError, LookupError):
         print(f"{name} failed:\n{done.stdout[-3000:]}", file=sys.stderr)
         return name, float("nan"), seconds
-    return name, accuracy(name, output, done.stdout), seconds
 
 
 def main() -> None:

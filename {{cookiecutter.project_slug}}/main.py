@@ -591,8 +591,8 @@ def evaluate(run: Run, batches: Sequence | DataLoader) -> dict[str, float]:
                 run.logger.warning(f"the outputs for {batches_with_nan} batches hold nan")
                 found = dict.fromkeys(found, math.nan)
             results |= found
+        run.logger.check_results(results)
         run.watchdog.leave()
-    run.logger.check_results(results)
     return results
 
 
@@ -648,9 +648,12 @@ def validate_epoch(run: Run) -> None:
 def train(run: Run, resumed: Path | None) -> None:
     """Train until `is_finished`; save after each epoch, and validate those that are due."""
     logger, progress = run.logger, run.progress
-    if is_finished(run) and not progress.pending_row:  # the files of a longer run are kept
-        logger.info("nothing is left to train: --epochs and --steps count from the beginning")
-        return
+    if is_finished(run) and not progress.pending_row:
+        logger.info(
+            "nothing is left to train: --epochs, --steps and --patience count from the beginning"
+        )
+        if run.args.resume != Path("auto"):  # perhaps an earlier checkpoint: later rows are kept
+            return
     run.audit = FirstStepAudit(run.model, run.optimizer, run.backend, run.data.train_loader, logger)
     run.watchdog.start()
     if not resumed:

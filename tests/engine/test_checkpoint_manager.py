@@ -1454,3 +1454,21 @@ def test_an_epoch_that_is_validated_again_counts_once(
 ) -> None:
     """Or --patience would count the validation at the end of --steps, too."""
     assert two_processes(scores_of_a_resumed_epoch, str(tmp_path)) == [[0.5]] * 2
+
+
+def save_after_an_error(folder: str) -> tuple[str, float]:
+    """Return the problem of a write that fails in an unforeseen way, and the best score after."""
+    manager = manager_of(folder)
+    with mock.patch.object(files, "write_or_make_room", side_effect=MemoryError):
+        manager.save()
+        manager.wait()
+    problem = manager._writer.problem
+    manager.save({"val_accuracy": 0.7})
+    manager.finish()
+    dist.barrier()
+    return problem, torch.load(Path(folder, "best.pt"), weights_only=True)["best"]
+
+
+def test_an_error_of_a_write_ends_no_later_one(two_processes: Processes, tmp_path: Path) -> None:
+    (problem, best), _ = two_processes(save_after_an_error, str(tmp_path))
+    assert "step-0.pt could not be written (MemoryError)" in problem and best == 0.7

@@ -13,8 +13,9 @@ from unittest import mock
 import pytest
 import torch
 from engine import UserError, link
-from engine.checkpoint import files, inspection, manifest, validation
+from engine.checkpoint import files, inspection, manifest, selection, validation
 from engine.checkpoint import format as checkpoint
+from engine.checkpoint.archive import UnreadableError
 from engine.checkpoint.selection import newest
 
 ENTRIES = {
@@ -267,6 +268,7 @@ def test_newest_checkpoint_that_the_system_can_not_read_is_an_error(
 
     with (
         mock.patch.object(Path, "open", fail_to_open),
+        mock.patch.object(selection, "PAUSES_S", (0.0,)),
         pytest.raises(UserError, match=rf"step-20.pt: it can't be read \({os.strerror(number)}\)"),
     ):
         newest(tmp_path, print)
@@ -285,6 +287,17 @@ def test_values_that_no_run_writes_are_an_error(tmp_path: Path, altered: dict) -
     checkpoint.write(tmp_path / "a.pt", ENTRIES | {"step": 1} | altered)
     with pytest.raises(UserError, match="altered; use another one"):
         checkpoint.load(tmp_path / "a.pt")
+
+
+def test_checkpoint_is_read_again_after_an_error_of_the_system(tmp_path: Path) -> None:
+    path = saved(tmp_path, 10)
+    error = UnreadableError("stale")
+    with (
+        mock.patch.object(selection, "load_state", side_effect=[error, {}]) as load,
+        mock.patch.object(selection, "PAUSES_S", (0.0,)),
+    ):
+        assert newest(tmp_path, print).path == path
+    assert load.call_count == 2
 
 
 def test_file_of_another_size_than_in_the_manifest_is_not_read(tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ def test_resume_with_nothing_left_changes_no_file(whole):
     flags = (*whole.flags, "--epochs", 1, "--resume", checkpoint, "--output", whole.output)
     done = run(whole.project, *flags, nproc=1, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "nothing is left to train: --epochs and --steps count" in done.stdout
+    assert "nothing is left to train: --epochs, --steps" in done.stdout
     assert {path.name: path.stat().st_mtime_ns for path in whole.output.iterdir()} == before
 
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from engine import SUFFIX, UserError, link
 from engine.checkpoint import format, manifest, sharded
+from engine.checkpoint.archive import UnreadableError
 
 LAST, BEST = "last.pt", "best.pt"
 
@@ -180,6 +181,8 @@ class Rewind:
         if best and (rewind.has_later or not is_newest):
             try:  # not `read_step`, which does not find damaged tensors
                 found = format.load_state(best)["step"] or -1
+            except UnreadableError:  # by the system, just now: it may be whole
+                raise
             except UserError:
                 found = math.inf
             rewind.best_step = found if found > step else -1

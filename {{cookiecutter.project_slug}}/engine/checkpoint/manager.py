@@ -81,7 +81,7 @@ class CheckpointManager:
         writers = dist.new_group(backend="gloo", timeout=timeout) if self._is_sharded else None
         assert not isinstance(writers, int)  # every rank is in it
         self._writer = CheckpointWriter(
-            self.folder, self.keep, self.state.progress, self.logger.warning, writers
+            self.folder, self.keep, self.state.progress, self.logger.warning, writers, group
         )
         self._interval_steps = 0
         self._interval_s = math.inf
@@ -183,7 +183,7 @@ class CheckpointManager:
             if is_writer and rewind.replaces_nothing:
                 files.alias(rewind.best, files.BEST)
         self._writer.rewind = rewind
-        if progress.samples and entries.get("results"):  # its epoch is validated again, at the end
+        if entries["samples"] and entries.get("results"):  # its epoch is validated again later
             progress.scores = before
 
     def _restore_progress(

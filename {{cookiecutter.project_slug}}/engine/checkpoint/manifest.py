@@ -40,7 +40,8 @@ def validate(path: Path) -> None:
     for name, expected in read(path)["files"].items():
         try:
             size = (path / name).lstat().st_size if _is_file(path / name) else expected[0]
-            found = describe(path / name) if size == expected[0] else None  # it may take hours
+            # To read a file that is larger than expected could take hours.
+            found = describe(path / name) if size == expected[0] else None
         except OSError as error:
             kind = UnreadableError if error.errno in UNREADABLE else UserError
             raise kind(f"{path}: its {name} can't be read ({error.strerror})") from None
@@ -59,7 +60,9 @@ def read(path: Path) -> dict[str, Any]:
         is_valid = is_valid and INDEX in files and all(map(_is_name, files))
         if not is_valid or not all(_are_counts(one) for one in files.values()):
             raise ValueError
-    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        if isinstance(error, OSError) and error.errno in UNREADABLE:
+            raise UnreadableError(f"{path}: {MANIFEST} can't be read ({error.strerror})") from None
         is_run = (path / "best.pt").exists()
         other = "name a file in it, such as best.pt" if is_run else "use another one"
         raise UserError(

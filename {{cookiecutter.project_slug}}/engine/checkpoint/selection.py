@@ -1,5 +1,6 @@
 """Choice of the checkpoint to resume from, among those of all hosts."""
 
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import chain
@@ -15,6 +16,7 @@ from engine.checkpoint.files import BEST, LAST
 from engine.checkpoint.format import load_state
 
 T = TypeVar("T")
+PAUSES_S = (1.0, 4.0)  # before reading again, such as after a disk's server has failed
 AUTO = Path("auto")  # value of --resume for the newest checkpoint
 
 
@@ -84,19 +86,32 @@ def newest(
     for source in sources.values():
         problem: UserError | None = None
         if rank == source.rank:
-            try:
-                load_state(source.path)
-            except UserError as error:
-                problem = error
+            problem = _problem_of(source.path)
         problem = all_gather(problem, group)[source.rank]
         if problem is None:
             return source
-        if isinstance(problem, UnreadableError):  # what follows the one before it is removed later
+        if isinstance(problem, UnreadableError):  # a run from the one before would remove this one
             raise UserError(f"--resume auto: {problem}; fix that, or move it away") from None
         warn(f"{problem}; trying the one before it")
     if sources:
         raise UserError(f"--resume auto: no checkpoint in {folder} is whole; use another folder")
     return None
+
+
+def _problem_of(path: Path) -> UserError | None:
+    """Return the error of a checkpoint, if any; try again if the system can't read it."""
+    problem: UserError | None = None
+    for pause in (*PAUSES_S, 0.0):
+        try:
+            load_state(path)
+        except UnreadableError as error:
+            problem = error
+            time.sleep(pause)
+        except UserError as error:
+            return error
+        else:
+            return None
+    return problem
 
 
 def _list_checkpoints(folder: Path) -> list[tuple[float, File, Path]]:

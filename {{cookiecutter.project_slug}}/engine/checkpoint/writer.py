@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from engine import SUFFIX, UserError
+from engine import SUFFIX
 from engine.checkpoint import files, sharded, validation
 from engine.checkpoint.files import BEST, LAST
 from engine.checkpoint.format import Progress
@@ -25,6 +25,7 @@ class CheckpointWriter:
         warn: called with a message if a checkpoint cannot be written.
         group: of all ranks, whose threads write a sharded checkpoint together; else None, and only
             rank 0 writes.
+        main_group: of all ranks, for their main threads.
     """
 
     def __init__(
@@ -34,12 +35,14 @@ class CheckpointWriter:
         progress: Progress,
         warn: Callable[[str], None],
         group: dist.ProcessGroup | None,
+        main_group: dist.ProcessGroup,
     ) -> None:
         self.folder = folder
         self.keep = keep
         self.progress = progress
         self.warn = warn
         self.group = group
+        self.main_group = main_group
         self.problem = ""  # with the last write
         self.written_step = -1  # of the last folder that was written, or resumed from
         self.rewind: files.Rewind | None = None  # until the first save of a resumed run
@@ -63,10 +66,16 @@ class CheckpointWriter:
     def amend(self, values: dict[str, Any]) -> bool:
         """Have the checkpoint that is being written be written again with other `values`.
 
-        Returns False, and does nothing, if no checkpoint of their step is being written.
+        Returns False, and does nothing, if no checkpoint of their step is being written. The ranks
+        of `group` call it together: the threads of all of them must write the same ones.
         """
-        with self._lock:
-            if self._current is None or self._current["step"] != values["step"]:
+        with self._lock:  # which no thread needs to finish a write
+            is_same = self._current is not None and self._current["step"] == values["step"]
+            if self.group:
+                everywhere: list[bool] = [False] * dist.get_world_size()
+                dist.all_gather_object(everywhere, is_same, self.main_group)
+                is_same = all(everywhere)
+            if not is_same or self._current is None:
                 return False
             self._amended = (self._amended or self._current) | values
             return True
@@ -89,7 +98,7 @@ class CheckpointWriter:
     def _write(self, entries: dict[str, Any], copied: torch.cuda.Event | None) -> None:
         """Write `entries`; `copied` is recorded after their copies from the GPU."""
         path = self.folder / f"step-{entries['step']}{'' if self.group else '.pt'}"
-        # Saved while the checkpoint before was written, which may have been better.
+        # The one before, which was still being written when this was saved, may be better.
         entries["best"] = max(entries["best"], self.progress.best)
         try:
             if copied:
@@ -112,8 +121,9 @@ class CheckpointWriter:
             if dist.get_rank() == 0:
                 files.prune(self.folder, self.keep)
             self.problem = ""
-        except (OSError, RuntimeError, ValueError, UserError) as error:
-            reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        except Exception as error:  # the training goes on without this checkpoint
+            text = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            reason = text.splitlines()[0]
             self.problem = f"{path} could not be written ({reason})"
             self.warn(f"{self.problem}; the run goes on, the checkpoints before it are kept")
 

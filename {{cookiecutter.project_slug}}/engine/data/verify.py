@@ -6,6 +6,7 @@ Masks in annotations/ are compared with the list of classes and the sizes of the
 """
 
 import argparse
+import glob
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -42,8 +43,8 @@ def check_mask(folder: Path, path: Path, numbers: Tensor) -> None:
     """Raise FileError if a mask can't be read, or its image has another size."""
     read_mask(path, numbers)
     name = path.relative_to(folder / "annotations")
-    for image in (folder / "images" / name.with_suffix(suffix) for suffix in SUFFIXES):
-        if image.is_file() and (problem := odd_sizes((image, path))):
+    for image in (folder / "images" / name.parent).glob(f"{glob.escape(name.stem)}.*"):
+        if image.suffix.lower() in SUFFIXES and (problem := odd_sizes((image, path))):
             raise FileError(f"{image}: {problem}; make them alike", str(image))
 
 

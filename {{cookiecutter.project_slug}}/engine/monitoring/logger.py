@@ -40,7 +40,7 @@ WARM_UP = 3  # steps, in which kernels are chosen and compiled
 
 
 class Logger(Console):
-    """Console output and files of a run. On every rank but 0 its methods do nothing.
+    """Console output and files of a run. On every rank but 0 most methods do nothing.
 
     Once a run has started, an output that cannot be written causes one warning and does not stop
     the run.
@@ -69,6 +69,7 @@ class Logger(Console):
         self.is_restart = distributed.is_restart()  # of a run that this launch has begun
         self.rows: list[dict[str, Any]] = []  # of metrics.csv; a checkpoint holds them, too
         self.throughputs: list[float] = []  # images/s of each epoch
+        self._differing: set[str] = set()  # metrics that differ between the processes
         self.run_id = ""  # of the trackers; a checkpoint holds it, too
         self.events: EventWriter | None = None
         self.tracking: Tracking | None = None
@@ -134,8 +135,8 @@ class Logger(Console):
             has_no_checkpoint = config.get("resume") == Path("auto")
             if has_checkpoints(self.output) or table and not has_no_checkpoint:
                 fix = "add --resume auto to resume it, or --output with another folder"
-                if has_no_checkpoint:  # all that the folder has are links to missing files
-                    fix = "its checkpoints can't be read; choose another folder"
+                if has_no_checkpoint:  # all that the folder has are links
+                    fix = "its checkpoints are elsewhere, or can't be read; choose another folder"
                 raise UserError(f"{self.output} already holds a run: {fix}")
             if (self.output / CONFIG).exists() and not (self.output / TABLE).exists():
                 fix = "move it away, or add --output with another folder"
@@ -146,7 +147,7 @@ class Logger(Console):
         return [by_epoch[one] for one in sorted(by_epoch) if one <= epoch]
 
     def _is_own(self, checkpoint: Path | None) -> bool:
-        """Return whether a checkpoint is one of this run, not of another folder or a link there."""
+        """Return whether a checkpoint is in this run's folder, and no link to one elsewhere."""
         return checkpoint is not None and checkpoint.resolve().parent == self.output.resolve()
 
     def _open_events(self, step: int, table: list[dict[str, float]]) -> EventWriter:
@@ -271,7 +272,8 @@ class Logger(Console):
         dist.all_gather_object(everywhere, results)
         for name, value in results.items():
             others = [one.get(name, math.nan) for one in everywhere]
-            if any(not math.isclose(value, one, rel_tol=1e-3) for one in others if value == value):
+            if name not in self._differing and not all(_is_close(value, one) for one in others):
+                self._differing.add(name)
                 shown = ", ".join(f"{one:.4g}" for one in others[:4])
                 self.warning(
                     f"{name} is not that of all samples, but differs between the processes "
@@ -356,6 +358,11 @@ class Logger(Console):
         if self.throughputs:
             facts.append(f"{statistics.median(self.throughputs):.0f} images/s")
         self.info(f"{', '.join(facts)}; checkpoints, {TABLE} and {PICTURE} are in {self.output}")
+
+
+def _is_close(value: float, other: float) -> bool:
+    both_nan = math.isnan(value) and math.isnan(other)
+    return both_nan or math.isclose(value, other, rel_tol=1e-3, abs_tol=1e-6)
 
 
 def has_checkpoints(folder: Path) -> bool:
