@@ -188,10 +188,9 @@ def open_image(path: Path, kind: str = "an image") -> Iterator[Image.Image]:
 def _check_size(image: Image.Image) -> None:
     """Raise OSError for an image that would take more than a gigabyte to decode."""
     tags = getattr(image, "tag_v2", {})  # of a TIFF file, whose tiles can be larger than the image
-    tile = [tags.get(name) for name in (TILE_WIDTH, TILE_LENGTH)]
-    pixels = math.prod(image.size)
-    if all(isinstance(side, int) for side in tile):
-        pixels = max(pixels, math.prod(tile))
+    sides = [tags.get(name) for name in (TILE_WIDTH, TILE_LENGTH)]
+    tile = [side for side in sides if isinstance(side, int)]
+    pixels = max(math.prod(image.size), math.prod(tile))
     if pixels > MAX_PIXELS:
         raise OSError(0, f"it has {pixels} pixels, more than {MAX_PIXELS}")
 
