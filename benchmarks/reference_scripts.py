@@ -11,7 +11,6 @@ The accuracy is that of the last epoch, and the seconds are those of the whole c
 
 import argparse
 import csv
-import gzip
 import json
 import os
 import re
@@ -23,7 +22,6 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from pathlib import Path
 
-import numpy as np
 from fashion_mnist import DATA, generate
 from flags import file_name, whole_number
 from PIL import Image
@@ -52,19 +50,18 @@ factory.RandomResizedCropAndInterpolation, timm.models.create_model = crop, buil
 """
 
 
-def write_images(data: Path, folder: Path) -> None:
+def write_images(project: Path, data: Path, folder: Path) -> None:
     """Write the images of the IDX files as PNG files, in a folder for each class."""
-    for split, prefix in (("train", "train"), ("val", "t10k")):
-        arrays = []
-        for kind, offset in (("images-idx3", 16), ("labels-idx1", 8)):
-            path = next(data.glob(f"{prefix}-{kind}-ubyte*"))
-            content = path.read_bytes()
-            content = gzip.decompress(content) if path.suffix == ".gz" else content
-            arrays.append(np.frombuffer(content, np.uint8, offset=offset))
-        images = arrays[0].reshape(-1, 28, 28)
+    sys.path.insert(0, str(project.resolve()))
+    from engine.data import idx
+
+    for split in ("train", "val"):
+        images, labels = (
+            idx.read_file(data, split == "train", kind) for kind in (idx.IMAGES, idx.LABELS)
+        )
         for label in range(10):
             (folder / split / str(label)).mkdir(parents=True)
-        for number, (image, label) in enumerate(zip(images, arrays[1], strict=True)):
+        for number, (image, label) in enumerate(zip(images, labels, strict=True)):
             Image.fromarray(image).save(folder / split / str(label) / f"{number}.png")
 
 
@@ -169,7 +166,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         project = args.project or generate(name, ["fused_adam=false"])
-        write_images(args.data, folder / "images")
+        write_images(project, args.data, folder / "images")
         jobs = commands(args, project.resolve(), folder / "images", folder)
         numbered = [(number, *job) for number, job in enumerate(jobs.items())]
         with ThreadPoolExecutor(args.gpus) as pool:

@@ -10,7 +10,6 @@ starts the clock after ten steps. The two take turns.
 import argparse
 import csv
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -98,7 +97,6 @@ def execute(command: list[str], folder: Path) -> None:
     done = subprocess.run(
         command,
         cwd=folder,
-        env=os.environ,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

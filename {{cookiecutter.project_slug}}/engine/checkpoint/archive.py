@@ -26,19 +26,8 @@ MAX_PICKLES = 10  # in an archive, of which torch makes one
 CONTAINERS = (dict, list, tuple, set)
 # Errors that say nothing of the file: another time, or for another user, it may be whole.
 UNREADABLE = {
-    getattr(errno, name)
-    for name in [
-        "EACCES",
-        "EPERM",
-        "EIO",
-        "ENOMEM",
-        "ESTALE",
-        "EMFILE",
-        "ENFILE",
-        "ETIMEDOUT",
-        "ENOTCONN",
-        "EBUSY",
-    ]
+    *(errno.EACCES, errno.EPERM, errno.EIO, errno.ENOMEM, errno.ESTALE),
+    *(errno.EMFILE, errno.ENFILE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EBUSY),
 }
 DIRECTORY = 0x10  # attribute of a directory in a ZIP archive
 # The records at the end of a ZIP archive; the first two only in the form for large ones, ZIP64.

@@ -88,9 +88,8 @@ def check_tuples(file: BinaryIO) -> None:
         num_large += isinstance(argument, int) and abs(argument) >= LARGE
         if opcode.name.startswith(("SETITEM", "ADDITEMS")):  # last one first: value, key, …; dict
             num_large += sum(map(bool, items[1::2] if opcode.name[0] == "S" else items))
-        if total > MAX_SHARING * (1000 + count) or num_large > MAX_LARGE:
-            raise RecursionError
-        if num_containers > MAX_CONTAINERS:
+        is_large = num_large > MAX_LARGE or num_containers > MAX_CONTAINERS
+        if is_large or total > MAX_SHARING * (1000 + count):
             raise RecursionError
         stack += [None if result is markobject else elements for result in opcode.stack_after]
 

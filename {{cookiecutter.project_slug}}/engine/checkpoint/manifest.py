@@ -38,14 +38,14 @@ def exists(path: Path) -> bool:
 def validate(path: Path) -> None:
     """Raise UserError if a file is missing, or has another size or checksum than it was written."""
     for name, expected in read(path)["files"].items():
+        file = path / name
         try:
-            size = (path / name).lstat().st_size if _is_file(path / name) else expected[0]
-            # To read a file that is larger than expected could take hours.
-            found = describe(path / name) if size == expected[0] else None
+            # The size first: to read a file that is larger than expected could take hours.
+            is_whole = _size_of(file) == expected[0] and describe(file) == expected
         except OSError as error:
             kind = UnreadableError if error.errno in UNREADABLE else UserError
             raise kind(f"{path}: its {name} can't be read ({error.strerror})") from None
-        if found != expected:
+        if not is_whole:
             raise UserError(f"{path}: its {name} is torn or altered; use another one")
 
 
@@ -85,10 +85,16 @@ def _is_file(path: Path) -> bool:
     return stat.S_ISREG(path.lstat().st_mode)
 
 
-def describe(path: Path) -> list[int]:
-    """Return the size and the CRC-32 of a file."""
+def _size_of(path: Path) -> int:
+    """Return the size of a file in bytes. Raises OSError if it is no regular one."""
     if not _is_file(path):
         raise OSError(None, "it is no regular file")
+    return path.lstat().st_size
+
+
+def describe(path: Path) -> list[int]:
+    """Return the size and the CRC-32 of a file. Raises OSError if it is no regular one."""
+    _size_of(path)
     size = checksum = 0
     with path.open("rb") as file:
         while chunk := file.read(CHUNK):

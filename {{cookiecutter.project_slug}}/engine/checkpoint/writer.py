@@ -12,6 +12,7 @@ from engine import SUFFIX
 from engine.checkpoint import files, sharded, validation
 from engine.checkpoint.files import BEST, LAST
 from engine.checkpoint.format import Progress
+from engine.checkpoint.selection import all_gather
 from engine.distributed.peers import SHARD_WRITER, WRITER
 
 
@@ -70,14 +71,11 @@ class CheckpointWriter:
         of `group` call it together: the threads of all of them must write the same ones.
         """
         with self._lock:  # which no thread needs to finish a write
-            is_same = self._current is not None and self._current["step"] == values["step"]
-            if self.group:
-                everywhere: list[bool] = [False] * dist.get_world_size()
-                dist.all_gather_object(everywhere, is_same, self.main_group)
-                is_same = all(everywhere)
-            if not is_same or self._current is None:
+            latest = self._amended or self._current or {}
+            is_same = latest.get("step") == values["step"]
+            if not all(all_gather(is_same, self.main_group if self.group else None)):
                 return False
-            self._amended = (self._amended or self._current) | values
+            self._amended = latest | values
             return True
 
     def wait(self) -> None:
