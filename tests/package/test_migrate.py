@@ -2,6 +2,8 @@
 
 import os
 import re
+import signal
+import sys
 
 import pytest
 from migrated_scripts import COMMAND, losses, migrate
@@ -282,3 +284,20 @@ def test_nothing_to_migrate(run, tmp_path, content, message):
     assert done.returncode == 2
     assert message in done.stderr
     assert content is None or (tmp_path / "script.py").read_text() == content
+
+
+def test_failed_write_leaves_the_file(run, tmp_path):
+    name = "x" * 250 + ".py"  # too long for a temporary file's name beside it
+    (tmp_path / name).write_text(CALLS[2][0] + "\n")
+    done = run(*COMMAND, "migrate", name, "--write")
+    assert done.returncode == 2
+    assert done.stderr.endswith(f"cannot write {name}: File name too long; it is unchanged\n")
+    assert (tmp_path / name).read_text() == CALLS[2][0] + "\n"
+
+
+def test_diff_into_a_closed_pipe(run, tmp_path):
+    (tmp_path / "script.py").write_text(CALLS[2][0] + "\n")
+    program = "import subprocess, sys; done = subprocess.Popen(sys.argv[1:], stdout=-1, stderr=-1)"
+    program += "; done.stdout.close(); print(done.stderr.read().decode(), done.wait())"
+    done = run("-c", program, sys.executable, *COMMAND, "migrate", "script.py")
+    assert done.stdout == f" {-signal.SIGPIPE}\n"

@@ -4,6 +4,7 @@ import argparse
 import ast
 import difflib
 import os
+import signal
 import sys
 import tempfile
 import warnings
@@ -90,8 +91,12 @@ def main(arguments: list[str]) -> int:
     if not report.changed and not report.left:
         return _fail(f"{args.script} does not call Apex; nothing to migrate")
     if args.write:
-        write(args.script, new)
+        try:
+            write(args.script, new)
+        except OSError as error:
+            return _fail(f"cannot write {args.script}: {error.strerror}; it is unchanged")
     else:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # exit silently when piped into "head"
         before, after = (text.decode(errors="replace").splitlines(True) for text in (old, new))
         name = str(args.script)
         sys.stdout.writelines(difflib.unified_diff(before, after, name, name))
