@@ -478,6 +478,7 @@ INVALID_IMAGES = [
         {"metadata": {"classes": ["a", 1]}},
         {"metadata": {"classes": ["a"] * 10_001}},  # of a model with 1,640 weights
         {"metadata": {"samples": 40}},
+        {"metadata": {"by_shard": torch.zeros(3)}},
         {"metadata": {"samples": {"train": "text"}}},
         {"metadata": {"samples": {"val": torch.zeros(3)}}},
         *({"metadata": {"model_options": {"image": image}}} for image in INVALID_IMAGES),
@@ -629,6 +630,19 @@ def test_a_killed_writer_leaves_the_previous_file(whole: Path) -> None:
     with replacing(whole) as temporary:  # replaces the incomplete file, too
         temporary.write_bytes(b"new")
     assert whole.read_bytes() == b"new"
+
+
+def test_link_in_the_place_of_the_temporary_file_is_not_followed(whole: Path) -> None:
+    """Whoever can write to a folder may put it there at any time."""
+    precious = whole.with_name("precious")
+    precious.write_text("precious")
+    temporary = whole.with_name(whole.name + ".tmp")
+    temporary.symlink_to(precious)
+    with replacing(whole) as path:
+        temporary.unlink()
+        temporary.symlink_to(precious)
+        path.write_bytes(b"new")
+    assert precious.read_text() == "precious"
 
 
 def in_the_form_of_apexs_example(model: nn.Module, optimizer: object, prefix: str) -> dict:

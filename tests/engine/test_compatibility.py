@@ -155,3 +155,19 @@ def test_data_of_another_kind_in_mid_epoch_is_a_warning(
     warn_of_changed_data(PATH, entries, metadata("pack"), is_evaluation, said.append)
     assert len(said) == count
     assert all("may repeat or leave out samples" in text for text in said)
+
+
+@pytest.mark.parametrize(
+    ("there", "samples", "count"), [(False, 4, 1), (True, 4, 0), (None, 4, 0), (False, 0, 0)]
+)
+def test_pack_read_by_url_after_a_local_one_in_mid_epoch_is_a_warning(
+    there: bool | None, samples: int, count: int
+) -> None:
+    """The same data in another order. Older checkpoints do not have the entry."""
+    own = metadata(9, 9) | describe_data({"train": [*range(9)]}) | {"by_shard": True}
+    saved = metadata(9, 9) if there is None else own | {"by_shard": there}
+    said: list[str] = []
+    entries = {"metadata": saved, "samples": samples}
+    warn_of_changed_data(PATH, entries, own, is_evaluation=False, warn=said.append)
+    assert len(said) == count
+    assert all("read by URL" in one and "repeat or leave out samples" in one for one in said)

@@ -174,19 +174,39 @@ def test_image_that_is_refused_does_not_hold_up_the_points(queue, tmp_path):
     assert "epoch_001.png is refused, no store for files" in delivery.state["problem"]
 
 
-@pytest.mark.parametrize("name", ["../outside.png", "/etc/hostname", "link.png"])
+@pytest.mark.parametrize(
+    "name", ["../outside.png", "/etc/hostname", "link.png", "folder", "fifo", "sparse.png"]
+)
 def test_file_outside_the_run_is_not_sent(queue, tmp_path, name):
     output = tmp_path / "run"
     (output / FOLDER).mkdir(parents=True)
     (tmp_path / FOLDER / QUEUE).rename(output / FOLDER / QUEUE)
     (tmp_path / "outside.png").touch()
     (output / "link.png").symlink_to(tmp_path / "outside.png")
+    (output / "folder").mkdir()  # may hold links
+    os.mkfifo(output / "fifo")
+    (output / "sparse.png").touch()
+    os.truncate(output / "sparse.png", 2**40)
     with (output / FOLDER / QUEUE).open("a") as file:
         file.write(json.dumps({"group": "validation", "step": 1, "image": name}) + "\n")
     delivery = Delivery(output, "mlflow")
     assert delivery.send() == 2
     assert not FakeTracker.images
-    assert "is not in the folder of the run" in delivery.state["problem"]
+    assert "is not an image in the folder of the run" in delivery.state["problem"]
+
+
+def test_record_of_an_unknown_kind_is_skipped(queue, tmp_path):
+    delivery = Delivery(tmp_path, "mlflow")
+    queue({}, point(1))
+    assert delivery.send() == 3
+    assert [step for _, step, _ in FakeTracker.points] == [1]
+
+
+def test_line_without_an_end_is_not_read(queue, tmp_path):
+    delivery = Delivery(tmp_path, "mlflow")
+    queue(point(1))
+    os.truncate(tmp_path / FOLDER / QUEUE, 2**40)  # takes no space on the disk
+    assert delivery.send() == 2
 
 
 def test_state_is_not_written_through_a_link(queue, tmp_path):
@@ -221,6 +241,7 @@ def test_run_without_an_end_has_failed(queue, tmp_path):
 def test_keys_are_not_in_messages(queue, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("WANDB_API_KEY", "s3cr3t-key")
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "p4ssw0rd")
+    monkeypatch.setenv("A_KEY", "s3cr3t")  # the first part of another one
     text = "http://me:p4ssw0rd@host/api: s3cr3t-key is wrong, http://me:other@host"
     assert redact(text) == "http://…@host/api: … is wrong, http://…@host"
     assert redact("wrong key: Basic YXBpOnMz+/0=, Bearer a.b-c") == "wrong key: Basic …, Bearer …"

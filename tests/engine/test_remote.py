@@ -306,22 +306,23 @@ def test_local_data_is_not_taken_for_a_mirror(packed, tmp_path, monkeypatch):
 
 
 class Hostile(BaseHTTPRequestHandler):
-    """Server whose answers have no end, are compressed, or lead to themselves."""
+    """Server whose answers have no end, are compressed, or lead to themselves or to a file."""
 
     encodings: ClassVar[set[str]] = set()  # that were asked for
 
     def do_GET(self) -> None:  # noqa: N802 - a name of http.server
         self.encodings.add(self.headers["Accept-Encoding"])
         kind = self.path.split("/")[1]
-        self.send_response({"loop": 302, "range": 206}.get(kind, 200))
-        if kind == "loop":
-            self.send_header("Location", self.path)
+        target = {"loop": self.path, "file": "file:///" + "a" * 5000}.get(kind)
+        self.send_response(302 if target else 206 if kind == "range" else 200)
+        if target:
+            self.send_header("Location", target)
         if kind == "gzip":
             self.send_header("Content-Encoding", "gzip")
         self.end_headers()
         bomb = gzip.compress(bytes(2**20))
         with suppress(OSError):  # until the client closes the connection
-            while kind != "loop":
+            while not target:
                 self.wfile.write(bomb if kind == "gzip" else bytes(2**16))
 
     def log_message(self, *_: object) -> None:
@@ -345,6 +346,7 @@ def hostile():
         ("gzip", (), r"pack.json: the server compresses it \(gzip\)"),
         ("gzip", (5, 100), r"pack.json: the server compresses it \(gzip\)"),
         ("loop", (), r"pack.json can't be read \(too many redirects; attempts: 1\)"),
+        ("file", (), r"pack.json can't be read \(file:///a{192}; attempts: 1\)"),
     ],
 )
 def test_answers_of_a_hostile_server_are_read_up_to_a_limit(

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 import struct
 import subprocess
@@ -266,6 +267,21 @@ def test_run_without_a_checkpoint_is_continued_by_resume_auto_only(tmp_path):
             file.write('{"group": "st')
         logger.folder_lock.release()
     assert ids[0] == ids[1] != ids[2]
+
+
+@pytest.mark.usefixtures("clock")
+def test_folder_of_the_trackers_is_removed_during_the_run(tmp_path, capsys):
+    logger = open_logger(tmp_path, trackers=["mlflow"])
+    (process,) = logger.tracking._processes.values()
+    process.kill()
+    process.wait()
+    shutil.rmtree(tmp_path / FOLDER)
+    for step in (1, 2):
+        logger.tracking.check()
+        log_step(logger, step)
+    error = capsys.readouterr().out
+    assert error.count("warning") == 1
+    assert "mlflow: its process can't be started (No such file or directory)" in error
 
 
 @pytest.mark.usefixtures("idle", "clock")

@@ -130,6 +130,10 @@ CALLS = [
         "    raise ImportError('install apex')\nm = FusedAdam(p)",
         "m = torch.optim.AdamW(p, weight_decay=0.0, fused=True)",
     ),
+    (
+        "from apex.optimizers import FusedAdam\nm = FusedAdam()",  # an error in both
+        "m = torch.optim.AdamW(weight_decay=0.0, fused=True)",
+    ),
 ]
 
 

@@ -1,5 +1,8 @@
 """Scripts on the installed package: by the command, the module, the import, and ``--fill``."""
 
+import os
+from pathlib import Path
+
 import pytest
 
 pytestmark = pytest.mark.xdist_group("package")
@@ -163,3 +166,15 @@ def test_fill_without_an_apex_exits(run, tmp_path):
     assert done.stderr == (
         "--fill: no Apex is installed; without --fill, apex_native serves alone.\n"
     )
+
+
+def test_compiled_code_of_another_user_is_not_used(run, tmp_path):
+    code = "from apex_native.extras.compiled import _cache_folder; print(_cache_folder())"
+    usual = Path(run("-c", code, TMPDIR=str(tmp_path)).stdout.strip())
+    assert usual.parent == tmp_path and usual.stat().st_mode & 0o777 == 0o700
+    assert run("-c", code, TMPDIR=str(tmp_path)).stdout.strip() == str(usual)
+    usual.rmdir()
+    usual.symlink_to("/")  # another user's, or through a link that another user can change
+    if os.getuid() == 0:
+        os.chown(usual, 65534, 65534, follow_symlinks=False)
+    assert Path(run("-c", code, TMPDIR=str(tmp_path)).stdout.strip()) not in (usual, Path("/"))

@@ -69,21 +69,29 @@ def summarize(names: list[str]) -> str:
 def replacing(path: Path) -> Iterator[Path]:
     """Replace the file at `path` atomically.
 
-    Yields a temporary path in the same folder to write to. When the body is done, that file is
-    flushed to the disk, renamed to `path`, and the folder is flushed. If the body fails, `path` is
-    unchanged and the temporary file is removed.
+    Yields a path to write to, of a temporary file in the same folder, which is moved to `path` when
+    the body is done. If the body fails, `path` is unchanged and the temporary file is removed.
     """
     temporary = path.with_name(path.name + SUFFIX)
     temporary.unlink(missing_ok=True)
+    descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
     try:
-        yield temporary
-        _flush(temporary)
-        temporary.replace(path)
-        with suppress(OSError):  # some shared file systems cannot flush a folder
-            _flush(path.parent)
+        # Not its name: whoever else can write to the folder may put a link in its place.
+        yield Path(f"/proc/self/fd/{descriptor}")
+        move(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+    finally:
+        os.close(descriptor)
+
+
+def move(path: Path, other: Path) -> None:
+    """Flush the file at `path` to the disk, rename it to `other` there, and flush the folder."""
+    _flush(path)
+    path.replace(other)
+    with suppress(OSError):  # some shared file systems cannot flush a folder
+        _flush(other.parent)
 
 
 @contextmanager
@@ -100,11 +108,15 @@ def writing_output(folder: Path) -> Iterator[None]:
 
 def link(path: Path, other: Path) -> None:
     """Give the file at `path` the name `other` too: a hard link, or a copy where there are none."""
-    with replacing(other) as temporary:
-        try:
-            temporary.hardlink_to(path)
-        except OSError:
-            shutil.copyfile(path, temporary)
+    temporary = other.with_name(other.name + SUFFIX)
+    temporary.unlink(missing_ok=True)
+    try:
+        temporary.hardlink_to(path)
+    except OSError:
+        with replacing(other) as copy:
+            shutil.copyfile(path, copy)
+    else:
+        move(temporary, other)
 
 
 def regular_only(path: str, flags: int) -> int:

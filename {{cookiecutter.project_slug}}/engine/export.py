@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine import UserError, replacing, require_traceable
+from engine import UserError, move, require_traceable
 from engine.diagnostics.first_step import tensors_in
 
 FORMATS = (".onnx", ".pt2")
@@ -48,16 +48,11 @@ def export_model(model: nn.Module, path: Path, sample_inputs: Callable[[int], An
             difference = _export_and_compare(model, written, path, sample_inputs)
             # The .data before the file that names it.
             for file in sorted(written.parent.iterdir(), reverse=True):
-                _move(file, path.with_name(file.name))
+                move(file, path.with_name(file.name))
         return f"{path}: {difference}"
     except OSError as error:
         reason = error.strerror or error
         raise UserError(f"--export {path} can't be written ({reason}): name another file") from None
-
-
-def _move(file: Path, path: Path) -> None:
-    with replacing(path) as temporary:
-        file.replace(temporary)
 
 
 def _export_and_compare(

@@ -1,7 +1,10 @@
 """Formulas that are compiled where there is a GPU."""
 
+import os
+import tempfile
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,4 +21,16 @@ def compute(formula: Callable[..., Tensor], inputs: Tensor, *args: Any) -> Tenso
 
 @cache
 def _compiled(formula: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", _cache_folder())
     return torch.compile(formula)
+
+
+def _cache_folder() -> str:
+    """Return a folder of this user for compiled code, which torch unpickles.
+
+    torch takes one in /tmp, whoever has made it.
+    """
+    path = Path(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
+    path.mkdir(mode=0o700, exist_ok=True)
+    is_own = {path.stat().st_uid, path.lstat().st_uid} == {os.getuid()}
+    return str(path) if is_own else tempfile.mkdtemp(prefix="torchinductor_")

@@ -59,8 +59,12 @@ def was_begun(folder: Path, settings: Mapping[str, Any]) -> bool:
 
 
 def describe_data(data_sets: DataSets) -> dict[str, Any]:
-    """Return the entries of the metadata about data sets: their sizes and their fingerprints."""
+    """Return the entries of the metadata about data sets: their sizes, fingerprints and order.
+
+    "by_shard" says whether the order keeps the samples of a shard near one another.
+    """
     return {
+        "by_shard": bool(getattr(data_sets.get("train"), "shard_sizes", ())),
         "samples": {name: len(data_set) for name, data_set in data_sets.items()},
         "fingerprints": {
             name: fingerprint.of_data_set(data_set) for name, data_set in data_sets.items()
@@ -265,11 +269,14 @@ def warn_of_changed_data(
     seed = entries["metadata"].get("seed")
     known = entries["metadata"].get("fingerprints", {}).get("train", {})
     digests = own["fingerprints"].get("train", {})
+    by_shard = own.get("by_shard", False)
     problem = ""
     if isinstance(seed, int) and seed != own.get("seed", seed):
         problem = "it has another --seed than this run, which orders the data"
     elif known and digests and not known.keys() & digests.keys():  # of a folder and of a pack
         problem = "the order of its data can't be compared with that of this data"
+    elif entries["metadata"].get("by_shard", by_shard) != by_shard:
+        problem = "data that is read by URL has another order than local data"
     if problem and entries["samples"] and not is_evaluation:
         warn(f"--resume {path}: {problem}; the rest of its epoch may repeat or leave out samples")
 

@@ -167,7 +167,7 @@ def _write_state(path: Path, entries: dict[str, Any], identity: str) -> None:
     plain: dict[str, Any] = {name: value for name, value in entries.items() if name not in PARTS}
     plain["model"] = {}
     plain["optimizer"] = {"param_groups": entries["optimizer"]["param_groups"], "state": {}}
-    with replacing(path) as file:
+    with replacing(path) as temporary, temporary.open("wb") as file:
         torch.save(plain | {"manifest": identity}, file)
 
 

@@ -184,6 +184,7 @@ def is_metadata(value: object) -> bool:
     texts = [value.get(name, "") for name in ("metric", "metric_mode", "arch", "data", "opt_level")]
     return (
         isinstance(classes, list)
+        and isinstance(value.get("by_shard", False), bool)
         and isinstance(frozen, list)
         and isinstance(samples, dict)
         and all(map(_is_count, samples.values()))

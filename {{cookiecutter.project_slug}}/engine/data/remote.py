@@ -20,7 +20,7 @@ from pathlib import Path
 
 from torch.utils.data import get_worker_info
 
-from engine import SUFFIX, UserError, distributed, open_regular, replacing
+from engine import SUFFIX, UserError, distributed, open_regular, regular_only, replacing
 from engine.data import shards
 from engine.data.shards import INDEX, MANIFEST, REMOTE, Manifest, Shard
 from engine.data.store import Store
@@ -179,7 +179,7 @@ class Mirror:
         try:
             with (
                 _naming_cache_errors(self.cache_dir),
-                open(os.open(part, os.O_RDWR | os.O_CREAT, 0o666), "r+b", buffering=0) as file,
+                open(regular_only(str(part), os.O_RDWR | os.O_CREAT), "r+b", buffering=0) as file,
             ):
                 if self._reserve(file.fileno(), shard, path, part):
                     # A store is read by one thread.
@@ -253,7 +253,7 @@ def _is_locked(path: Path) -> bool:
 def _locked(cache_dir: Path) -> Iterator[None]:
     """Hold the lock of a cache, one process at a time."""
     cache_dir.mkdir(parents=True, exist_ok=True)
-    with (cache_dir / "lock").open("ab") as file:
+    with open(cache_dir / "lock", "ab", opener=regular_only) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         try:
             yield

@@ -23,8 +23,10 @@ FIRST_DELAY_S = 0.2  # before the second attempt; doubled before each further on
 CONNECT_S, READ_S = 10, 10  # limits of the time in which a server sends nothing
 ATTEMPT_S = 60  # limit of an attempt, of at most PIECE bytes or a manifest
 TEMPORARY = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS)  # others below 500 are not
-# Of botocore, which is there with s3 alone, and has no common base class for them.
-CREDENTIALS_ERRORS = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound")
+# Errors of packages that are there for some protocols only. The last one is a redirection to file:.
+REFUSALS = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound")
+REFUSALS += ("NonHttpUrlRedirectClientError",)
+MAX_REASON = 200  # characters of what a server says
 UPLOAD = "upload the pack again"
 
 
@@ -213,7 +215,7 @@ def _is_behind_end(error: Exception) -> bool:
 def _is_refusal(error: Exception) -> bool:
     """Return whether another attempt would fail, too: the error is no temporary one."""
     status = getattr(error, "status", -1)
-    if isinstance(error, PermissionError) or type(error).__name__ in CREDENTIALS_ERRORS:
+    if isinstance(error, PermissionError) or type(error).__name__ in REFUSALS:
         return True
     is_loop = status == 0  # of aiohttp's TooManyRedirects
     return is_loop or 400 <= status < 500 and status not in TEMPORARY
@@ -224,4 +226,4 @@ def _reason(error: Exception) -> str:
     if status == 0:
         return "too many redirects"
     message = getattr(error, "message", "") or str(error) or type(error).__name__
-    return printable(f"{status} {message}".strip())
+    return printable(f"{status} {message}".strip()[:MAX_REASON])

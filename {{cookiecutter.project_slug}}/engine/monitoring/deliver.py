@@ -14,6 +14,7 @@ import json
 import os
 import re
 import signal
+import stat
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,6 +32,7 @@ from engine.monitoring.trackers import (
     QUEUE,
     STATE,
     Tracker,
+    complete_lines,
     is_run_id,
     read_state,
 )
@@ -106,9 +108,7 @@ class Delivery:
             raise UserError(f"{self.queue} has the points of another run now")
         with self.queue.open("rb") as file:
             end = file.seek(self.state["offset"])
-            for line in file:
-                if not line.endswith(b"\n"):  # is being written
-                    break
+            for line in complete_lines(file):
                 end += len(line)
                 records.append((end, json.loads(line)))
         return records
@@ -136,7 +136,7 @@ class Delivery:
         kind = _kind(part[0][1])
         if kind == "values" and new:
             self.tracker.log(new)
-        for record in new if kind != "values" else ():
+        for record in new if kind in SENDERS else ():
             SENDERS[kind](self, self.tracker, record)
         self._store(offset=part[-1][0], steps=steps, is_sending=False)
 
@@ -151,8 +151,8 @@ class Delivery:
         path = self.output / record["image"]
         if not path.exists():  # removed since
             return
-        if not path.resolve().is_relative_to(self.output.resolve()):
-            self.state["problem"] = f"{printable(path)} is not in the folder of the run"
+        if not _is_image_of_run(path, self.output):
+            self.state["problem"] = f"{printable(path)} is not an image in the folder of the run"
             return
         try:
             tracker.image(record["group"], path, record["step"])
@@ -168,8 +168,9 @@ class Delivery:
         self.state |= changes
         temporary = self.state_path.with_suffix(SUFFIX)
         with suppress(OSError):  # a full disk
-            temporary.unlink(missing_ok=True)  # it may be a link to another file
-            temporary.write_text(json.dumps(self.state))
+            temporary.unlink(missing_ok=True)
+            with temporary.open("x") as file:  # does not follow a link to another file
+                json.dump(self.state, file)
             temporary.replace(self.state_path)
 
 
@@ -200,6 +201,14 @@ def read_start(queue: Path, offset: int = 0) -> dict[str, Any]:
     raise UserError(f"{queue} is altered: it does not begin with the start of a run")
 
 
+def _is_image_of_run(path: Path, output: Path) -> bool:
+    """Return whether a path is a regular file below `output`, of a size that an image has."""
+    if path.is_symlink() or not path.resolve().is_relative_to(output.resolve()):
+        return False
+    status = path.stat()
+    return stat.S_ISREG(status.st_mode) and status.st_size <= MAX_BYTES
+
+
 def _describe(error: Exception) -> str:
     """Return an error of a tracker in one line, without keys. The log has it as a whole."""
     print(printable(redact(f"{type(error).__name__}: {error}")), flush=True)
@@ -208,7 +217,7 @@ def _describe(error: Exception) -> str:
 
 
 def _kind(record: Record) -> str:
-    return next(kind for kind in ("start", "values", "image", "finish") if kind in record)
+    return next((kind for kind in ("start", "values", "image", "finish") if kind in record), "")
 
 
 def _replace_resumed(records: list[tuple[int, Record]]) -> list[tuple[int, Record]]:
@@ -224,8 +233,9 @@ def _replace_resumed(records: list[tuple[int, Record]]) -> list[tuple[int, Recor
 
 def redact(text: str) -> str:
     """Return `text` without the keys in environment variables, and the passwords in addresses."""
-    for name, value in os.environ.items():
-        if SECRET.search(name.upper()) and len(value) > 3:
+    secrets = [value for name, value in os.environ.items() if SECRET.search(name.upper())]
+    for value in sorted(secrets, key=len, reverse=True):  # one may begin with another
+        if len(value) > 3:
             text = text.replace(value, "…")
     text = re.sub(r"\b(Basic|Bearer) [\w+/=.~-]+", r"\1 …", text)  # as HTTP sends them
     return re.sub(r"//[^/@\s]+@", "//…@", text)

@@ -343,8 +343,9 @@ class Logger(Console):
             return
         self.curves.finish()
         if self.tracking and self.rows:
-            step = int(self.rows[-1]["step"])
-            self.tracking.add_image("curves", self.output / PICTURE, step)
+            with self._errors_as_warning("the trackers do not have the curves"):
+                step = int(self.rows[-1]["step"])
+                self.tracking.add_image("curves", self.output / PICTURE, step)
         self.finish_tracking("FINISHED")
         facts = []
         with contextlib.suppress(UserError):  # no finished epoch, or no room for its row

@@ -8,12 +8,12 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
-from engine import read_text
+from engine import MAX_BYTES, read_text
 
 TENSORBOARD = "tensorboard"  # which has no adapter: see events.py
 FOLDER = "trackers"  # in a run's output folder
@@ -38,6 +38,12 @@ def read_state(output: Path, name: str) -> dict[str, Any]:
 def is_run_id(value: object) -> bool:
     """Return whether `value` is the id of a run, or "" for a run without one."""
     return isinstance(value, str) and re.fullmatch("([0-9a-f]{16})?", value) is not None
+
+
+def complete_lines(queue: IO[bytes]) -> Iterator[bytes]:
+    """Yield the lines of a queue up to one that is being written, or was when a run was killed."""
+    while (line := queue.readline(MAX_BYTES)).endswith(b"\n"):
+        yield line
 
 
 class Tracker(Protocol):

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from engine import MAX_BYTES, regular_only
-from engine.monitoring.trackers import FOLDER, LOG, QUEUE, is_run_id, read_state
+from engine.monitoring.trackers import FOLDER, LOG, QUEUE, complete_lines, is_run_id, read_state
 
 PROJECT = Path(__file__).resolve().parents[2]
 CHECK_EVERY_S = 60.0  # between looks at the state of the trackers
@@ -93,9 +93,12 @@ class Tracking:
         """Warn of a tracker that does not accept points; restart a process that has died."""
         self._checked_at = time.monotonic()
         for name in self.names:
-            if self._processes[name].poll() is not None:
-                self._start_process(name)
             problem = read_state(self.output, name).get("problem")
+            if self._processes[name].poll() is not None:
+                try:
+                    self._start_process(name)
+                except OSError as error:  # such as without the folder, or without memory
+                    problem = f"its process can't be started ({error.strerror})"
             if problem and name not in self._warned:
                 self._warned.add(name)
                 kept = f"{self.output / FOLDER} keeps its points until they can be sent"
@@ -129,7 +132,7 @@ class Tracking:
         """Return the number of records that are not delivered."""
         with (self.output / FOLDER / QUEUE).open("rb") as file:
             file.seek(read_state(self.output, name).get("offset", 0))
-            return sum(1 for _ in file)
+            return sum(1 for _ in complete_lines(file))
 
     def _start_process(self, name: str) -> None:
         path = os.pathsep.join(map(os.path.abspath, sys.path))  # "" in a notebook
@@ -160,7 +163,7 @@ def _remove_torn_line(queue: IO[bytes]) -> None:
     """Remove a line that a killed process has not completed; move to the end."""
     size = queue.seek(0, os.SEEK_END)
     queue.seek(0)
-    complete = sum(len(line) for line in queue if line.endswith(b"\n"))
+    complete = sum(map(len, complete_lines(queue)))
     if complete < size:
         queue.truncate(complete)
     queue.seek(complete)

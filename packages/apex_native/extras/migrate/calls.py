@@ -12,7 +12,8 @@ Rule = Callable[[cst.Call], cst.Call | str]
 
 def _to(call: cst.Call, name: str, args: list[cst.Arg]) -> cst.Call:
     if args:
-        args[-1] = args[-1].with_changes(comma=call.args[-1].comma)
+        comma = call.args[-1].comma if call.args else cst.MaybeSentinel.DEFAULT
+        args[-1] = args[-1].with_changes(comma=comma)
         args[:-1] = [
             arg if isinstance(arg.comma, cst.Comma) else arg.with_changes(comma=_comma())
             for arg in args[:-1]
