@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from engine import UserError
 from engine.data import SeededDataset, collate
 from engine.data.image_size import (
     ProgressiveDataset,
@@ -97,3 +98,9 @@ def test_loader_yields_the_size_of_each_epoch(monkeypatch, workers: int) -> None
         shapes = {tuple(images.shape[1:]) for images, _ in loader}
         size = (64, 64, 96, 128)[epoch]
         assert shapes == {(3, size, size)}
+
+
+def test_data_set_of_tensors_is_an_error() -> None:
+    dataset = ProgressiveDataset([(torch.zeros(3, 4, 4), 0)], SizeSchedule(64, 128, epochs=4))
+    with pytest.raises(UserError, match="this data set's images are not files; give one size"):
+        dataset[0]

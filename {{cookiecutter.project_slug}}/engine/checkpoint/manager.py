@@ -115,7 +115,8 @@ class CheckpointManager:
         source = self._find(choice, required)
         if source is None:
             if required:
-                raise UserError("--eval-only needs --resume with a checkpoint")
+                missing = f": {self.folder} has none, see --output" if choice == AUTO else ""
+                raise UserError(f"--eval-only needs --resume with a checkpoint{missing}")
             return None
         entries = self._load(source, with_optimizer=not required)
         saved = entries["metadata"]

@@ -13,8 +13,9 @@ import argparse
 import re
 from typing import Any, NamedTuple
 
+from engine import UserError
 from engine.data import DatasetWrapper, SizedDataset
-from engine.data.images import MAX_SIZE, Crop
+from engine.data.images import MAX_SIZE, Crop, Encoded
 
 MULTIPLE = 32
 FULL_SIZE = 0.2  # fraction of the epochs at the last size
@@ -76,6 +77,9 @@ class ProgressiveDataset(DatasetWrapper):
 
     def __getitem__(self, index: int) -> tuple[Any, ...]:
         encoded, *rest = self.dataset[index]
+        if not isinstance(encoded, Encoded):
+            problem = "this data set's images are not files; give one size"
+            raise UserError(f"--image-size with two sizes: {problem}")
         return encoded._replace(crop=resized(encoded.crop, self.size)), *rest
 
 

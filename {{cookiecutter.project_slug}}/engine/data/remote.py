@@ -235,8 +235,9 @@ def make_room(cache_dir: Path, limit: int, keep: Path) -> bool:
     excess = sum(size for _, size, _ in files) - limit
     for _, size, path in sorted(files):
         if excess > 0 and not (path.suffix == SUFFIX and _is_locked(path)):
-            path.unlink(missing_ok=True)
-            excess -= size
+            with suppress(PermissionError):  # another user's, in a shared cache
+                path.unlink(missing_ok=True)
+                excess -= size
     return excess <= 0
 
 

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Collection, Sequence
+from functools import lru_cache
 from typing import Any
 
 import libcst as cst
@@ -27,7 +28,8 @@ def names_in(node: cst.CSTNode) -> set[str]:
     return found - {"self"}
 
 
-def assigned(node: cst.CSTNode) -> set[str]:
+@lru_cache(2**14)  # statements are asked about once for each loss
+def assigned(node: cst.CSTNode) -> frozenset[str]:
     """Return the names that a statement assigns, also in its blocks."""
     found: set[str] = set()
 
@@ -39,7 +41,7 @@ def assigned(node: cst.CSTNode) -> set[str]:
             found.update(names_in(node.target))
 
     node.visit(Targets())
-    return found
+    return frozenset(found)
 
 
 def forward_range(body: Sequence[Any], end: int, wanted: set[str]) -> range:
