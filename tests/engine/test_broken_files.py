@@ -66,6 +66,19 @@ def test_hostile_file_is_an_error_with_its_name(tmp_path, kind):
     assert task_segmentation.odd_sizes((path, path)) == ""
 
 
+@pytest.mark.parametrize("suffix", [".ppm", ".jpg"])
+def test_file_of_thousands_of_comments_is_an_error(tmp_path, suffix):
+    path = tmp_path / f"many{suffix}"
+    if suffix == ".ppm":
+        path.write_bytes(b"P3 1 1 255\n" + b"#\n" * (images.MAX_PARTS + 1) + b"1 2 3\n")
+    else:
+        Image.new("RGB", (8, 8)).save(path)
+        exif = b"\xff\xe1" + b"\0\x08Exif\0\0"
+        path.write_bytes(b"\xff\xd8" + exif * (images.MAX_PARTS + 1) + path.read_bytes()[2:])
+    with pytest.raises(FileError, match="has more than 10000 comments or Exif segments"):
+        images.read_image(path)
+
+
 def test_progressive_file_with_hundreds_of_scans_is_an_error(tmp_path):
     """Each scan decodes all pixels again: a small file can take minutes."""
     path = tmp_path / "a.jpg"

@@ -636,11 +636,14 @@ def test_file_that_is_not_regular_is_an_error(out, run_pack, alarm, name):
     assert len(datasets(out)[0]) == 10 and run_pack(out, "--verify") == 0
 
 
-def test_index_that_became_a_fifo_is_an_error_when_packing_continues(out, folder, run_pack, alarm):
+@pytest.mark.parametrize("is_link", [True, False])
+def test_index_that_became_a_fifo_or_link_is_an_error_when_packing_continues(
+    out, folder, run_pack, alarm, is_link
+):
     path = out / "train" / "index.bin"
     (out / "train" / "pack.json").rename(out / "train" / "progress.json")
-    path.unlink()
-    os.mkfifo(path)
+    moved = path.rename(out / "index.bin")
+    path.symlink_to(moved) if is_link else os.mkfifo(path)
     with pytest.raises(UserError, match=f"{path} is not a regular file; delete {path.parent}"):
         run_pack(folder, out, LARGE, MANY)
 
@@ -654,10 +657,17 @@ def test_file_of_class_names_outside_the_folder_is_not_packed(masks_folder, tmp_
     assert not (tmp_path / "out" / "classes.txt").exists()
 
 
-def test_file_of_class_names_that_is_a_fifo_is_an_error(masks_folder, tmp_path, run_pack, alarm):
-    os.mkfifo(tmp_path / "classes.txt")
-    with pytest.raises(UserError, match=r"can't be written \(.*classes.txt. is a named pipe\)"):
-        run_pack(masks_folder, tmp_path)
+@pytest.mark.parametrize("is_link", [True, False])
+def test_fifo_or_link_is_replaced_by_the_file_of_class_names(
+    masks_folder, tmp_path, run_pack, alarm, is_link
+):
+    (tmp_path / "precious").write_text("precious")
+    path = tmp_path / "out" / "classes.txt"
+    path.parent.mkdir()
+    path.symlink_to(tmp_path / "precious") if is_link else os.mkfifo(path)
+    assert run_pack(masks_folder, path.parent) == 0
+    assert not path.is_symlink() and path.read_text() == "black\nwhite\n"
+    assert (tmp_path / "precious").read_text() == "precious"
 
 
 def test_pack_with_the_files_of_a_mirror_is_checked_too(out, alarm):

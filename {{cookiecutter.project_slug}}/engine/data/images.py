@@ -50,6 +50,10 @@ TILE_WIDTH, TILE_LENGTH = 322, 323  # tags of TIFF
 MARKER = re.compile(rb"\xff([\x02-\xcf\xd8-\xfe])")  # of a segment, which has a length
 MAX_SCANS = 200  # of a progressive JPEG file; each decodes all pixels again
 EXIF = re.compile(rb"\xff\xe1(..Exif\0\0)", re.DOTALL)  # a segment of a JPEG file, APP1
+# Of comments of a text file of PPM, by its first bytes, or Exif segments of a JPEG file. PIL copies
+# what it has read of them for each further one.
+MAX_PARTS = 10_000
+PARTS = {b"P1": b"#", b"P2": b"#", b"P3": b"#", b"\xff\xd8": b"\xff\xe1"}
 MAX_RATIO = 64  # of the sides of an image that is resized, see `trim`
 MAX_PIXELS = 2**30 // 12  # of an image that is read: PIL warns of more
 MAX_SIDE = 4096  # of an image that the GPU decodes
@@ -147,6 +151,9 @@ def read_encoded(path: str, choose_crop: Callable[[int, int], Crop]) -> Encoded:
     """
     with naming_errors(path, "an image"):
         data = read_file(path)
+        part = PARTS.get(bytes(data[:2]))
+        if part and data.count(part) > MAX_PARTS:
+            raise OSError(0, f"it has more than {MAX_PARTS} comments or Exif segments")
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:  # reads only the header
             _check_size(image)
             width, height = image.size

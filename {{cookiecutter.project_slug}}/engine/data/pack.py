@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from engine import UserError, cli, distributed
+from engine import UserError, cli, distributed, replacing
 from engine.data import shards
 from engine.data.captions import read_captions
 from engine.data.folders import list_classes
@@ -83,7 +83,8 @@ def plan(data: Path, out: Path, options: Options) -> list[SplitPacker]:
         if kind == "mask.png" and (data / name).is_file():
             if not (data / name).resolve().is_relative_to(data.resolve()):  # a pack is for others
                 raise UserError(f"{data / name} is a link to a file outside of {data}: copy it")
-            shutil.copyfile(data / name, out / name)
+            with replacing(out / name) as temporary:
+                shutil.copyfile(data / name, temporary)
     return packers
 
 

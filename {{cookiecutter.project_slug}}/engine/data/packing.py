@@ -20,7 +20,7 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional
 from tqdm import tqdm
 
-from engine import SUFFIX, UserError, read_text, replacing
+from engine import SUFFIX, UserError, read_text, regular_only, replacing
 from engine.data import shards
 from engine.data.files import naming_errors, read_file
 from engine.data.images import read_image, read_labels, trim
@@ -296,9 +296,9 @@ class SplitPacker:
     def run(self, workers: int) -> None:
         """Pack what is left, without the manifest."""
         path = self.folder / INDEX
-        if path.exists() and not path.is_file():  # opening a FIFO would never end
+        if path.is_symlink() or path.exists() and not path.is_file():
             raise UserError(f"{path} is not a regular file; delete {self.folder} and pack anew")
-        with path.open("ab") as index:
+        with open(path, "ab", opener=regular_only) as index:
             try:
                 fcntl.lockf(index, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from shlex import quote
 from typing import IO
 
 import torch
@@ -121,7 +122,7 @@ class Tracking:
             left, problem = self._left(name), read_state(self.output, name).get("problem")
             if left:
                 reason = f" ({problem})" if problem else ""
-                command = f"python -m engine.monitoring.deliver {self.output}"
+                command = f"python -m engine.monitoring.deliver {quote(str(self.output))}"
                 self.info(f"{name}: {left} records are not delivered{reason}; send them: {command}")
 
     def _append(self, record: Mapping[str, object]) -> None:
