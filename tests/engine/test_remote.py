@@ -21,6 +21,7 @@ from engine.data import (
     ResumableDistributedSampler,
     SeededDataset,
     ShardSampler,
+    idx,
     remote,
     shard_order,
     shards,
@@ -289,6 +290,21 @@ def test_missing_credentials_are_an_error_at_the_first_attempt(monkeypatch):
 def test_unusable_url_is_an_error(server, tmp_path, path, message):
     with pytest.raises(UserError, match=message):
         datasets(RemoteFolder(f"{server.url}/{path}", tmp_path / "cache", MANY))
+
+
+def test_nothing_is_read_by_url_before_the_data(tmp_path):
+    """The flags are checked first, without a limit of time."""
+    folder = RemoteFolder("http://127.0.0.1:1/data", tmp_path / "cache", MANY)
+    assert not idx.is_idx(folder) and not (tmp_path / "cache").exists()
+
+
+def test_malformed_netrc_is_not_printed(monkeypatch, tmp_path, capfd):
+    (tmp_path / "netrc").write_text("machine 127.0.0.1 login me password my s3cret\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setattr(store, "FIRST_DELAY_S", 0.01)
+    with pytest.raises(UserError, match="can't be read"):
+        Store("http://127.0.0.1:1/data").read("train/pack.json")
+    assert "s3cret" not in capfd.readouterr().err
 
 
 def test_local_data_is_not_taken_for_a_mirror(packed, tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from fresh import ROOT
 from PIL import Image
-from running import metrics, run
+from running import metrics, predict, run
 
 pytestmark = pytest.mark.xdist_group("short")
 TASKS = {
@@ -94,9 +94,26 @@ def test_example_of_array_data_trains(project, source, tmp_path):
     images = np.random.default_rng(0).integers(0, 256, (4, 64, 64, 3), dtype=np.uint8)
     for split in ("train", "val"):
         np.savez(tmp_path / f"{split}.npz", images=images, **{kind: others[kind]})
+    flags = ()
+    if task == "classification":
+        flags = ("--class-weights",)
+        replaced, count = apply_diffs(page.split("## Prediction\n")[1], replaced)
+        assert count == 1
     source.write_text(replaced, encoding="utf-8")
-    flags = ("--class-weights",) if task == "classification" else ()
     trains(task, project, text, tmp_path, tmp_path / "run", *flags)
+    if task == "classification":
+        loss = predicted_loss(project, tmp_path, images, ["cat", "dog", "cat", "dog"])
+        assert loss == pytest.approx(metrics(tmp_path / "run")[-1]["val_loss"], rel=1e-3)
+
+
+def predicted_loss(project, folder, pictures, names):
+    """The mean loss of the probabilities that predict.py finds for pictures, each with its name."""
+    (folder / "files").mkdir()
+    for number, picture in enumerate(pictures):
+        Image.fromarray(picture).save(folder / "files" / f"{number}.png")
+    lines = predict(project, folder / "run" / "last.pt", folder / "files", "--top", 2)
+    found = [dict(line["found"]) for line in lines]
+    return -np.mean([np.log(one[name]) for one, name in zip(found, names, strict=True)])
 
 
 def apply_diffs(text, source):

@@ -36,7 +36,8 @@ def find_file(folder: Path, train: bool, kind: str) -> Path | None:
 
 def is_idx(folder: Path | None) -> bool:
     """Return whether `folder` holds the images of the validation split as an IDX file."""
-    return folder is not None and find_file(folder, False, IMAGES) is not None
+    # Not for a RemoteFolder, which would read its manifests at once.
+    return isinstance(folder, Path) and find_file(folder, False, IMAGES) is not None
 
 
 def read_file(folder: Path, train: bool, kind: str) -> np.ndarray:

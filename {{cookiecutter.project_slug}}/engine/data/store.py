@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import logging
 import os
 import random
 import sys
@@ -183,6 +184,7 @@ def _open_files(protocol: str) -> Any:
         return fsspec.filesystem("s3", config_kwargs=client, **options)
     import aiohttp
 
+    logging.getLogger("aiohttp").addHandler(logging.NullHandler())  # quotes a malformed ~/.netrc
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=READ_S)
     session = {"timeout": timeout, "trust_env": True}  # proxies and ~/.netrc
     # A few bytes may unpack to gigabytes.
