@@ -96,14 +96,14 @@ def test_example_of_array_data_trains(project, source, tmp_path):
         np.savez(tmp_path / f"{split}.npz", images=images, **{kind: others[kind]})
     flags = ()
     if task == "classification":
-        flags = ("--class-weights",)
+        flags = ("--class-weights", "--arch", "resnet18_cifar")
         replaced, count = apply_diffs(page.split("## Prediction\n")[1], replaced)
         assert count == 1
     source.write_text(replaced, encoding="utf-8")
     trains(task, project, text, tmp_path, tmp_path / "run", *flags)
     if task == "classification":
         loss = predicted_loss(project, tmp_path, images, ["cat", "dog", "cat", "dog"])
-        assert loss == pytest.approx(metrics(tmp_path / "run")[-1]["val_loss"], rel=1e-3)
+        assert loss == pytest.approx(metrics(tmp_path / "run")[-1]["val_loss"], rel=1e-5)
 
 
 def predicted_loss(project, folder, pictures, names):
