@@ -41,6 +41,7 @@ from engine.data.masks import (
     odd_sizes,
     read_classes,
     read_mask,
+    renumber,
     warn_of_absent_classes,
 )
 from engine.monitoring import image_grid
@@ -492,10 +493,8 @@ class Pairs(Dataset):
 
     def reorder_classes(self, classes: list[str]) -> None:
         """Change the labels to the positions in `classes`, which include all of its own."""
-        numbers = self.numbers.clone()
-        for label, name in enumerate(self.classes):
-            numbers[self.numbers == label] = classes.index(name)
-        self.classes, self.numbers = list(classes), numbers
+        self.numbers = renumber(self.numbers, self.classes, classes)
+        self.classes = list(classes)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         path, mask_path = self.files[index]

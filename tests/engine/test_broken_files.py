@@ -17,7 +17,7 @@ import template_task_contrastive as task_contrastive
 import template_task_segmentation as task_segmentation
 import torch
 from engine import UserError
-from engine.data import SeededDataset, gpu_decoding, images, verify
+from engine.data import SeededDataset, gpu_decoding, images, masks, verify
 from engine.data.files import FileError, read_file
 from engine.data.loading import build_loader
 from engine.data.skipping import RECORD, SkippingDataset, only_readable, skip_broken
@@ -97,13 +97,30 @@ def test_progressive_file_with_hundreds_of_scans_is_an_error(tmp_path):
     images.read_image(path)
 
 
-def test_tile_that_is_larger_than_its_image_is_an_error(tmp_path):
+@pytest.mark.parametrize(
+    ("width", "height", "message"),
+    [
+        (30_000, 30_000, "it has 900000000 pixels, more than"),
+        (5_000_000, 16, "it has tiles of 5000000 × 16 pixels"),
+    ],
+)
+def test_tile_that_is_larger_than_its_image_is_an_error(tmp_path, width, height, message):
     path = tmp_path / "a.tif"
-    fields = {256: 16, 257: 16, 258: 8, 259: 8, 262: 1, 277: 1, 322: 30_000, 323: 30_000}
+    fields = {256: 16, 257: 16, 258: 8, 259: 8, 262: 1, 277: 1, 322: width, 323: height}
     fields |= {324: 8 + 2 + 12 * 10 + 4, 325: 1}
     entries = b"".join(struct.pack("<HHII", tag, 4, 1, fields[tag]) for tag in sorted(fields))
     path.write_bytes(b"II*\0" + struct.pack("<IH", 8, len(fields)) + entries + bytes(5))
-    with pytest.raises(FileError, match="it has 900000000 pixels, more than"):
+    with pytest.raises(FileError, match=message):
+        images.read_image(path)
+
+
+def test_compressed_bmp_file_of_many_pixels_is_an_error(tmp_path):
+    path = tmp_path / "a.bmp"
+    Image.new("L", (4096, 4096)).save(path)
+    data = bytearray(path.read_bytes())
+    data[30] = 1  # RLE8
+    path.write_bytes(data[:1100])
+    with pytest.raises(FileError, match="it is a compressed BMP file of more than 4194304 pixels"):
         images.read_image(path)
 
 
@@ -120,6 +137,24 @@ def test_more_classes_than_a_mask_can_show_are_an_error():
     with pytest.raises(UserError, match="a mask has 8 bits: it can't show 256 classes"):
         task_segmentation.make_palette(256)
     assert len(task_segmentation.make_palette(255)) == 256
+    numbers = torch.tensor([1, 0, 255])
+    assert masks.renumber(numbers, ["a", "b"], ["x", "b", "a"]).tolist() == [1, 2, 255]
+    with pytest.raises(UserError, match="the checkpoint has 256 classes; masks have up to 255"):
+        masks.renumber(numbers, ["a", "b"], ["a", "b", *map(str, range(254))])
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PPM"])
+def test_mask_of_another_format_is_an_error(tmp_path, kind):
+    """JPEG changes the values, and PIL scales those of PGM."""
+    Image.new("L", (8, 8)).save(tmp_path / "a.png", format=kind)
+    with pytest.raises(FileError, match="a.png can't be read as a mask"):
+        images.read_labels(tmp_path / "a.png")
+
+
+def test_name_of_a_class_may_have_characters_that_end_a_line_elsewhere(tmp_path):
+    names = ["a\u2028b", "c\x0cd", "e\x85f"]
+    (tmp_path / "classes.txt").write_bytes("\r\n".join(names).encode())
+    assert masks.read_classes(tmp_path, None)[0] == names
 
 
 @pytest.mark.parametrize("suffix", ["jpg", "png", "tif", "webp", "gif", "bmp", "ppm"])

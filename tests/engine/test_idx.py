@@ -101,3 +101,5 @@ def test_images_that_are_no_squares_are_an_error(folder: Path) -> None:
     write_idx(folder / "t10k-images-idx3-ubyte.gz", np.zeros((20, 28, 20)))
     with pytest.raises(UserError, match="28 × 20 pixels"):
         idx.image_size(folder)
+    with pytest.raises(UserError, match="28 × 20 pixels"):  # as of the training set
+        idx.IdxImages(folder, train=False, size=28)

@@ -47,6 +47,15 @@ def test_large_image_is_not_enlarged(tmp_path):
         assert picture.size == (232, 224 + LINE_HEIGHT + 8)
 
 
+def test_caption_of_many_lines_and_characters_is_cut(tmp_path):
+    name = "\n" * 10**6 + "".join(map(chr, range(0x20000, 0x2A000)))
+    save_image_grid(tmp_path / "grid.png", torch.zeros(1, 3, 128, 128), [(name, True)])
+    with Image.open(tmp_path / "grid.png") as picture:
+        assert picture.size == (136, 128 + 8 * LINE_HEIGHT + 8)
+    shown, _ = choose_font(name.strip()[:3])
+    assert shown == r"\U00020000\U00020001\U00020002"
+
+
 def test_second_line_of_a_caption_is_black_and_all_captions_have_its_height(tmp_path):
     captions = [("wrong\nis right", False), ("right", True)]
     save_image_grid(tmp_path / "grid.png", torch.zeros(2, 3, 128, 128), captions)

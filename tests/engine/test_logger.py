@@ -532,6 +532,7 @@ def test_run_continues_if_stdout_can_not_be_written(tmp_path, monkeypatch):
         pytest.param("epoch,step\n1,10\n".encode("utf-16"), id="utf_16"),
         pytest.param(b"epoch,step\n1\n", id="short_row"),
         pytest.param(b"epoch,step\n1,10,11\n", id="long_row"),
+        pytest.param(b"epoch,step\n-1,0\n", id="negative"),
     ],
 )
 def test_metrics_in_another_format_are_an_error_and_kept(logger, table):

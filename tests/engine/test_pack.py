@@ -405,13 +405,18 @@ def test_packed_captions_are_those_of_the_folder(captions_folder, tmp_path, run_
     assert list_images(out)[12:] == [str(out / "more" / "0.jpg")]
 
 
-def test_packed_caption_that_is_not_utf_8_is_an_error(captions_folder, tmp_path, run_pack):
+@pytest.mark.parametrize(
+    ("byte", "message"), [(b"\xff", ".*utf-8"), (b"\0", "it is empty or holds a NUL character")]
+)
+def test_packed_caption_that_is_not_a_text_is_an_error(
+    captions_folder, tmp_path, run_pack, byte, message
+):
     out = tmp_path / "out"
     assert run_pack(captions_folder, out, LARGE, MANY) == 0
     text = "größer".encode()
     for shard in (out / "train").glob("*.tar"):
-        shard.write_bytes(shard.read_bytes().replace(text, b"\xff" * len(text)))
-    with pytest.raises(UserError, match=r"can't be read as a caption .*utf-8"):
+        shard.write_bytes(shard.read_bytes().replace(text, byte * len(text)))
+    with pytest.raises(UserError, match=rf"can't be read as a caption \({message}"):
         [*list_captions(out / "train", 99)]
 
 

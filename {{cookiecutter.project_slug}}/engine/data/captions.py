@@ -29,6 +29,8 @@ class PackedCaptions(Sequence):
         with naming_errors(path, "a caption"):
             caption = bytes(read_file(path)).split(b"\n")[self.pack.records["label"][index]]
             caption.decode()  # raises UnicodeDecodeError
+            if not caption or b"\0" in caption:
+                raise ValueError("it is empty or holds a NUL character")
         return Path(self.pack.image(index)), caption
 
 

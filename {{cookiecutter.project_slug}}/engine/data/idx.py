@@ -79,9 +79,13 @@ def image_size(folder: Path) -> int:
     assert path, "see is_idx"
     with _opened(path, num_dims=3) as (_, shape):  # the flags need no more than the header
         _, height, width = shape
+    _require_squares(folder, height, width)
+    return height
+
+
+def _require_squares(folder: Path, height: int, width: int) -> None:
     if height != width:
         raise UserError(f"--data {folder}: its images have {height} × {width} pixels, no squares")
-    return height
 
 
 class IdxImages(Dataset):
@@ -109,6 +113,7 @@ class IdxImages(Dataset):
         labels = read_file(folder, train, LABELS)
         if len(images) != len(labels):
             raise UserError(f"--data {folder}: {len(images)} images, but {len(labels)} labels")
+        _require_squares(folder, *images.shape[1:])
         if images.shape[1] != size:
             images = resize(images, size)
         self.size = size

@@ -9,7 +9,7 @@ import logging
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -47,6 +47,8 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, in RGB
 # Formats of files, MPO being a kind of JPEG. PIL has more; for EPS it would run Ghostscript.
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 TILE_WIDTH, TILE_LENGTH = 322, 323  # tags of TIFF
+MAX_TILE = 2**12  # height and width of a tile that is larger than the image
+MAX_RLE_PIXELS = 2**22  # of a compressed BMP file, which PIL decodes in Python
 MARKER = re.compile(rb"\xff([\x02-\xcf\xd8-\xfe])")  # of a segment, which has a length
 MAX_SCANS = 200  # of a progressive JPEG file; each decodes all pixels again
 EXIF = re.compile(rb"\xff\xe1(..Exif\0\0)", re.DOTALL)  # a segment of a JPEG file, APP1
@@ -177,7 +179,9 @@ def read_image(path: str | Path) -> Tensor:
 
 
 @contextmanager
-def open_image(path: Path, kind: str = "an image") -> Iterator[Image.Image]:
+def open_image(
+    path: Path, kind: str = "an image", formats: Sequence[str] = FORMATS
+) -> Iterator[Image.Image]:
     """Open an image with PIL, which reads only the header before the pixels are used.
 
     Raises:
@@ -186,7 +190,7 @@ def open_image(path: Path, kind: str = "an image") -> Iterator[Image.Image]:
     with (
         naming_errors(path, kind),
         open_file(path) as file,
-        Image.open(file, formats=FORMATS) as image,
+        Image.open(file, formats=formats) as image,
     ):
         _check_size(image)
         yield image
@@ -200,11 +204,16 @@ def _check_size(image: Image.Image) -> None:
     pixels = max(math.prod(image.size), math.prod(tile))
     if pixels > MAX_PIXELS:
         raise OSError(0, f"it has {pixels} pixels, more than {MAX_PIXELS}")
+    if max(tile, default=0) > max(*image.size, MAX_TILE):  # a small file may have many of them
+        raise OSError(0, f"it has tiles of {' × '.join(map(str, tile))} pixels")
+    if image.format == "BMP" and image.info.get("compression") and pixels > MAX_RLE_PIXELS:
+        raise OSError(0, f"it is a compressed BMP file of more than {MAX_RLE_PIXELS} pixels")
 
 
 def read_labels(path: Path) -> Tensor:
     """Return the pixel values of a PNG file: int64 (H, W)."""
-    with open_image(path, "a mask") as image:
+    # JPEG changes values, and PIL scales those of PGM.
+    with open_image(path, "a mask", formats=("PNG",)) as image:
         # PIL scales the values of grey images of 2 and 4 bits, so that they are no labels.
         is_scaled = any(tile[3] in ("L;2", "L;4") for tile in getattr(image, "tile", ()))
         if image.mode not in ("L", "P") or is_scaled:

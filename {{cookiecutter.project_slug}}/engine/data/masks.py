@@ -92,7 +92,8 @@ def read_classes(data: Path, ignore_index: int | None) -> tuple[list[str], Tenso
     own, ade20k = (data / name for name in shards.CLASS_FILES)
     try:
         if own.exists() or not ade20k.exists():
-            names = read_text(own).rstrip().splitlines()
+            text = read_text(own).rstrip()
+            names = text.split("\n") if text else []  # a name may hold U+2028 and the like
         else:
             lines = read_text(ade20k, errors="replace").rstrip().splitlines()[1:]
             names = ["other", *(line.strip().split("\t")[-1] for line in lines)]
@@ -126,6 +127,22 @@ def read_classes(data: Path, ignore_index: int | None) -> tuple[list[str], Tenso
     numbers[counted] = torch.arange(len(counted))
     numbers[list(ignored)] = IGNORED
     return [names[label] for label in counted], numbers
+
+
+def renumber(numbers: Tensor, names: Sequence[str], classes: Sequence[str]) -> Tensor:
+    """Return the class of each label by its position in `classes`, which include all of `names`.
+
+    Args:
+        numbers: the class of each label (256,) by its position in `names`.
+
+    Raises UserError for more classes than a mask can have.
+    """
+    if len(classes) > IGNORED:
+        raise UserError(f"the checkpoint has {len(classes)} classes; masks have up to {IGNORED}")
+    renumbered = numbers.clone()
+    for number, name in enumerate(names):
+        renumbered[numbers == number] = classes.index(name)
+    return renumbered
 
 
 def read_mask(path: Path, numbers: Tensor) -> Tensor:

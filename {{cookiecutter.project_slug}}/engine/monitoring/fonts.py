@@ -15,8 +15,9 @@ def draw_text(
     picture: Image.Image, place: tuple[int, int], text: str, width: int, colour: str = "black"
 ) -> None:
     """Draw a line of text at `place`, its left upper corner; end it with … after `width` pixels."""
-    text, font = choose_font(" ".join(text.split()))
-    shown = text = text[:width]  # no character is narrower than a pixel
+    # No character is narrower than a pixel; an escape has several characters.
+    text, font = choose_font(" ".join(text.split())[:width])
+    shown = text = text[:width]
     while text and font.getlength(shown) > width:
         text = text[:-1]
         shown = f"{text}…"

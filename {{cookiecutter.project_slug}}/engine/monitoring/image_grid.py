@@ -20,6 +20,7 @@ from engine.monitoring.fonts import LINE_HEIGHT, draw_text
 COLUMNS = 4
 MIN_WIDTH = 128  # pixels, to which smaller images are enlarged
 MIN_PANEL_WIDTH = 192
+MAX_LINES = 8  # of a caption; names of classes may hold more
 MARGIN = 4  # pixels around an image and its caption
 LEGEND_WIDTH = 148  # pixels of an entry
 
@@ -54,7 +55,7 @@ def save_image_grid(path: Path, images: Tensor, captions: Sequence[tuple[str, bo
     pixels = images.cpu().float().mul(std).add(mean).mul(255).clamp(0, 255).byte()
     factor = -(-MIN_WIDTH // images.shape[-1])  # rounded up
     pixels = pixels.repeat_interleave(factor, 2).repeat_interleave(factor, 3)
-    height = LINE_HEIGHT * max(text.count("\n") + 1 for text, _ in captions)
+    height = LINE_HEIGHT * max(len(_lines(text)) for text, _ in captions)
     cells = [
         torch.cat([image, _draw_caption(text, is_correct, image.shape[-1], height)], dim=1)
         for image, (text, is_correct) in zip(pixels, captions, strict=True)
@@ -65,10 +66,14 @@ def save_image_grid(path: Path, images: Tensor, captions: Sequence[tuple[str, bo
     Image.fromarray(grid.permute(1, 2, 0).numpy()).save(path)
 
 
+def _lines(caption: str) -> list[str]:
+    return caption.split("\n", MAX_LINES)[:MAX_LINES]
+
+
 def _draw_caption(text: str, is_correct: bool, width: int, height: int) -> Tensor:
     """Return the text as an image, (3, height, width) of uint8."""
     strip = Image.new("RGB", (width, height), "white")
-    for number, line in enumerate(text.split("\n")):
+    for number, line in enumerate(_lines(text)):
         colour = "black" if is_correct or number else "red"
         draw_text(strip, (0, number * LINE_HEIGHT), line, width, colour)
     return pil_to_tensor(strip)

@@ -108,8 +108,10 @@ def _metric_of(flags: dict[str, Any], columns: list[str], table: Path) -> Monito
 
 
 def parse_row(row: Mapping[str, str]) -> dict[str, float]:
-    """Return the numbers in a row of metrics.csv."""
+    """Return the numbers in a row of metrics.csv. Raises KeyError or ValueError if it is damaged."""
     position = {name: int(row[name]) for name in POSITION}
+    if min(position.values()) < 0:  # no checkpoint could hold it
+        raise ValueError(f"{position} is not the position of a run")
     return {name: float(value) for name, value in row.items() if value} | position
 
 
