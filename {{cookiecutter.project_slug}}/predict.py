@@ -45,6 +45,8 @@ def parse_args() -> argparse.Namespace:
         parser.error("give image files, or --export FILE")
     if args.export and args.export.resolve() == args.checkpoint.resolve():
         parser.error(f"--export {args.export} is the checkpoint itself; name another file")
+    if args.export and getattr(args, "flip_tta", False):
+        parser.error("--export writes the model without --flip-tta; leave that out")
     return args
 
 

@@ -413,6 +413,10 @@ def candidates(file: Path | None, data: str) -> list[str]:
         captions = [line.strip() for line in read_lines(file) if line.strip()]
         for caption in captions:
             require_short(len(caption.encode()), LENGTH, str(file))
+            if "\t" in caption:
+                raise UserError(
+                    f"{file} has a tab in {caption!r}: give captions without file names"
+                )
     if not captions:
         raise UserError(f"{file} holds no captions: write one in each line")
     return [*dict.fromkeys(captions)]

@@ -354,6 +354,10 @@ def test_images_or_export_are_needed(
     )
     with pytest.raises(UserError, match="is the checkpoint itself"):
         generated.predict.parse_args()
+    arguments = ["predict.py", str(checkpoint), "--export", "model.onnx", "--flip-tta"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(UserError, match="--flip-tta"):
+        generated.predict.parse_args()
 
 
 @pytest.mark.slow

@@ -303,6 +303,7 @@ def test_candidate_captions(folder, tmp_path):
         (None, "can't be read"),
         ("\n", "holds no captions"),
         ("x" * 257, "257 bytes"),
+        ("1.jpg\ta cat", "a tab in .*give captions without file names"),
     ],
 )
 def test_invalid_candidate_captions_are_errors(tmp_path, text, words):

@@ -108,7 +108,7 @@ def _metric_of(flags: dict[str, Any], columns: list[str], table: Path) -> Monito
 
 
 def parse_row(row: Mapping[str, str]) -> dict[str, float]:
-    """Return the numbers in a row of metrics.csv. Raises KeyError or ValueError if it is damaged."""
+    """Return the numbers in a row of metrics.csv. Raises KeyError or ValueError for others."""
     position = {name: int(row[name]) for name in POSITION}
     if min(position.values()) < 0:  # no checkpoint could hold it
         raise ValueError(f"{position} is not the position of a run")
