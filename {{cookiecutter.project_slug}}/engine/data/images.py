@@ -9,7 +9,7 @@ import logging
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -180,7 +180,7 @@ def read_image(path: str | Path) -> Tensor:
 
 @contextmanager
 def open_image(
-    path: Path, kind: str = "an image", formats: Sequence[str] = FORMATS
+    path: Path, kind: str = "an image", formats: tuple[str, ...] = FORMATS
 ) -> Iterator[Image.Image]:
     """Open an image with PIL, which reads only the header before the pixels are used.
 

@@ -25,8 +25,12 @@ CONNECT_S, READ_S = 10, 10  # limits of the time in which a server sends nothing
 ATTEMPT_S = 60  # limit of an attempt, of at most PIECE bytes or a manifest
 TEMPORARY = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS)  # others below 500 are not
 # Errors of packages that are there for some protocols only. The last one is a redirection to file:.
-REFUSALS = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound")
-REFUSALS += ("NonHttpUrlRedirectClientError",)
+REFUSALS = (
+    "NoCredentialsError",
+    "PartialCredentialsError",
+    "ProfileNotFound",
+    "NonHttpUrlRedirectClientError",
+)
 MAX_REASON = 200  # characters of what a server says
 UPLOAD = "upload the pack again"
 
