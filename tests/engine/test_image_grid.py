@@ -1,5 +1,6 @@
 """engine.monitoring.image_grid and fonts: images with captions, headings and a legend."""
 
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -142,3 +143,6 @@ def test_files_of_the_validation_are_not_written_through_a_link(tmp_path, suffix
     (tmp_path / "validation" / f"epoch_001{suffix}").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(OSError, match=rf"epoch_001\{suffix} is a link"):
         image_grid.image_path(tmp_path, 1)
+    os.mkfifo(tmp_path / "validation" / f"epoch_002{suffix}")
+    with pytest.raises(OSError, match=rf"epoch_002\{suffix} is a FIFO"):
+        image_grid.image_path(tmp_path, 2)

@@ -115,6 +115,14 @@ def test_exif_orientation_is_not_applied(decoder, tmp_path, suffix):
     assert images.read_encoded(str(path), centre).crop == centre(40, 60)
 
 
+def test_orientation_in_another_segment_is_not_applied(decoder, tmp_path):
+    """TorchCodec reads it without the name Exif, too."""
+    path = tmp_path / "rotated.jpg"
+    picture(40, 60).save(path, exif=ROTATED)
+    path.write_bytes(path.read_bytes().replace(b"Exif\0\0", b"AAAAAA"))
+    assert read_image(path).shape == (3, 40, 60)
+
+
 def test_orientation_of_tiff_is_applied(tmp_path):
     """PIL does so when it reads the file; no other library reads TIFF."""
     picture(40, 60).save(tmp_path / "rotated.tif", tiffinfo={0x0112: 6})

@@ -188,6 +188,42 @@ def test_unsure_case_is_left_below_a_comment(run, tmp_path, script, why):
     assert migrate(run, tmp_path, code, status=1)[0] == code  # a second time, nothing changes
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "why"),
+    [
+        (
+            "    nn.utils.clip_grad_norm_",
+            "    model[0].weight.square().sum().backward()\n    nn.utils.clip_grad_norm_",
+            "model[0].weight.square().sum().backward() is not scaled",
+        ),
+        (
+            "    nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)",
+            "    clip(model)",
+            "clip reads gradients",
+        ),
+        (
+            "        scaled_loss.backward()\n",
+            "        scaled_loss.backward()\n    show(model)\n",
+            "show reads gradients",
+        ),
+        ("    print(loss.item())", "    print(scaled_loss.item())", "scaled_loss is used outside"),
+    ],
+    ids=["unscaled_loss", "clipping", "reading", "name"],
+)
+def test_step_that_grad_scaler_would_change_is_left(run, tmp_path, old, new, why):
+    helpers = (
+        "def clip(model):\n    nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
+        "def show(model):\n    print(model[0].weight.grad.norm())\n"
+    )
+    assert old in TRAIN
+    train = TRAIN.replace("LEVEL", "O1").replace(old, new)
+    script = f"{START}{helpers}optimizer = {OPTIMIZERS[0]}{train}"
+    code, report = migrate(run, tmp_path, script, status=1)
+    assert why in report
+    assert "with amp.scale_loss(loss, optimizer)" in code
+    assert "GradScaler" not in re.sub("#.*", "", code)
+
+
 def test_level_can_be_given(run, tmp_path):
     level = "args.opt_level, keep_batchnorm_fp32=None"
     script = f"{START}optimizer = {OPTIMIZERS[0]}{TRAIN}".replace('"LEVEL"', level)

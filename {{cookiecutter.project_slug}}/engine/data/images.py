@@ -51,7 +51,6 @@ MAX_TILE = 2**12  # height and width of a tile that is larger than the image
 MAX_RLE_PIXELS = 2**22  # of a compressed BMP file, which PIL decodes in Python
 MARKER = re.compile(rb"\xff([\x02-\xcf\xd8-\xfe])")  # of a segment, which has a length
 MAX_SCANS = 200  # of a progressive JPEG file; each decodes all pixels again
-EXIF = re.compile(rb"\xff\xe1(..Exif\0\0)", re.DOTALL)  # a segment of a JPEG file, APP1
 # Of comments of a text file of PPM, by its first bytes, or Exif segments of a JPEG file. PIL copies
 # what it has read of them for each further one.
 MAX_PARTS = 10_000
@@ -160,9 +159,8 @@ def read_encoded(path: str, choose_crop: Callable[[int, int], Crop]) -> Encoded:
             _check_size(image)
             width, height = image.size
             suits_gpu = _suits_gpu(image, data)
-            if isinstance(image, JpegImageFile) and "exif" in image.info:
-                # TorchCodec would turn the image as EXIF says, torchvision and PIL do not.
-                data = bytearray(EXIF.sub(b"\xff\xef\\1", data))  # APP15, which none reads
+            if isinstance(image, JpegImageFile):
+                _hide_orientation(data)
             is_suspect = isinstance(image, JpegImageFile) and data.count(b"\xff\xda") > MAX_SCANS
             if is_suspect and _count_scans(data) > MAX_SCANS:
                 raise OSError(0, f"it has more than {MAX_SCANS} scans")
@@ -241,13 +239,30 @@ def whole(height: int, width: int) -> Crop:
     return Crop(Span(0, height, height), Span(0, width, width), size)
 
 
+def _hide_orientation(data: bytearray) -> None:
+    """Keep TorchCodec from turning a JPEG image as its EXIF data say: torchvision and PIL do not.
+
+    TorchCodec reads them from any APP1 segment.
+    """
+    for place, marker in _segments(data):
+        if marker == b"\xda":  # the start of the first scan
+            return
+        if marker == b"\xe1":
+            data[place] = 0xEF  # APP15, which none reads
+
+
 def _count_scans(data: bytearray) -> int:
     """Return the number of scans of a JPEG file, without those of previews and appended videos."""
-    scans, position = 0, 2
+    return sum(marker == b"\xda" for _, marker in _segments(data))
+
+
+def _segments(data: bytearray) -> Iterator[tuple[int, bytes]]:
+    """Yield the position and the value of the marker of each segment of a JPEG file."""
+    position = 2
     while (found := MARKER.search(data, position)) and found[1] != b"\xd9":
-        scans += found[1] == b"\xda"
-        position = found.end() + int.from_bytes(data[found.end() : found.end() + 2], "big")
-    return scans
+        marker, position = found[1], found.end()
+        yield position - 1, marker
+        position += int.from_bytes(data[position : position + 2], "big")
 
 
 def _suits_gpu(image: Image.Image, data: bytearray) -> bool:

@@ -28,13 +28,15 @@ LEGEND_WIDTH = 148  # pixels of an entry
 def image_path(output: Path, epoch: int | None) -> Path:
     """Return the path of a run's image after an epoch, or of --eval-only if it is None.
 
-    Raises OSError if a link is there, by which files elsewhere would be replaced.
+    Raises OSError if a link is there, by which files elsewhere would be replaced, or a FIFO.
     """
     stem = "eval_only" if epoch is None else f"epoch_{epoch:03}"
     path = output / "validation" / f"{stem}.png"
     for one in (path.parent, path, path.with_suffix(".csv")):
         if one.is_symlink():
             raise OSError(errno.ELOOP, f"{one} is a link")
+        if one.is_fifo():  # opening it would never end
+            raise OSError(0, f"{one} is a FIFO")
     return path
 
 

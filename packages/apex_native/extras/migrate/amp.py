@@ -60,6 +60,7 @@ class Analysis(Gradients):
         self.enabled: cst.BaseExpression | None = None
         self.flags: set[str] = set()
         self.registered: list[str] = []
+        self.names: list[cst.Name] = []
 
     def visit_Module(self, node: cst.Module) -> None:
         """Find names that stand for a failed import."""
@@ -75,6 +76,7 @@ class Analysis(Gradients):
     def visit_Call(self, node: cst.Call) -> None:
         name = self.name(node.func)
         attribute = node.func.attr.value if isinstance(node.func, cst.Attribute) else ""
+        self.calls.append((attribute or source(node.func), node))
         if attribute == "step" and isinstance(node.func, cst.Attribute):
             self.steps.append((source(node.func.value), node))
         elif attribute == "add_argument" and "store_true" in source(node):
@@ -109,8 +111,9 @@ class Analysis(Gradients):
             self.readers.append((self.statement(node), source(node)))
 
     def visit_Name(self, node: cst.Name) -> None:
-        """Find amp as a value."""
+        """Find amp as a value, and names that may be those of scaled losses."""
         self._check_value(node)
+        self.names.append(node)
 
     def _check_value(self, node: cst.Attribute | cst.Name) -> None:
         """Reject ``amp`` where it is passed to a function or assigned."""
@@ -192,6 +195,7 @@ class Analysis(Gradients):
         if not self.starts and self.level == "O0":
             usage.level = "O0"  # stated, and nothing else matters: all of amp is removed
             return
+        self._check_aliases()
         if not self.starts:
             usage.reasons.append("amp.initialize is not in this file")
         if usage.level != "O0":
@@ -214,6 +218,16 @@ class Analysis(Gradients):
         functions = {self.function(node) for node in (*users, *self.states)}
         here = self.function(self.starts[0])
         usage.is_global = isinstance(here, cst.FunctionDef) and functions != {here}
+
+    def _check_aliases(self) -> None:
+        """Require that a scaled loss is not used after its block: its name is removed."""
+        aliases = {loss.alias for loss in self.usage.losses}
+        blocks = {loss.statement for loss in self.usage.losses}
+        functions = {self.function(block) for block in blocks}
+        for name in self.names:
+            is_alias = name.value in aliases and self.function(name) in functions
+            if is_alias and not blocks & {*self.parents(name)}:
+                self.usage.reasons.append(f"{name.value} is used outside of amp.scale_loss")
 
     def _simplified(self, test: cst.BaseExpression) -> cst.BaseExpression | bool:
         return simplify(test, lambda node: self.usage.is_available(node, self.name(node)))

@@ -6,7 +6,7 @@ from typing import Any
 import libcst as cst
 from libcst.metadata import PositionProvider
 
-from .places import new_name
+from .places import new_name, source
 from .tree import Tree
 from .usage import Loss, Usage
 
@@ -20,6 +20,7 @@ class Gradients(Tree):
         self.steps: list[tuple[str, cst.Call]] = []
         self.readers: list[tuple[cst.CSTNode, str]] = []  # statements that read gradients
         self.states: list[cst.Call] = []
+        self.calls: list[tuple[str, cst.Call]] = []  # of functions and methods, by name
 
     def name_scalers(self, module: cst.Module) -> None:
         """Name a GradScaler for each optimizer."""
@@ -65,6 +66,38 @@ class Gradients(Tree):
                     self.usage.reasons.append(f"{grad} is read, which GradScaler keeps scaled")
                 elif statement not in covered:
                     self.usage.reasons.append("gradients are clipped in another block than step()")
+        self._check_helpers(covered)
+        self._check_unscaled()
+
+    def _check_helpers(self, covered: set[cst.CSTNode]) -> None:
+        """Require that no function which a training step calls reads gradients."""
+        for helper in {self.function(each) for each, _ in self.readers if each not in covered}:
+            if not isinstance(helper, cst.FunctionDef):
+                continue
+            for name, call in self.calls:
+                if name == helper.name.value and any(
+                    self._follows(call, loss) for loss in self.usage.losses
+                ):
+                    self.usage.reasons.append(f"{name} reads gradients, which GradScaler scales")
+
+    def _check_unscaled(self) -> None:
+        """Require that all losses of a training step are scaled, or none."""
+        for name, call in self.calls:
+            here = [each.statement for each in self.usage.losses]
+            here = [each for each in here if self.function(each) is self.function(call)]
+            is_scaled = set(here) & {*self.parents(call)}
+            is_backward = name == "backward" and isinstance(call.func, cst.Attribute)
+            if not is_backward or not here or is_scaled:
+                continue
+            if not any(self._are_branches(call, each) for each in here):
+                self.usage.reasons.append(
+                    f"{source(call)} is not scaled, but GradScaler would unscale its gradients, too"
+                )
+
+    def _are_branches(self, one: cst.CSTNode, other: cst.CSTNode) -> bool:
+        """Return whether two nodes of a function are in different branches of a condition."""
+        around = set(self.parents(other))
+        return isinstance(next(each for each in self.parents(one) if each in around), cst.If)
 
     def _exclude(self, one: cst.Call, other: cst.Call, optimizer: str) -> bool:
         """Return whether two steps never follow the same backward pass."""
@@ -72,8 +105,7 @@ class Gradients(Tree):
         if len(functions) > 1:
             losses = [loss for loss in self.usage.losses if loss.optimizer == optimizer]
             return functions <= {self.function(loss.statement) for loss in losses}
-        around = set(self.parents(other))
-        return isinstance(next(each for each in self.parents(one) if each in around), cst.If)
+        return self._are_branches(one, other)
 
     def _follows(self, statement: cst.CSTNode, loss: Loss) -> bool:
         """Return whether a statement comes after a backward pass in the same function."""
