@@ -1014,6 +1014,7 @@ def test_resume_compares_classes_samples_and_opt_level(
         assert metadata == {
             "classes": ["b", "a"],  # those of the next checkpoint, too
             "opt_level": "O2",
+            "by_shard": False,
             "samples": {"train": 3, "val": 4},
             "fingerprints": {"train": {}, "val": {}},
         }

@@ -8,6 +8,7 @@ from engine.checkpoint.compatibility import (
     adapt_classes,
     compare_data,
     compare_images,
+    compare_metadata,
     describe_data,
     describe_difference,
     is_same_data,
@@ -171,3 +172,12 @@ def test_pack_read_by_url_after_a_local_one_in_mid_epoch_is_a_warning(
     warn_of_changed_data(PATH, entries, own, is_evaluation=False, warn=said.append)
     assert len(said) == count
     assert all("read by URL" in one and "repeat or leave out samples" in one for one in said)
+
+
+def test_model_of_another_name_is_a_warning() -> None:
+    said: list[str] = []
+    for arch in ("resnet18", "resnet34", None):
+        saved = {} if arch is None else {"arch": arch}
+        compare_metadata(PATH, saved, {"arch": "resnet18"}, {}, said.append)
+    (message,) = said
+    assert message.endswith("it is of --arch resnet34, whose weights fit resnet18 as well")

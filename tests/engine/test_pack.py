@@ -405,6 +405,30 @@ def test_packed_captions_are_those_of_the_folder(captions_folder, tmp_path, run_
     assert list_images(out)[12:] == [str(out / "more" / "0.jpg")]
 
 
+def test_unusual_names_of_captioned_images_are_packed(captions_folder, tmp_path, run_pack):
+    """The tar file's members have usual names, each of one block, and different ones."""
+    for split in ("train", "val"):
+        table = captions_folder / split / "captions.tsv"
+        text = table.read_text(encoding="utf-8")
+        for old, new in (("cat/0.jpg", "cat/0.größe"), ("dog/1.jpg", "dog/1.txt")):
+            (captions_folder / split / old).rename(captions_folder / split / new)
+            text = text.replace(old, new)
+        table.write_text(text, encoding="utf-8")
+    out = tmp_path / "out"
+    assert run_pack(captions_folder, out, LARGE, MANY) == 0
+    for original, packed in zip(
+        caption_datasets(captions_folder), caption_datasets(out), strict=True
+    ):
+        assert len(original) == len(packed) == len([*packed])
+    with tarfile.open(out / "train" / "shard-00000.tar") as shard:
+        assert shard.getnames()[:4] == [
+            "000000000.image",
+            "000000000.txt",
+            "000000001.image",
+            "000000001.txt",
+        ]
+
+
 @pytest.mark.parametrize(
     ("byte", "message"), [(b"\xff", ".*utf-8"), (b"\0", "it is empty or holds a NUL character")]
 )

@@ -122,7 +122,7 @@ def compare_metadata(
         saved: its metadata.
         own: that of this run, which gets the checkpoint's order of classes.
         data_sets: that get this order, too.
-        warn: called with a message if the images differ.
+        warn: called with a message if the images or the names of the models differ.
 
     Raises UserError if the classes do not fit.
     """
@@ -132,6 +132,9 @@ def compare_metadata(
     images = compare_images(saved, own)
     if images:
         warn(f"--resume {path}: it was trained with other images ({images})")
+    arch = own.get("arch")
+    if saved.get("arch", arch) != arch:
+        warn(f"--resume {path}: it is of --arch {saved['arch']}, whose weights fit {arch} as well")
     opt_level = own.get("opt_level")
     if saved.get("opt_level", opt_level) != opt_level:
         notes += f", saved at {saved['opt_level']}"

@@ -4,6 +4,7 @@ import fcntl
 import io
 import json
 import os
+import re
 import sys
 import tarfile
 from collections import deque
@@ -171,7 +172,12 @@ class ShardWriter:
         """Append a sample, whose key is its position among the sources."""
         key = f"{sample.position:09d}"
         offset = self.size + BLOCK
-        for suffix, data in ((sample.suffix, sample.image), (f".{kind}", sample.extra)):
+        second = f".{kind}"
+        first = sample.suffix
+        # Others would need a further header in the tar file, or are that of the second member.
+        if first == second or not re.fullmatch(r"\.\w{1,8}", first, re.ASCII):
+            first = ".image"
+        for suffix, data in ((first, sample.image), (second, sample.extra)):
             self.tar.addfile(_member(key + suffix, len(data)), io.BytesIO(data))
         lengths = len(sample.image), len(sample.extra)
         place = self.number, sample.height, sample.width
