@@ -611,7 +611,7 @@ def test_best_is_the_best_checkpoint_on_the_disk(two_processes: Processes, tmp_p
     (saved, known, said, metadata), _ = two_processes(best_after_a_failed_write, str(tmp_path))
     assert saved == known == 0.8
     assert len(said) == 1 and "step-2.pt could not be written (full)" in said[0]
-    assert metadata == "{'arch': 'linear', 'samples': {}, 'fingerprints': {}}"
+    assert metadata == "{'arch': 'linear', 'by_shard': False, 'samples': {}, 'fingerprints': {}}"
 
 
 def results_during_a_write(folder: str) -> tuple[float, float, list[bool], bool]:

@@ -63,6 +63,7 @@ def test_library_by_itself_says_that_the_package_has_the_names_of_extras(monkeyp
             assert "pip install git+https://" in str(error), (module, name)
 
 
+@pytest.mark.slow
 def test_every_name_can_be_imported_from_apex(run, tmp_path):
     lines = [
         f"from {module} import {', '.join(sorted(covered_values(module)))}"

@@ -81,7 +81,10 @@ def test_models_and_optimizers_can_be_keywords(run, tmp_path):
 
 
 @pytest.mark.parametrize("train", [TRAIN, ACCUMULATE], ids=["clipping", "accumulation"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "optimizer",
+    [*OPTIMIZERS[:1], *(pytest.param(one, marks=pytest.mark.slow) for one in OPTIMIZERS[1:])],
+)
 def test_losses_are_equal_at_o0(run, tmp_path, optimizer, train):
     compare(run, tmp_path, f"{START}optimizer = {optimizer}{train}".replace("LEVEL", "O0"), 0)
 
@@ -222,6 +225,12 @@ def test_step_that_grad_scaler_would_change_is_left(run, tmp_path, old, new, why
     assert why in report
     assert "with amp.scale_loss(loss, optimizer)" in code
     assert "GradScaler" not in re.sub("#.*", "", code)
+
+
+def test_scaled_loss_may_have_the_name_of_the_loss(run, tmp_path):
+    train = TRAIN.replace("LEVEL", "O0").replace("as scaled_loss", "as loss")
+    train = train.replace("scaled_loss.backward", "loss.backward")
+    compare(run, tmp_path, f"{START}optimizer = {OPTIMIZERS[0]}{train}", 0)
 
 
 def test_level_can_be_given(run, tmp_path):

@@ -63,6 +63,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_import_of_as_apex_does_the_same(run, tmp_path):
     (tmp_path / "script.py").write_text(AS_APEX)
     done = run("script.py")

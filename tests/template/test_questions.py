@@ -294,6 +294,7 @@ def test_command_line_refusal(template, config, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_project_modules_are_refused_as_slugs(template, bake, tmp_path):
     project = template / "{{cookiecutter.project_slug}}"
     names = {path.stem for path in project.iterdir() if path.is_dir() or path.suffix == ".py"}

@@ -218,7 +218,9 @@ def test_compiled_model_trains_and_saves(project, tmp_path):
     [
         # And --local_rank by hand; that of launch has no underscore.
         pytest.param([], id="python", marks=pytest.mark.slow),
-        pytest.param(["torch.distributed.run", "--nproc-per-node=2"], id="torchrun"),
+        pytest.param(
+            ["torch.distributed.run", "--nproc-per-node=2"], id="torchrun", marks=pytest.mark.slow
+        ),
         pytest.param(
             ["torch.distributed.launch", "--nproc-per-node=2"],
             id="launch",

@@ -109,6 +109,7 @@ def test_callers_keep_their_handling_of_sigpipe(
     assert signal.getsignal(signal.SIGPIPE) == signal.SIG_IGN
 
 
+@pytest.mark.slow
 def test_script_ends_silently_when_its_output_is_closed(
     shared_project: Callable, tmp_path: Path, images: Path
 ) -> None:

@@ -114,6 +114,7 @@ def test_checkpoint_holds_tensors_and_plain_types(whole):
     assert (state["epoch"], state["step"]) == (2, 2 * whole.steps_per_epoch)
 
 
+@pytest.mark.slow
 def test_resume_within_an_epoch_gives_the_same_metrics(whole, tmp_path):
     checkpoint = whole.output / f"step-{whole.middle}.pt"
     flags = (*whole.flags, "--epochs", 2, "--resume", checkpoint, "--output", tmp_path)
@@ -125,6 +126,7 @@ def test_resume_within_an_epoch_gives_the_same_metrics(whole, tmp_path):
         assert resumed[column] == undisturbed[column], column
 
 
+@pytest.mark.slow
 def test_resume_with_nothing_left_changes_no_file(whole):
     """Such as one of an earlier checkpoint, by mistake."""
     before = {path.name: path.stat().st_mtime_ns for path in whole.output.iterdir()}

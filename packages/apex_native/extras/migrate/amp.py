@@ -221,8 +221,9 @@ class Analysis(Gradients):
 
     def _check_aliases(self) -> None:
         """Require that a scaled loss is not used after its block: its name is removed."""
-        aliases = {loss.alias for loss in self.usage.losses}
-        blocks = {loss.statement for loss in self.usage.losses}
+        losses = self.usage.losses
+        aliases = {loss.alias for loss in losses if loss.alias not in names_in(loss.value)}
+        blocks = {loss.statement for loss in losses}
         functions = {self.function(block) for block in blocks}
         for name in self.names:
             is_alias = name.value in aliases and self.function(name) in functions
