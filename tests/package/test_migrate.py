@@ -125,6 +125,10 @@ CALLS = [
         "m = torch.nn.SyncBatchNorm.convert_sync_batchnorm(m)",
     ),
     (
+        "from apex.parallel import convert_syncbn_model\nm = convert_syncbn_model(m).cuda()",
+        "m = torch.nn.SyncBatchNorm.convert_sync_batchnorm(m).cuda()",
+    ),
+    (
         "from apex.normalization import FusedRMSNorm\nm = FusedRMSNorm(8)",
         "m = torch.nn.RMSNorm(8, eps=1e-5)",
     ),

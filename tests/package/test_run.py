@@ -25,7 +25,8 @@ COMMAND = ("-c", "from apex_native.extras.command import main; main()")
         (["--help"], 0, "usage: apex-native run"),
         ([], 2, "usage: apex-native run"),
         (["fix", "script.py"], 2, "no command 'fix'"),
-        (["run", "missing.py"], 2, "usage: python -m apex_native"),
+        (["run"], 2, "usage: python -m apex_native"),
+        (["run", "missing.py"], 2, "python -m apex_native: no file missing.py\nusage:"),
     ],
 )
 def test_command_line(run, arguments, status, text):

@@ -111,6 +111,13 @@ def apex_name(names: Collection[QualifiedName], fallbacks: set[str]) -> str:
     return apex[0] if apex else ""
 
 
+def is_method_of_result(function: cst.BaseExpression) -> bool:
+    """Return whether a function is a method of what a call returns, as in ``FusedAdam(p).step``."""
+    while isinstance(function, cst.Attribute):
+        function = function.value
+    return isinstance(function, cst.Call)
+
+
 def simplify(
     test: cst.BaseExpression, is_apex: Callable[[cst.CSTNode], bool]
 ) -> cst.BaseExpression | bool:

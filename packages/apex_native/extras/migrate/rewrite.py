@@ -7,7 +7,7 @@ from libcst.metadata import ParentNodeProvider, PositionProvider, QualifiedNameP
 
 from .amp import REGISTERED, models_and_optimizers
 from .calls import RULES
-from .places import apex_name, simplify, source
+from .places import apex_name, is_method_of_result, simplify, source
 from .report import PREFIX, Report
 from .tree import STATEMENTS
 from .usage import Usage
@@ -76,7 +76,7 @@ class Rewrite(cst.CSTTransformer):
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> Any:
         """Apply the rule for a call of a name of Apex."""
         name = self._name(original_node.func)
-        if not name.startswith("apex."):
+        if not name.startswith("apex.") or is_method_of_result(original_node.func):
             return updated_node
         short = name.removeprefix("apex.")
         if name.startswith("apex.amp."):
