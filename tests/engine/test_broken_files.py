@@ -114,6 +114,16 @@ def test_tile_that_is_larger_than_its_image_is_an_error(tmp_path, width, height,
         images.read_image(path)
 
 
+def test_large_bmp_file_with_masks_of_its_channels_is_read(tmp_path):
+    """Its field for the compression is not 0."""
+    size = 4 * 2100 * 2100
+    head = struct.pack("<2sIHHI", b"BM", 66 + size, 0, 0, 66)
+    head += struct.pack("<IiiHHIIiiII", 40, 2100, 2100, 1, 32, 3, size, 0, 0, 0, 0)
+    head += struct.pack("<III", 0xFF0000, 0xFF00, 0xFF)
+    (tmp_path / "a.bmp").write_bytes(head + bytes(size))
+    assert images.read_image(tmp_path / "a.bmp").shape == (3, 2100, 2100)
+
+
 def test_compressed_bmp_file_of_many_pixels_is_an_error(tmp_path):
     path = tmp_path / "a.bmp"
     Image.new("L", (4096, 4096)).save(path)

@@ -638,11 +638,13 @@ def test_link_in_the_place_of_the_temporary_file_is_not_followed(whole: Path) ->
     precious.write_text("precious")
     temporary = whole.with_name(whole.name + ".tmp")
     temporary.symlink_to(precious)
-    with replacing(whole) as path:
+    before = whole.read_bytes()
+    with pytest.raises(OSError, match="was replaced by something else"), replacing(whole) as path:
         temporary.unlink()
         temporary.symlink_to(precious)
         path.write_bytes(b"new")
     assert precious.read_text() == "precious"
+    assert whole.read_bytes() == before and not whole.is_symlink()
 
 
 def in_the_form_of_apexs_example(model: nn.Module, optimizer: object, prefix: str) -> dict:

@@ -180,4 +180,4 @@ def test_model_of_another_name_is_a_warning() -> None:
         saved = {} if arch is None else {"arch": arch}
         compare_metadata(PATH, saved, {"arch": "resnet18"}, {}, said.append)
     (message,) = said
-    assert message.endswith("it is of --arch resnet34, whose weights fit resnet18 as well")
+    assert message.endswith("it is of --arch resnet34, and this run of resnet18")

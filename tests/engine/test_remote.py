@@ -298,13 +298,13 @@ def test_nothing_is_read_by_url_before_the_data(tmp_path):
     assert not idx.is_idx(folder) and not (tmp_path / "cache").exists()
 
 
-def test_malformed_netrc_is_not_printed(monkeypatch, tmp_path, capfd):
+def test_malformed_netrc_is_not_printed(monkeypatch, tmp_path, capfd, caplog):
     (tmp_path / "netrc").write_text("machine 127.0.0.1 login me password my s3cret\n")
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.setattr(store, "FIRST_DELAY_S", 0.01)
     with pytest.raises(UserError, match="can't be read"):
         Store("http://127.0.0.1:1/data").read("train/pack.json")
-    assert "s3cret" not in capfd.readouterr().err
+    assert "s3cret" not in capfd.readouterr().err + caplog.text
 
 
 def test_local_data_is_not_taken_for_a_mirror(packed, tmp_path, monkeypatch):

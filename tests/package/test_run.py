@@ -176,6 +176,9 @@ def test_compiled_code_of_another_user_is_not_used(run, tmp_path):
     assert usual.parent == tmp_path and usual.stat().st_mode & 0o777 == 0o700
     assert run("-c", code, TMPDIR=str(tmp_path)).stdout.strip() == str(usual)
     usual.rmdir()
+    usual.touch()
+    assert Path(run("-c", code, TMPDIR=str(tmp_path)).stdout.strip()) not in (usual, Path("."))
+    usual.unlink()
     usual.symlink_to("/")  # another user's, or through a link that another user can change
     if os.getuid() == 0:
         os.chown(usual, 65534, 65534, follow_symlinks=False)

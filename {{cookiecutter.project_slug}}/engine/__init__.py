@@ -78,6 +78,8 @@ def replacing(path: Path) -> Iterator[Path]:
     try:
         # Not its name: whoever else can write to the folder may put a link in its place.
         yield Path(f"/proc/self/fd/{descriptor}")
+        if not os.path.samestat(os.fstat(descriptor), temporary.lstat()):
+            raise OSError(0, f"{temporary} was replaced by something else")
         move(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -116,7 +118,11 @@ def link(path: Path, other: Path) -> None:
         with replacing(other) as copy:
             shutil.copyfile(path, copy)
     else:
-        move(temporary, other)
+        try:
+            move(temporary, other)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
 
 
 def regular_only(path: str, flags: int) -> int:

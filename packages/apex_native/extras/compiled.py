@@ -3,6 +3,7 @@
 import os
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ def compute(formula: Callable[..., Tensor], inputs: Tensor, *args: Any) -> Tenso
 
 @cache
 def _compiled(formula: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", _cache_folder())
+    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = _cache_folder()
     return torch.compile(formula)
 
 
@@ -31,6 +33,8 @@ def _cache_folder() -> str:
     torch takes one in /tmp, whoever has made it.
     """
     path = Path(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
-    path.mkdir(mode=0o700, exist_ok=True)
-    is_own = {path.stat().st_uid, path.lstat().st_uid} == {os.getuid()}
-    return str(path) if is_own else tempfile.mkdtemp(prefix="torchinductor_")
+    with suppress(OSError):  # such as a file or a broken link of that name
+        path.mkdir(mode=0o700, exist_ok=True)
+        if {path.stat().st_uid, path.lstat().st_uid} == {os.getuid()}:
+            return str(path)
+    return tempfile.mkdtemp(prefix="torchinductor_")

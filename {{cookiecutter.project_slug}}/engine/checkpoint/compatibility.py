@@ -134,7 +134,7 @@ def compare_metadata(
         warn(f"--resume {path}: it was trained with other images ({images})")
     arch = own.get("arch")
     if saved.get("arch", arch) != arch:
-        warn(f"--resume {path}: it is of --arch {saved['arch']}, whose weights fit {arch} as well")
+        warn(f"--resume {path}: it is of --arch {saved['arch']}, and this run of {arch}")
     opt_level = own.get("opt_level")
     if saved.get("opt_level", opt_level) != opt_level:
         notes += f", saved at {saved['opt_level']}"

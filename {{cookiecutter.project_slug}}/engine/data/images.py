@@ -204,7 +204,8 @@ def _check_size(image: Image.Image) -> None:
         raise OSError(0, f"it has {pixels} pixels, more than {MAX_PIXELS}")
     if max(tile, default=0) > max(*image.size, MAX_TILE):  # a small file may have many of them
         raise OSError(0, f"it has tiles of {' × '.join(map(str, tile))} pixels")
-    if image.format == "BMP" and image.info.get("compression") and pixels > MAX_RLE_PIXELS:
+    is_rle = image.format == "BMP" and image.info.get("compression") in (1, 2)
+    if is_rle and pixels > MAX_RLE_PIXELS:
         raise OSError(0, f"it is a compressed BMP file of more than {MAX_RLE_PIXELS} pixels")
 
 

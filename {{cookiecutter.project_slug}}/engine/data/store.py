@@ -188,7 +188,7 @@ def _open_files(protocol: str) -> Any:
         return fsspec.filesystem("s3", config_kwargs=client, **options)
     import aiohttp
 
-    logging.getLogger("aiohttp").addHandler(logging.NullHandler())  # quotes a malformed ~/.netrc
+    logging.getLogger("aiohttp.client").setLevel(logging.ERROR)  # quotes a malformed ~/.netrc
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=READ_S)
     session = {"timeout": timeout, "trust_env": True}  # proxies and ~/.netrc
     # A few bytes may unpack to gigabytes.

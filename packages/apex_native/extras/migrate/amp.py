@@ -113,7 +113,11 @@ class Analysis(Gradients):
     def visit_Name(self, node: cst.Name) -> None:
         """Find amp as a value, and names that may be those of scaled losses."""
         self._check_value(node)
-        self.names.append(node)
+        parent = self.parent(node)
+        is_attribute = isinstance(parent, cst.Attribute) and parent.attr is node
+        is_keyword = isinstance(parent, cst.Arg) and parent.keyword is node
+        if not (is_attribute or is_keyword):
+            self.names.append(node)
 
     def _check_value(self, node: cst.Attribute | cst.Name) -> None:
         """Reject ``amp`` where it is passed to a function or assigned."""

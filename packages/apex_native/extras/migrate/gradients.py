@@ -70,13 +70,19 @@ class Gradients(Tree):
         self._check_unscaled()
 
     def _check_helpers(self, covered: set[cst.CSTNode]) -> None:
-        """Require that no function which a training step calls reads gradients."""
+        """Require that no function which a training step calls reads gradients.
+
+        Methods of optimizers that the script defines are called by GradScaler, or after it.
+        """
         for helper in {self.function(each) for each, _ in self.readers if each not in covered}:
             if not isinstance(helper, cst.FunctionDef):
                 continue
             for name, call in self.calls:
-                if name == helper.name.value and any(
-                    self._follows(call, loss) for loss in self.usage.losses
+                is_optimizers = name in ("step", "zero_grad")
+                if (
+                    name == helper.name.value
+                    and not is_optimizers
+                    and any(self._follows(call, loss) for loss in self.usage.losses)
                 ):
                     self.usage.reasons.append(f"{name} reads gradients, which GradScaler scales")
 
@@ -91,7 +97,8 @@ class Gradients(Tree):
                 continue
             if not any(self._are_branches(call, each) for each in here):
                 self.usage.reasons.append(
-                    f"{source(call)} is not scaled, but GradScaler would unscale its gradients, too"
+                    f"{source(call)} is not scaled; GradScaler would unscale its gradients, too, "
+                    "if the same step uses them"
                 )
 
     def _are_branches(self, one: cst.CSTNode, other: cst.CSTNode) -> bool:
