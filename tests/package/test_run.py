@@ -26,7 +26,7 @@ COMMAND = ("-c", "from apex_native.extras.command import main; main()")
         ([], 2, "usage: apex-native run"),
         (["fix", "script.py"], 2, "no command 'fix'"),
         (["run"], 2, "usage: python -m apex_native"),
-        (["run", "missing.py"], 2, "python -m apex_native: no file missing.py\nusage:"),
+        (["run", "missing.py"], 2, "no file missing.py\nusage: python -m apex_native"),
     ],
 )
 def test_command_line(run, arguments, status, text):

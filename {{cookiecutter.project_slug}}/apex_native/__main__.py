@@ -157,10 +157,8 @@ def main() -> None:
         os.environ["APEX_NATIVE_FILL"] = sys.argv.pop(1)  # for the script's own processes, too
     is_module = sys.argv[1:2] == ["-m"] and len(sys.argv) > 2
     if not is_module and (len(sys.argv) < 2 or not Path(sys.argv[1]).is_file()):
-        name = "".join(sys.argv[1:2])
-        missing = "" if name[:1] in ("", "-") else f"python -m apex_native: no file {name}\n"
-        usage = "usage: python -m apex_native SCRIPT.py [its arguments], or -m MODULE\n"
-        sys.stderr.write(missing + usage)
+        sys.stderr.write("".join(f"no file {name}\n" for name in sys.argv[1:2] if name[:1] != "-"))
+        sys.stderr.write("usage: python -m apex_native SCRIPT.py [its arguments], or -m MODULE\n")
         sys.exit(2)
     install()
     try:
