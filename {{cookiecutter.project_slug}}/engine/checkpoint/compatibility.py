@@ -133,7 +133,7 @@ def compare_metadata(
     if images:
         warn(f"--resume {path}: it was trained with other images ({images})")
     arch = own.get("arch")
-    if saved.get("arch", arch) != arch:
+    if arch and saved.get("arch", arch) != arch:
         warn(f"--resume {path}: it is of --arch {saved['arch']}, and this run of {arch}")
     opt_level = own.get("opt_level")
     if saved.get("opt_level", opt_level) != opt_level:
