@@ -327,7 +327,7 @@ def test_every_launcher_passes_the_local_rank(start, tmp_path, launcher, argumen
 def test_usage_without_a_script(start):
     done = start("missing.py")
     assert done.returncode == 2
-    assert done.stderr.startswith("usage: python -m apex_native")
+    assert done.stderr.startswith("no file missing.py\nusage: python -m apex_native")
 
 
 @pytest.mark.parametrize("flat", [False, True])

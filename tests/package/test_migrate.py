@@ -125,10 +125,6 @@ CALLS = [
         "m = torch.nn.SyncBatchNorm.convert_sync_batchnorm(m)",
     ),
     (
-        "from apex.parallel import convert_syncbn_model\nm = convert_syncbn_model(m).cuda()",
-        "m = torch.nn.SyncBatchNorm.convert_sync_batchnorm(m).cuda()",
-    ),
-    (
         "from apex.normalization import FusedRMSNorm\nm = FusedRMSNorm(8)",
         "m = torch.nn.RMSNorm(8, eps=1e-5)",
     ),
@@ -140,6 +136,10 @@ CALLS = [
     (
         "from apex.optimizers import FusedAdam\nm = FusedAdam()",  # an error in both
         "m = torch.optim.AdamW(weight_decay=0.0, fused=True)",
+    ),
+    (
+        "from apex.parallel import convert_syncbn_model\nm = convert_syncbn_model(m).cuda()",
+        "m = torch.nn.SyncBatchNorm.convert_sync_batchnorm(m).cuda()",
     ),
 ]
 
