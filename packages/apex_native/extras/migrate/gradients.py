@@ -77,25 +77,23 @@ class Gradients(Tree):
         for helper in {self.function(each) for each, _ in self.readers if each not in covered}:
             if not isinstance(helper, cst.FunctionDef):
                 continue
+            if helper.name.value in ("step", "zero_grad"):
+                continue
             for name, call in self.calls:
-                is_optimizers = name in ("step", "zero_grad")
-                if (
-                    name == helper.name.value
-                    and not is_optimizers
-                    and any(self._follows(call, loss) for loss in self.usage.losses)
+                if name == helper.name.value and any(
+                    self._follows(call, loss) for loss in self.usage.losses
                 ):
                     self.usage.reasons.append(f"{name} reads gradients, which GradScaler scales")
 
     def _check_unscaled(self) -> None:
         """Require that all losses of a training step are scaled, or none."""
+        losses = [loss.statement for loss in self.usage.losses]
         for name, call in self.calls:
-            here = [each.statement for each in self.usage.losses]
-            here = [each for each in here if self.function(each) is self.function(call)]
-            is_scaled = set(here) & {*self.parents(call)}
-            is_backward = name == "backward" and isinstance(call.func, cst.Attribute)
-            if not is_backward or not here or is_scaled:
+            if name != "backward" or not isinstance(call.func, cst.Attribute):
                 continue
-            if not any(self._are_branches(call, each) for each in here):
+            here = [each for each in losses if self.function(each) is self.function(call)]
+            is_scaled = set(here) & {*self.parents(call)}
+            if here and not is_scaled and not any(self._are_branches(call, one) for one in here):
                 self.usage.reasons.append(
                     f"{source(call)} is not scaled; GradScaler would unscale its gradients, too, "
                     "if the same step uses them"
