@@ -31,7 +31,8 @@ def begin_afresh(seed: int = 0) -> None:
 def fork_server() -> ForkServerContext:
     """Return a context whose processes have torch imported, which takes seconds, once for all."""
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch._dynamo", "torchvision", "pytest", "libcst.metadata"])
+    libraries = ["torch._dynamo", "torchvision", "pytest", "libcst.codemod.visitors"]
+    context.set_forkserver_preload(libraries)
     return context
 
 

@@ -37,6 +37,7 @@ for step in range(5):
     optimizer.step()
     print(loss.item())
 """
+CLIP = "    nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)"
 ACCUMULATE = """
 model, optimizer = amp.initialize(model, optimizer, opt_level="LEVEL")
 for step in range(8):
@@ -204,7 +205,7 @@ def test_unsure_case_is_left_below_a_comment(run, tmp_path, script, why):
             "model[0].weight.square().sum().backward() is not scaled",
         ),
         (
-            "    nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)",
+            CLIP,
             "    clip(model)",
             "clip reads gradients",
         ),
@@ -229,6 +230,47 @@ def test_step_that_grad_scaler_would_change_is_left(run, tmp_path, old, new, why
     assert why in report
     assert "with amp.scale_loss(loss, optimizer)" in code
     assert "GradScaler" not in re.sub("#.*", "", code)
+
+
+REGULARIZE = """
+def regularize(model):
+    model[0].weight.square().sum().backward()
+def both(model):
+    regularize(model)
+"""
+CLIPPER = """
+class Clipper:
+    def NAME(self, model=None):
+        return nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+clipper = Clipper()
+"""
+HELPERS = {
+    "unscaled": (REGULARIZE, "regularize(model)", "regularize is not scaled"),
+    "indirectly": (REGULARIZE, "both(model)", "both is not scaled"),
+    "passed": (REGULARIZE, "map(regularize, [model])", "regularize is not scaled"),
+    "object": (CLIPPER.replace("NAME", "__call__"), "clipper(model)", "__call__ reads gradients"),
+    "property": (
+        CLIPPER.replace("def NAME", "@property\n    def norm"),
+        "print(clipper.norm)",
+        "norm reads gradients",
+    ),
+}
+
+
+@pytest.mark.parametrize(("helper", "line", "why"), HELPERS.values(), ids=HELPERS)
+def test_helper_that_grad_scaler_would_change_is_left(run, tmp_path, helper, line, why):
+    train = TRAIN.replace("LEVEL", "O1").replace(CLIP, f"    {line}")
+    script = f"{START}{helper}optimizer = {OPTIMIZERS[0]}{train}"
+    code, report = migrate(run, tmp_path, script, status=1)
+    assert why in report
+    assert "with amp.scale_loss(loss, optimizer)" in code
+
+
+def test_helper_that_does_not_train_is_no_reason(run, tmp_path):
+    """A function of an evaluation, which reads gradients, leaves the training step as it is."""
+    helper = "def show(model):\n    print(model[0].weight.grad)\ndef main():\n    show(model)\n"
+    script = f"{START}{helper}optimizer = {OPTIMIZERS[0]}{TRAIN.replace('LEVEL', 'O1')}"
+    assert "GradScaler" in migrate(run, tmp_path, script, status=0)[0]
 
 
 def test_scaled_loss_may_have_the_name_of_the_loss(run, tmp_path):

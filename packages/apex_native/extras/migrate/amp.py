@@ -120,10 +120,13 @@ class Analysis(Gradients):
             self.names.append(node)
 
     def _check_value(self, node: cst.Attribute | cst.Name) -> None:
-        """Reject ``amp`` where it is passed to a function or assigned."""
+        """Find names that are passed to a function or assigned, and reject ``amp`` there."""
         parent = self.parent(node)
-        plain = isinstance(parent, (cst.Arg, cst.Assign, cst.DictElement, cst.Element, cst.Return))
-        if plain and self.name(node) in ("apex", "apex.amp"):
+        plain = (cst.Arg, cst.Assign, cst.DictElement, cst.Element, cst.Return)
+        if not isinstance(parent, plain) or getattr(parent, "keyword", None) is node:
+            return
+        self.values.add(source(node).removeprefix("self."))
+        if self.name(node) in ("apex", "apex.amp"):
             self.usage.reasons.append("amp is passed as a value, to what may call it")
 
     def _set_scale(self, node: cst.Attribute) -> None:

@@ -1,6 +1,7 @@
 """Gradients: the steps of the optimizers, and where the gradients are unscaled before them."""
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import libcst as cst
@@ -9,6 +10,18 @@ from libcst.metadata import PositionProvider
 from .places import new_name, source
 from .tree import Tree
 from .usage import Loss, Usage
+
+NAMELESS = ("__call__", "__enter__", "__exit__", "forward")  # methods called without their names
+
+
+def _name(function: cst.CSTNode) -> str:
+    """Return the name of a function, or "" for a module."""
+    return function.name.value if isinstance(function, cst.FunctionDef) else ""
+
+
+def _is_property(function: cst.CSTNode) -> bool:
+    decorators = function.decorators if isinstance(function, cst.FunctionDef) else ()
+    return any("property" in source(each) for each in decorators)
 
 
 class Gradients(Tree):
@@ -21,6 +34,7 @@ class Gradients(Tree):
         self.readers: list[tuple[cst.CSTNode, str]] = []  # statements that read gradients
         self.states: list[cst.Call] = []
         self.calls: list[tuple[str, cst.Call]] = []  # of functions and methods, by name
+        self.values: set[str] = set()  # names that are passed on or assigned
 
     def name_scalers(self, module: cst.Module) -> None:
         """Name a GradScaler for each optimizer."""
@@ -74,30 +88,66 @@ class Gradients(Tree):
 
         Methods of optimizers that the script defines are called by GradScaler, or after it.
         """
-        for helper in {self.function(each) for each, _ in self.readers if each not in covered}:
-            if not isinstance(helper, cst.FunctionDef):
-                continue
-            if helper.name.value in ("step", "zero_grad"):
-                continue
-            for name, call in self.calls:
-                if name == helper.name.value and any(
-                    self._follows(call, loss) for loss in self.usage.losses
-                ):
-                    self.usage.reasons.append(f"{name} reads gradients, which GradScaler scales")
+        readers = {self.function(each) for each, _ in self.readers if each not in covered}
+        helpers = {each for each in readers if _name(each) not in ("step", "zero_grad")}
+        for name, call in self._uses(helpers):
+            here = self._losses_beside(call)
+            if not here or any(self._follows(call, loss) for loss in here):
+                self.usage.reasons.append(f"{name} reads gradients, which GradScaler scales")
 
     def _check_unscaled(self) -> None:
         """Require that all losses of a training step are scaled, or none."""
-        losses = [loss.statement for loss in self.usage.losses]
-        for name, call in self.calls:
-            if name != "backward" or not isinstance(call.func, cst.Attribute):
-                continue
-            here = [each for each in losses if self.function(each) is self.function(call)]
-            is_scaled = set(here) & {*self.parents(call)}
-            if here and not is_scaled and not any(self._are_branches(call, one) for one in here):
+        backward = [
+            call
+            for name, call in self.calls
+            if name == "backward" and isinstance(call.func, cst.Attribute)
+        ]
+        training = self._training()
+        uses: list[tuple[str, cst.CSTNode]] = [
+            (source(call), call) for call in backward if self.function(call) in training
+        ]
+        uses += self._uses({self.function(call) for call in backward})
+        for what, use in uses:
+            here: set[cst.CSTNode] = {loss.statement for loss in self._losses_beside(use)}
+            is_scaled = here & {*self.parents(use)}
+            if not is_scaled and not any(self._are_branches(use, one) for one in here):
                 self.usage.reasons.append(
-                    f"{source(call)} is not scaled; GradScaler would unscale its gradients, too, "
+                    f"{what} is not scaled; GradScaler would unscale its gradients, too, "
                     "if the same step uses them"
                 )
+
+    def _training(self) -> set[cst.CSTNode]:
+        """Return the functions with a scaled loss or a step of its optimizer."""
+        places: list[cst.CSTNode] = [loss.statement for loss in self.usage.losses]
+        places += [node for owner, node in self.steps if owner in self.usage.scalers]
+        return {self.function(place) for place in places}
+
+    def _losses_beside(self, node: cst.CSTNode) -> list[Loss]:
+        """Return the scaled losses of the function of a node."""
+        here = self.function(node)
+        return [loss for loss in self.usage.losses if self.function(loss.statement) is here]
+
+    def _uses(self, helpers: set[cst.CSTNode]) -> Iterator[tuple[str, cst.CSTNode]]:
+        """Yield the calls of these functions in those that train, also by way of others.
+
+        A function that may be called without its name, since it is passed on or is a method such
+        as ``__call__``, is yielded itself.
+        """
+        training = self._training()
+        found = {_name(each): each for each in helpers if not self._losses_beside(each)}
+        for name, helper in found.items():
+            if name in self.values or name in NAMELESS or _is_property(helper):
+                yield name, helper
+        names = set(found)
+        while True:
+            calls = [(name, call) for name, call in self.calls if name in names]
+            callers = {self.function(call) for _, call in calls} - training
+            if names >= {_name(each) for each in callers}:
+                break
+            names |= {_name(each) for each in callers}
+        for name, call in calls:
+            if self.function(call) in training:
+                yield name, call
 
     def _are_branches(self, one: cst.CSTNode, other: cst.CSTNode) -> bool:
         """Return whether two nodes of a function are in different branches of a condition."""
