@@ -23,6 +23,7 @@ from torch.utils.data import Dataset
 from torchvision.transforms import v2
 
 from engine import UserError, cli, distributed, fingerprint, models
+from engine.checkpoint.compatibility import compare_data, describe_data
 from engine.data import SizedDataset, augmentation, idx, images
 from engine.data.class_weights import WeightedDataset
 from engine.data.folders import list_classes, list_labels, relabel
@@ -105,16 +106,16 @@ def check_arguments(parser: cli.ArgumentParser, args: argparse.Namespace) -> Non
 
 
 def default_image(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the fields of the ImageSpec that the data determines."""
+    """Return the fields of the ImageSpec that IMAGES and the data determine."""
     if idx.is_idx(args.data):
-        return {
+        return IMAGES.changes() | {
             "size": idx.image_size(args.data),
             "crop_fraction": 1.0,
             "interpolation": "bilinear",
         }
     if args.data is None and not args.dummy and args.arch.startswith(models.PREFIX):
-        return {"size": Digits.SIZE}
-    return {}
+        return IMAGES.changes() | {"size": Digits.SIZE}
+    return IMAGES.changes()
 
 
 def build_model(arch: str, num_classes: int, **options: Any) -> nn.Module:
@@ -349,7 +350,9 @@ class Predictor:
         self.top = args.top
         self.device = next(model.parameters()).device
         image = metadata.get("model_options", {}).get("image", {})
-        if not metadata["data"] and self.classes == [*Digits.classes]:
+        digits = Digits(train=False)
+        is_digits = self.classes == [*digits.classes] and not metadata["data"]
+        if is_digits and not compare_data(metadata, describe_data({"val": digits})):
             self.read = partial(Digits.read, size=image.get("size", Digits.SIZE))
         else:
             self.read = partial(read_center_crop, spec=IMAGES._replace(**image).for_eval())

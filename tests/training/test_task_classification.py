@@ -1,6 +1,7 @@
 """Classification: validation counts each sample once, however processes divide the set."""
 
 import pickle
+import sys
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -67,6 +68,19 @@ def test_evaluation_equals_that_of_one_process(
     for results in processes(evaluate_shard, project.folder, size):
         assert results[task.METRIC] == accuracy
         assert results["val_loss"] == pytest.approx(loss, rel=1e-6)
+
+
+@pytest.mark.parametrize("flags", [(), ("--eval-size", "96"), ("--arch", "timm:resnet18")])
+def test_edited_images_hold_with_any_flags(
+    project: Project, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    """An owner may edit IMAGES; what it says is recorded, and flags change the rest."""
+    edited = project.task.IMAGES._replace(size=64, crop_fraction=1.0)
+    monkeypatch.setattr(project.task, "IMAGES", edited)
+    monkeypatch.setattr(sys, "argv", ["main.py", "--data", str(tmp_path), *flags])
+    image = project.main.parse_args().model_options["image"]
+    assert (image["size"], image["crop_fraction"]) == (64, 1.0)
+    assert image["eval_size"] == (96 if "--eval-size" in flags else None)
 
 
 def evaluate_folder(folder: Path, data: Path, skip_broken: int) -> dict[str, float]:

@@ -80,6 +80,11 @@ class ImageSpec(NamedTuple):
         """Return the images of validation and inference."""
         return self._replace(size=self.eval_size or self.size)
 
+    def changes(self) -> dict[str, Any]:
+        """Return the fields that differ from the defaults."""
+        default = ImageSpec()._asdict()
+        return {name: value for name, value in self._asdict().items() if value != default[name]}
+
     def describe(self) -> str:
         """Return a text for the log."""
         mean, std = (
