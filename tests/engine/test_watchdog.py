@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 import time
 from datetime import timedelta
 from multiprocessing.synchronize import Semaphore
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 from engine import UserError, distributed
 from engine.distributed import network
-from engine.distributed.peers import PeerMonitor
+from engine.distributed.peers import PeerMonitor, PeerServer
 from engine.launch import LAUNCH_ID
 from fresh import TEMPLATE
 from ports import free_port
@@ -256,6 +257,26 @@ def test_strangers_cannot_end_a_job() -> None:
     )
     with Job("time.sleep(3)", stranger) as job:
         assert job.statuses() == [0, 0]
+
+
+def test_rank_0_may_end_before_the_others(monkeypatch) -> None:
+    """Each process gets one report, in whatever order they are done."""
+    errors: list = []
+    monkeypatch.setattr(threading, "excepthook", errors.append)
+    server = PeerServer("127.0.0.1")
+    server.start()
+    links = {}
+    for rank in ("0", "1"):
+        links[rank] = socket.create_connection(("127.0.0.1", server.port))
+        links[rank].sendall(f"{server.token} {rank} host\n".encode())
+        assert links[rank].recv(100) == b"welcome\n"
+    for rank in links:
+        links[rank].sendall(b"done\n")
+        time.sleep(0.2)
+    for link in links.values():
+        assert link.recv(100) == b"done 0 0\n"
+        link.close()
+    assert not errors
 
 
 def test_rank_0_out_of_reach_is_reported() -> None:

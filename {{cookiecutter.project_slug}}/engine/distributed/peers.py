@@ -214,7 +214,8 @@ class PeerServer(threading.Thread):
         message = read_words(connection)
         with self.lock:
             if message == ["done"] and rank != "0":
-                send(self.peers.pop(rank), f"done {rank} 0")
+                if rank in self.peers:  # no report has been sent to it
+                    send(self.peers.pop(rank), f"done {rank} 0")
                 return
             if message == ["done"]:  # there is no server after this
                 report = "done 0 0"
