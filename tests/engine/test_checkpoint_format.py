@@ -1,5 +1,6 @@
 """Checkpoint files: reading, validation and writing."""
 
+import contextlib
 import copy
 import errno
 import io
@@ -114,6 +115,24 @@ def test_state_of_any_optimizer_is_restored(tmp_path: Path, kind: type) -> None:
     again = kind(model.parameters())
     restore(tmp_path / "last.pt", checkpoint.load(tmp_path / "last.pt"), state_of(model, again))
     torch.testing.assert_close(again.state_dict()["state"], expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("saved", "is_alike"),
+    [("Adamax", False), ("FusedLAMB", False), ("SGD", False), ("FusedAdam", True), ("", True)],
+)
+def test_state_of_another_optimizer_is_an_error(tmp_path: Path, saved: str, is_alike: bool) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    entries = entries_of(model, optimizer) | {"metadata": {"optimizer": saved}}
+    checkpoint.write(tmp_path / "last.pt", entries)
+    loaded = checkpoint.load(tmp_path / "last.pt")
+    message = f"its optimizer was {saved} and is AdamW now; start a new run with --weights"
+    with contextlib.nullcontext() if is_alike else pytest.raises(UserError, match=message):
+        restore(tmp_path / "last.pt", loaded, state_of(model, optimizer))
+    restore(tmp_path / "last.pt", loaded, state_of(model, optimizer), is_evaluation=True)
 
 
 def test_a_checkpoint_of_many_parameters_is_restored(tmp_path: Path) -> None:

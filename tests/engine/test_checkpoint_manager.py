@@ -8,6 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from enum import IntEnum
 from pathlib import Path
 from unittest import mock
 
@@ -70,6 +71,10 @@ def draws() -> list[float]:
 
 def meter_on(device: str = "cpu") -> Meter:
     return Meter(torch.device(device), 1)
+
+
+class Reduction(IntEnum):
+    MEAN = 1
 
 
 def manager_of(
@@ -611,7 +616,10 @@ def test_best_is_the_best_checkpoint_on_the_disk(two_processes: Processes, tmp_p
     (saved, known, said, metadata), _ = two_processes(best_after_a_failed_write, str(tmp_path))
     assert saved == known == 0.8
     assert len(said) == 1 and "step-2.pt could not be written (full)" in said[0]
-    assert metadata == "{'arch': 'linear', 'by_shard': False, 'samples': {}, 'fingerprints': {}}"
+    assert metadata == (
+        "{'arch': 'linear', 'by_shard': False, 'samples': {}, 'fingerprints': {}, "
+        "'optimizer': 'SGD'}"
+    )
 
 
 def results_during_a_write(folder: str) -> tuple[float, float, list[bool], bool]:
@@ -981,6 +989,56 @@ def test_evaluation_without_the_better_average_is_a_warning(
         assert warning.endswith("is the better one; add --ema to validate that, too")
 
 
+def evaluate_without_average(folder: str) -> None:
+    manager = manager_of(folder)
+    manager.save()
+    manager.finish()
+    dist.barrier()
+    again = manager_of(folder)
+    again.state.ema = Ema(again.state.model, 0.9)
+    with pytest.raises(UserError, match=r"last\.pt has no average of the weights: leave out --ema"):
+        again.resume(Path(folder, "last.pt"), 10, required=True)
+
+
+def test_evaluation_of_an_average_needs_one(two_processes: Processes, tmp_path: Path) -> None:
+    two_processes(evaluate_without_average, str(tmp_path))
+
+
+def save_numbers_of_numpy(folder: str) -> dict:
+    """Return the entries of a checkpoint, read again."""
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=np.sqrt(0.01))
+    metadata = {"classes": [*np.array(["a", "b"])], "model_options": {"depth": np.int64(2)}}
+    manager = manager_of(folder, model, optimizer, metadata=metadata)
+    manager.logger.rows = [{"epoch": 1, "step": 1, "train_loss": np.float32(0.5)}]
+    manager.save({"val_accuracy": np.float64(0.5)})
+    manager.finish()
+    dist.barrier()
+    return checkpoint.load(Path(folder, "last.pt"))
+
+
+def test_numbers_of_numpy_are_saved_as_pythons(two_processes: Processes, tmp_path: Path) -> None:
+    """The number of a learning rate or a metric may be one; no file with them could be read."""
+    for entries in two_processes(save_numbers_of_numpy, str(tmp_path)):
+        assert entries["optimizer"]["param_groups"][0]["lr"] == pytest.approx(0.1)
+        assert entries["metadata"]["classes"] == ["a", "b"]
+        assert entries["metadata"]["model_options"] == {"depth": 2}
+        assert (entries["best"], entries["results"]) == (0.5, {"val_accuracy": 0.5})
+
+
+def refuse_options(folder: str) -> None:
+    for value in (Path(folder), {1}, b"1", Reduction.MEAN):
+        message = f"'options' in .* is a {type(value).__name__}, which a checkpoint can't hold"
+        with pytest.raises(UserError, match=message):
+            manager_of(folder, metadata={"model_options": {"options": [value]}})
+
+
+def test_options_that_can_not_be_saved_are_refused_at_the_start(
+    two_processes: Processes, tmp_path: Path
+) -> None:
+    two_processes(refuse_options, str(tmp_path))
+
+
 # What is resumed
 
 
@@ -1017,6 +1075,7 @@ def test_resume_compares_classes_samples_and_opt_level(
             "by_shard": False,
             "samples": {"train": 3, "val": 4},
             "fingerprints": {"train": {}, "val": {}},
+            "optimizer": "SGD",
         }
         assert said[-1].endswith(
             ", with the labels of the data in its order of the classes, saved at O1"

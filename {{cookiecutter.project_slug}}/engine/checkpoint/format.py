@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -67,6 +68,8 @@ def collect(state: TrainingState) -> dict[str, Any]:
 def to_cpu(value: Any) -> Any:
     """Return a copy of nested dicts, lists and tuples with all tensors in the CPU's memory.
 
+    NumPy's scalars become Python's, since a checkpoint holds no other library's types.
+
     Copies from a GPU are enqueued on the current stream: no later step changes them, nothing waits,
     and they are complete when the stream has reached this point.
     """
@@ -77,7 +80,7 @@ def to_cpu(value: Any) -> Any:
         return {name: to_cpu(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(map(to_cpu, value))
-    return value
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def write(path: Path, entries: dict[str, Any]) -> None:

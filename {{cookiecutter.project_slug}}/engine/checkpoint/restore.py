@@ -19,10 +19,12 @@ from engine.checkpoint.format import TrainingState
 from engine.checkpoint.validation import MAX_COUNT, check_like, is_number
 from engine.data import mix_seeds, seed_everything, set_rng_state
 from engine.monitoring.meter import LOSS, Sums
+from engine.text import printable
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 ADAM = ("Adam", "AdamW", "FusedAdam", "FusedLAMB")  # whose kernels assume two moments
 SGD = ("SGD", "FusedSGD")
+ALIKE = ({"Adam", "AdamW", "FusedAdam"}, {*SGD})  # whose states mean the same
 ERRORS = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
 
 
@@ -41,6 +43,10 @@ def restore(
 
     Raises UserError if the checkpoint does not fit.
     """
+    if not is_evaluation:
+        _check_optimizer(path, entries.get("metadata", {}).get("optimizer", ""), state.optimizer)
+    elif state.ema and not entries.get("ema"):
+        raise UserError(f"{path} has no average of the weights: leave out --ema")
     try:
         module = unwrap(state.model)
         if not hasattr(module, "module"):  # old scripts often save the model in its wrapper
@@ -138,6 +144,16 @@ def restore_ranks(
         return means, ""
     rule = "scales with them" if scales_lr else "stays"
     return means, f", not bit-identical: {len(ranks)} processes saved it; the learning rate {rule}"
+
+
+def _check_optimizer(path: Path, saved: str, optimizer: Optimizer) -> None:
+    """Raise UserError if the class named `saved`, if any, is another optimizer."""
+    names = {saved, type(optimizer).__name__}
+    if saved and len(names) > 1 and not any(names <= alike for alike in ALIKE):
+        raise UserError(
+            f"--resume {path}: its optimizer was {printable(saved)} and is "
+            f"{type(optimizer).__name__} now; start a new run with --weights {path}"
+        )
 
 
 def _restore_optimizer_if_own(optimizer: Optimizer, entries: dict[str, Any]) -> None:

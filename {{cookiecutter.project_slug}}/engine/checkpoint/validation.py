@@ -17,12 +17,33 @@ from engine.monitoring.meter import LOSS
 from engine.monitoring.run_files import MAX_CELLS, POSITION
 from engine.monitoring.trackers import is_run_id
 
+PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size)
 MAX_COUNT = 2**53  # of steps and the like; a float holds larger integers inexactly
 MAX_TEXT = 4096  # characters of a path, or the name of a model
 FEW_CLASSES = 10_000  # which a model of any size can be of
 MAX_OVERLAP = 16  # times that tensors may share the same bytes, on average
 NUM_WORDS = 624  # of a Mersenne Twister, the random-number generator of all libraries on the CPU
 TORCH_HEADER = struct.Struct("=QiiQ")  # of torch's: seed, left, seeded, next
+
+
+def require_plain(value: Any, name: str) -> None:
+    """Raise UserError for a value that could be saved, but not read again.
+
+    Args:
+        name: of the value, for the message.
+    """
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            require_plain(key, f"a key of {name}")
+            require_plain(item, f"{key!r} in {name}")
+    elif type(value) in (list, tuple):
+        for item in value:
+            require_plain(item, name)
+    elif type(value) not in PLAIN and not isinstance(value, Tensor):
+        raise UserError(
+            f"{name} is a {type(value).__name__}, which a checkpoint can't hold: use numbers, "
+            "texts, tensors, lists or dicts"
+        )
 
 
 def check_values(path: Path, entries: dict[str, Any]) -> None:
@@ -181,7 +202,8 @@ def is_metadata(value: object) -> bool:
     classes, samples = value.get("classes", []), value.get("samples", {})
     frozen = value.get("frozen", [])
     options, fingerprints = value.get("model_options", {}), value.get("fingerprints", {})
-    texts = [value.get(name, "") for name in ("metric", "metric_mode", "arch", "data", "opt_level")]
+    names = ("metric", "metric_mode", "arch", "data", "opt_level", "optimizer")
+    texts = [value.get(name, "") for name in names]
     return (
         isinstance(classes, list)
         and isinstance(value.get("by_shard", False), bool)

@@ -104,7 +104,8 @@ class CheckpointWriter:
             if self.group:
                 self._write_shards(path, entries, self.group)
             else:
-                validation.check_values(path, entries)  # or the file could not be resumed
+                validation.require_plain(entries, str(path))  # or the file could not be resumed
+                validation.check_values(path, entries)
                 self._prepare()
                 files.write_or_make_room(path, entries, self.warn)
             if dist.get_rank() == 0:
