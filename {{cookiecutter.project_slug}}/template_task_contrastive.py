@@ -404,6 +404,8 @@ def candidates(file: Path | None, data: str) -> list[str]:
     """Return the distinct lines of `file`; by default the captions of the validation set."""
     if file is None and not data:
         return [*Digits.names]
+    if file is None and "://" in data:
+        raise UserError(f"name a file of captions with --captions: those of {data} are at a URL")
     if file is None:
         try:
             captions = [caption.decode() for _, caption in first_captions(Path(data, "val"))]

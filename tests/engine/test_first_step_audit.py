@@ -15,6 +15,7 @@ from engine.diagnostics import first_step
 from engine.diagnostics.first_step import (
     FirstStepAudit,
     check_evaluable,
+    check_model,
     check_trainable,
     device_identity,
 )
@@ -383,6 +384,23 @@ def test_model_that_can_not_validate_images_of_a_size_is_an_error() -> None:
     message = str(error.value)
     assert message.startswith("this --arch can't validate a batch of 1 samples (tensors of shape 1")
     assert message.endswith("choose another --arch or --eval-size")
+
+
+def test_model_that_can_not_be_copied_is_an_error():
+    model = torch.nn.utils.weight_norm(nn.Linear(2, 2))
+    model(torch.ones(1, 2))
+    with pytest.raises(UserError, match="can't be copied .*: use the weight_norm and spectral"):
+        check_trainable(model, nn.functional.mse_loss, tuple, [torch.ones(1, 2), torch.ones(1, 2)])
+
+
+def test_expanded_buffer_is_an_error():
+    """load_state_dict can't write to one."""
+    batch = [torch.ones(2, 2), torch.ones(2, 2)]
+    model = nn.Linear(2, 2)
+    check_model(model, nn.functional.mse_loss, tuple, batch, batch)
+    model.register_buffer("grid", torch.ones(2, 1).expand(2, 3))
+    with pytest.raises(UserError, match="grid of the model is expanded"):
+        check_model(model, nn.functional.mse_loss, tuple, batch, batch)
 
 
 def test_error_names_the_line_of_the_owners_script(monkeypatch):

@@ -4,8 +4,10 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from apex_native import amp
-from engine import UserError, backend, optim
+from engine import UserError, backend, distributed, optim
+from processes import Processes
 from torch import nn
 
 
@@ -130,6 +132,42 @@ def test_statistics_are_averaged_and_counters_are_copied() -> None:
 
 
 # Frozen parts and eval mode
+
+
+class WithConstants(nn.Linear):
+    """A layer with a constant of shared memory, a view, and a state that is no tensor."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__(2, 2)
+        self.register_buffer("grid", torch.arange(3.0).expand(4, 3), persistent=False)
+        self.register_buffer("view", torch.full((6,), value)[::2])
+
+    def get_extra_state(self) -> dict:
+        return {"version": 1}
+
+    def set_extra_state(self, state: dict) -> None:
+        pass
+
+
+def test_views_are_averaged_and_an_extra_state_is_not() -> None:
+    model = WithConstants(1.0)
+    ema = optim.Ema(model, 0.5)
+    model.view.fill_(2.0)
+    ema.update(model.state_dict(), 100)
+    assert torch.equal(ema.module.view, torch.full((3,), 1.5))
+
+
+def buffers_after_a_broadcast() -> list[torch.Tensor]:
+    model = WithConstants(float(dist.get_rank()))
+    distributed.broadcast_buffers(model)
+    return [model.grid.contiguous(), model.view.contiguous()]
+
+
+def test_views_are_broadcast(two_processes: Processes) -> None:
+    """The memory beside a buffer that is a view stays as it is."""
+    for grid, view in two_processes(buffers_after_a_broadcast):
+        assert torch.equal(grid, torch.arange(3.0).expand(4, 3))
+        assert torch.equal(view, torch.zeros(3))
 
 
 def test_a_frozen_part_computes_as_in_validation() -> None:

@@ -1,5 +1,6 @@
 """Settings from a file (--config, --print-config), and the command line of main.py."""
 
+import argparse
 import json
 import os
 import re
@@ -52,6 +53,19 @@ def test_command_line_overrides_config_file(parse, file):
     assert (args.deterministic, args.dummy) == (False, True)
 
 
+def test_own_flags_may_lack_help_and_take_lists_of_numbers(monkeypatch, file):
+    monkeypatch.setattr(distributed, "stop", pytest.fail)
+    parser = cli.ConfigurableParser("main.py", "training")
+    add = parser.group("own").add_argument
+    add("--scales", nargs="+", type=float, default=[0.5, -1.0])
+    add("--names", nargs="*", default=[])
+    add("--hidden", type=int, default=3, help=argparse.SUPPRESS)
+    given = cli.settings(parser.parse_args([]))
+    path = file(cli.as_json(given))
+    assert cli.settings(parser.parse_args(["--config", str(path)])) == given
+    assert "--hidden" not in parser.format_help()
+
+
 @pytest.mark.parametrize("flags", [(), SOME])
 def test_saved_config_round_trip(parse, file, flags):
     settings = cli.settings(parse(*flags))
@@ -101,7 +115,7 @@ def test_example_config_holds_flags_of_the_project(parse, generated):
         ({"deterministic": 1}, "deterministic is 1, but must be true or false"),
         ({"channels_last": "no"}, "channels_last is "),
         ({"freeze": "conv1"}, 'freeze is "conv1", but must be a list'),
-        ({"freeze": [None]}, "freeze is [null], but must be a list of texts"),
+        ({"freeze": [None]}, "freeze is [null], but must be a list of texts or numbers"),
         ({"freeze": ["fc", "--help"]}, 'freeze is ["fc", "--help"], but must be a list of texts'),
         ({"output": "a\0b"}, r'output is "a\u0000b", which no command line can hold'),
         ({"data": "\ud800"}, "which no command line can hold"),

@@ -314,3 +314,5 @@ def test_invalid_candidate_captions_are_errors(tmp_path, text, words):
         task.candidates(file, "")
     with pytest.raises(UserError, match="is missing.*; or name a file of captions with --captions"):
         task.candidates(None, str(tmp_path))
+    with pytest.raises(UserError, match="--captions: those of https://host/pairs are at a URL"):
+        task.candidates(None, "https://host/pairs")

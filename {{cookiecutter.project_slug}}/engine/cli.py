@@ -189,8 +189,10 @@ class ArgumentGroup:
             options["action"] = _StoreTrue
         if options.get("type") in METAVARS:
             options.setdefault("metavar", METAVARS[options["type"]])
-        if options.get("default") is not None and "default" not in options["help"]:
-            options["help"] += " (default: %(default)s)"
+        text = options.get("help") or argparse.SUPPRESS
+        is_shown = text != argparse.SUPPRESS and "default" not in text
+        if is_shown and options.get("default") is not None:
+            options["help"] = f"{text} (default: %(default)s)"
         action = self._group.add_argument(*names, **options)
         self.parser.actions.append(action)
         return action
@@ -254,9 +256,11 @@ class ConfigurableParser(ArgumentParser):
         if isinstance(action, BooleanOptionalAction):
             expected, is_valid = "true or false", isinstance(value, bool)
             words = [flag if value else f"--no-{flag[2:]}"]
-        elif action.nargs:
-            expected, is_valid = "a list of texts, none a flag", _is_list_of_texts(value)
-            words = [flag, *value] if isinstance(value, list) else []
+        elif action.nargs not in (None, "?"):
+            expected = "a list of texts or numbers, none a flag"
+            values = value if isinstance(value, list) else [None]
+            is_valid = all(map(_is_word, values)) and (value != [] or action.nargs == "*")
+            words = [flag, *map(str, values)]
         elif METAVARS.get(action.type) in ("N", "X"):
             expected, is_valid = "a number", type(value) in (int, float)  # not a bool
             words = [f"{flag}={value}"]
@@ -274,11 +278,9 @@ class ConfigurableParser(ArgumentParser):
         super().error(self.error_prefix + message)
 
 
-def _is_list_of_texts(value: object) -> bool:
-    """Return whether `value` is a list of arguments, which argparse takes for no other flags."""
-    if not isinstance(value, list) or not value:
-        return False
-    return all(isinstance(x, str) and not x.startswith("-") for x in value)
+def _is_word(value: object) -> bool:
+    """Return whether `value` is one of several arguments of a flag, and no flag to argparse."""
+    return type(value) in (int, float) or isinstance(value, str) and not value.startswith("-")
 
 
 def _is_argument(text: str) -> bool:

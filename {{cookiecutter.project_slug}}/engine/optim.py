@@ -191,8 +191,10 @@ class Ema:
     def update(self, state_dict: Mapping[str, Tensor], step: int) -> None:
         """Include the model's state, from ``Backend.fp32_state_dict``, after `step` other steps."""
         own = self.module.state_dict(keep_vars=True)
-        # Tied weights have several names, and are averaged once.
-        pairs = list({id(mean): (mean, state_dict[name]) for name, mean in own.items()}.values())
+        # Tied weights have several names, and are averaged once. A module's extra state is not.
+        tensors = {name: mean for name, mean in own.items() if isinstance(mean, Tensor)}
+        known = {id(mean): (mean, state_dict[name]) for name, mean in tensors.items()}
+        pairs = list(known.values())
         averaged = [pair for pair in pairs if pair[0].is_floating_point()]
         means = [local_shard(mean) for mean, _ in averaged]
         values = [local_shard(value) for _, value in averaged]

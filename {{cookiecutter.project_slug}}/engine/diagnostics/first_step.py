@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm  # no public class is a base o
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
-from engine import UserError, summarize
+from engine import UserError, distributed, summarize
 from engine.backend import is_sharded, local_shard, unwrap
 from engine.data.loading import TrainLoader
 from engine.optim import eval_mode
@@ -45,13 +46,19 @@ def check_model(
     sample: Sequence[Tensor] | None,
     val_sample: Sequence[Tensor],
 ) -> None:
-    """Raise UserError if the model can't train on a batch, or validate images of that size.
+    """Raise UserError if the model can't train on a batch, validate such images, or be saved.
 
     Args:
         prepare: returns the inputs and the targets of a batch.
         sample: tensors on the model's device; None in an evaluation.
         val_sample: the same of the validation data, of which one sample is enough.
     """
+    for name, value in model.state_dict().items():
+        if isinstance(value, Tensor) and distributed.is_expanded(value):
+            raise UserError(
+                f"{name} of the model is expanded, and can't be loaded from a checkpoint: add "
+                ".contiguous() where it is registered"
+            )
     if sample is not None:
         check_trainable(model, criterion, prepare, sample)
     check_evaluable(model, prepare, [tensor[:1] for tensor in val_sample])
@@ -70,8 +77,15 @@ def check_trainable(
         batch: tensors on the model's device.
     """
     inputs, targets = prepare(batch)
+    try:
+        copied = copy.deepcopy(model).train()
+    except RuntimeError as error:
+        raise UserError(
+            f"the model can't be copied ({shorten(str(error), 160)}): use the weight_norm and "
+            "spectral_norm of torch.nn.utils.parametrizations"
+        ) from None
     with _explaining("train on", batch, "--arch, --image-size or --batch-size"):
-        loss = criterion(copy.deepcopy(model).train()(inputs), targets)
+        loss = criterion(copied(inputs), targets)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise TypeError("the loss is not a single number")
 

@@ -166,7 +166,8 @@ def _log_restart(rank: int) -> None:
     count = os.environ.get("TORCHELASTIC_RESTART_COUNT")
     if rank != 0 or count is None:
         return
-    reason = os.environ[RESTART] or "a process failed"
+    own = "SLURM has requeued the job" if count == "0" else "a process failed"
+    reason = os.environ[RESTART] or own
     limit = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?")
     print(f"restarted: {reason}; {count} of MAX_RESTARTS={limit} are used", flush=True)
 
@@ -239,7 +240,17 @@ def broadcast_buffers(model: nn.Module) -> None:
     Batch norm's running statistics differ between processes unless SyncBatchNorm is used.
     """
     for buffer in model.buffers():
-        dist.broadcast(buffer, src=0)
+        values = buffer.contiguous()  # torch would send other memory than that of a view
+        dist.broadcast(values, src=0)
+        if not is_expanded(buffer):
+            buffer.copy_(values)
+
+
+def is_expanded(tensor: torch.Tensor) -> bool:
+    """Return whether elements share memory, as after ``expand``: they are constants."""
+    return any(
+        not step and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)
+    )
 
 
 class AsyncMax:
