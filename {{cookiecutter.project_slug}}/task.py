@@ -130,6 +130,8 @@ def build_model(arch: str, num_classes: int, **options: Any) -> nn.Module:
             "the data has no classes: give the data sets of build_datasets, in task.py, an "
             "attribute .classes, the list of the classes' names"
         )
+    if num_classes == 1:
+        raise UserError(f"the data has one class: --data takes {LAYOUT}, with a folder for each")
     if arch.startswith(models.PREFIX):
         return models.build_timm_model(arch, num_classes, **options)
     if model := build_small_model(arch, num_classes):

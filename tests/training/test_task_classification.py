@@ -4,6 +4,7 @@ import pickle
 import sys
 from argparse import Namespace
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -81,6 +82,16 @@ def test_edited_images_hold_with_any_flags(
     image = project.main.parse_args().model_options["image"]
     assert (image["size"], image["crop_fraction"]) == (64, 1.0)
     assert image["eval_size"] == (96 if "--eval-size" in flags else None)
+    monkeypatch.setattr(project.task, "IMAGES", edited._replace(mean=(0.5, 0.5, 0.5)))
+    is_timm = "--arch" in flags  # whose models convert their inputs
+    with nullcontext() if is_timm else pytest.raises(UserError, match="mean and std of IMAGES"):
+        assert project.main.parse_args().model_options["image"]["mean"] == (0.5, 0.5, 0.5)
+
+
+def test_one_class_is_an_error(project: Project) -> None:
+    """As that of a folder that holds the classes' folders."""
+    with pytest.raises(UserError, match="the data has one class: --data takes .*train/CLASS"):
+        project.task.build_model("resnet18_cifar", 1)
 
 
 def evaluate_folder(folder: Path, data: Path, skip_broken: int) -> dict[str, float]:

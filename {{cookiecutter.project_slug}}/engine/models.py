@@ -82,7 +82,8 @@ def model_options(
     replaced. The result, of plain types, is stored in checkpoints; it is empty for a
     torchvision model with its defaults.
 
-    Raises UserError if timm is missing or has no such model, and for rates of another model.
+    Raises UserError if timm is missing or has no such model, and for rates, a mean or a standard
+    deviation of another model.
     """
     changes = image or {}
     rates = {"drop_rate": drop_rate, "drop_path": drop_path}
@@ -94,6 +95,8 @@ def model_options(
         if rate:
             flag = "--" + name.replace("_", "-")
             raise UserError(f"{flag} {rate:g} is for {PREFIX}NAME, not for --arch {arch}")
+    if not changes.keys().isdisjoint(("mean", "std")):
+        raise UserError(f"mean and std of IMAGES are for {PREFIX}NAME; others have ImageNet's")
     return {"image": ImageSpec(**changes)._asdict()} if changes else {}
 
 
