@@ -31,7 +31,8 @@ NATIVE = backend.load_backend("native", "O1")
 # Cases of altered values and of altered bytes: the same 100 in each run, random ones on demand.
 CASES = os.environ.get("FUZZ_CASES", "")
 EXAMPLES = [
-    100,
+    20,
+    pytest.param(100, marks=pytest.mark.slow),
     pytest.param(
         int(CASES or 0),
         marks=[

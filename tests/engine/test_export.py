@@ -27,7 +27,11 @@ def pair(batch_size: int) -> tuple:
     return torch.randn(batch_size, 3), torch.randn(batch_size, 1, 4 + batch_size, 9)
 
 
-@pytest.mark.parametrize("suffix", export.FORMATS)
+# The exporter for ONNX takes ten seconds to import.
+FORMATS = [pytest.param(one, marks=[pytest.mark.slow] * (one == ".onnx")) for one in export.FORMATS]
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
 def test_exported_file_equals_the_model_for_other_sizes(tmp_path, suffix):
     if suffix == ".onnx":
         pytest.importorskip("onnxruntime")
@@ -68,7 +72,7 @@ def test_file_whose_outputs_differ_is_an_error(tmp_path):
     assert [file.read_text() for file in tmp_path.iterdir()] == ["the one before"]
 
 
-@pytest.mark.parametrize("suffix", export.FORMATS)
+@pytest.mark.parametrize("suffix", FORMATS)
 def test_path_that_can_not_be_written_is_an_error(tmp_path, suffix):
     if suffix == ".onnx":
         pytest.importorskip("onnxruntime")

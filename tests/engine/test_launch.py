@@ -192,6 +192,7 @@ def test_signal_to_one_process_before_it_can_save_is_not_followed_by_a_restart(l
     assert output.count("started") == 1
 
 
+@pytest.mark.slow
 def test_processes_are_found_while_threads_end() -> None:
     """The files of a thread in /proc vanish when it ends."""
     from engine.launch import _processes  # here, since the launchers run the module
@@ -219,6 +220,7 @@ def test_processes_are_found_while_threads_end() -> None:
             starter.join()
 
 
+@pytest.mark.slow
 def test_thread_that_uses_a_store_does_not_abort_the_launcher_at_its_end() -> None:
     code = """
         import os, sys, threading

@@ -19,7 +19,7 @@ def generated(request: pytest.FixtureRequest, shared_project) -> Project:
     return load_project(shared_project(task=request.param))
 
 
-@pytest.fixture(scope="session", params=[2, 3])
+@pytest.fixture(scope="session", params=[2, pytest.param(3, marks=pytest.mark.slow)])
 def processes(request: pytest.FixtureRequest):
     """Two and three processes over gloo, on the CPU."""
     processes = Processes("gloo", request.param)

@@ -350,6 +350,7 @@ def test_usage_error_is_not_restarted(project, tmp_path):
     assert done.stderr.count("error: ") == 1
 
 
+@pytest.mark.slow
 def test_nan_weights_stop_the_run_and_keep_the_last_checkpoint(project, breaking, tmp_path):
     breaking("next(self.state.model.parameters()).data.fill_(float('nan'))")
     flags = (*SMALL, "--output", tmp_path / "run", "--save-every", 3)

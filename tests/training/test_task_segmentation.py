@@ -142,10 +142,10 @@ def test_segmentation_models_pytorch_model():
 @pytest.mark.parametrize(
     "arch",
     [
-        "deeplabv3plus:tu-xception65",
+        pytest.param("deeplabv3plus:tu-xception65", marks=pytest.mark.slow),
         "deeplabv3plus:tu-mobilenetv3_small_075",  # with other activations than ReLU
         "deeplabv3plus:tu-regnety_002",
-        "unet:tu-densenet121",
+        pytest.param("unet:tu-densenet121", marks=pytest.mark.slow),
     ],
 )
 def test_split_timm_norms_are_equivalent(arch, tmp_path):
