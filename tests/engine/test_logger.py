@@ -97,6 +97,20 @@ def test_folder_that_was_removed_is_locked_again_unless_it_is_another_runs(logge
     assert [one.name for one in logger.output.iterdir()] == ["config.json"]
 
 
+def test_folder_that_was_removed_before_a_picture_is_locked_again(logger):
+    """The picture makes the folder anew, which must not look like another run's."""
+    logger.lock()
+    shutil.rmtree(logger.output)
+
+    def write() -> Path:
+        (logger.output / "validation").mkdir(parents=True)
+        return logger.output / "validation" / "samples.txt"
+
+    logger.log_image(1, write)
+    logger.lock()
+    assert {one.name for one in logger.output.iterdir()} == {".lock", "validation"}
+
+
 @pytest.mark.usefixtures("no_curves")
 def test_validation_that_writes_a_text_file_ends_no_events(logger, tmp_path, capsys):
     text = tmp_path / "epoch_001.txt"

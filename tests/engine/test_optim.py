@@ -141,6 +141,7 @@ class WithConstants(nn.Linear):
         super().__init__(2, 2)
         self.register_buffer("grid", torch.arange(3.0).expand(4, 3), persistent=False)
         self.register_buffer("view", torch.full((6,), value)[::2])
+        self.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
 
     def get_extra_state(self) -> dict:
         return {"version": 1}
@@ -149,12 +150,13 @@ class WithConstants(nn.Linear):
         pass
 
 
-def test_views_are_averaged_and_an_extra_state_is_not() -> None:
+def test_views_are_averaged_and_masks_and_extra_states_are_not() -> None:
     model = WithConstants(1.0)
     ema = optim.Ema(model, 0.5)
     model.view.fill_(2.0)
     ema.update(model.state_dict(), 100)
     assert torch.equal(ema.module.view, torch.full((3,), 1.5))
+    assert torch.equal(ema.module.mask, model.mask)
 
 
 def buffers_after_a_broadcast() -> list[torch.Tensor]:

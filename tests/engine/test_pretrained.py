@@ -273,6 +273,15 @@ def test_weights_that_are_not_finite_are_an_error(tmp_path: Path, value: float) 
         load_pretrained(model, file, "net")
 
 
+def test_masks_of_a_model_may_be_infinite(tmp_path: Path) -> None:
+    file, model = str(tmp_path / "weights.pt"), nn.Linear(3, 3)
+    model.register_buffer("mask", torch.full((3,), float("-inf")))
+    torch.save(model.state_dict(), file)
+    model.bias.data.zero_()
+    load_pretrained(model, file, "net")
+    assert torch.equal(model.bias, torch.load(file)["bias"])
+
+
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [("0.weight", torch.int64), ("0.weight", torch.bool), ("1.running_var", torch.complex64)]

@@ -186,6 +186,7 @@ class Ema:
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.module = copy.deepcopy(model).requires_grad_(False)
         self.decay = decay
+        self._copied: set[int] | None = None  # ids of tensors that are not averaged
 
     @torch.no_grad()
     def update(self, state_dict: Mapping[str, Tensor], step: int) -> None:
@@ -194,12 +195,21 @@ class Ema:
         # Tied weights have several names, and are averaged once. A module's extra state is not.
         tensors = {name: mean for name, mean in own.items() if isinstance(mean, Tensor)}
         known = {id(mean): (mean, state_dict[name]) for name, mean in tensors.items()}
-        pairs = list(known.values())
-        averaged = [pair for pair in pairs if pair[0].is_floating_point()]
+        if self._copied is None:
+            self._copied = {key for key, (mean, _) in known.items() if _is_constant(mean)}
+        averaged = [pair for key, pair in known.items() if key not in self._copied]
         means = [local_shard(mean) for mean, _ in averaged]
         values = [local_shard(value) for _, value in averaged]
         decay = min(self.decay, (1 + step) / (10 + step))
         get_ema_multi_avg_fn(decay)(means, values, None)
-        for count, value in pairs:
-            if not count.is_floating_point():
-                count.copy_(value)
+        for key in self._copied:
+            mean, value = known[key]
+            mean.copy_(value)
+
+
+def _is_constant(tensor: Tensor) -> bool:
+    """Return whether a tensor has no mean: a counter, or a mask with -inf, whose mean is nan."""
+    if not tensor.is_floating_point():
+        return True
+    is_buffer = not isinstance(tensor, nn.Parameter)
+    return is_buffer and bool(local_shard(tensor).float().isinf().any())

@@ -51,6 +51,7 @@ def load_pretrained(
     target = model.get_submodule(child)
     own = target.state_dict()
     state = _renamed(state, own)
+    _check_finite(source, state, own)
     unmatched = _unmatched(state, own)
     shared = [name for name in own if name in state]
     head = [name for name in shared if own[name].shape != state[name].shape]
@@ -151,9 +152,6 @@ def _read(source: str, arch: str) -> tuple[dict[str, Tensor], str, list[str]]:
             f"--weights {source}: it holds no weights, which are a dict of names and tensors, "
             "saved by torch.save; use another file"
         )
-    for name, value in state.items():
-        if not _is_finite(value):
-            raise UserError(f"--weights {source}: {name} is not finite; use another file")
     metadata = content.get("metadata", content.get("about"))
     classes = metadata.get("classes", []) if validation.is_metadata(metadata) else []
     return state, "moving average of the weights" if key == "ema" else "weights", classes
@@ -174,6 +172,13 @@ def _find_weights(content: Any, key: str) -> dict[str, Tensor]:
     state = dict(state)
     consume_prefix_in_state_dict_if_present(state, "module.")
     return state
+
+
+def _check_finite(source: str, state: dict[str, Tensor], own: dict[str, Tensor]) -> None:
+    """Raise UserError for a value that is not finite, unless the model's own is none, as a mask."""
+    for name, value in state.items():
+        if not _is_finite(value) and _is_finite(own.get(name, torch.zeros(1))):
+            raise UserError(f"--weights {source}: {name} is not finite; use another file")
 
 
 def _is_finite(value: Tensor) -> bool:

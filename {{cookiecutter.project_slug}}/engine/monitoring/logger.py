@@ -294,6 +294,7 @@ class Logger(Console):
         """Call ``write_image(*args)``, which writes files; if it returns a PNG file, log that."""
         if not self.active:
             return
+        self.lock()  # again, if the folder was removed
         # Errors other than those of the disk are bugs of write_image.
         with self._errors_as_warning("files of the validation are not written", OSError):
             path = write_image(*args)
