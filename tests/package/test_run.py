@@ -27,6 +27,9 @@ COMMAND = ("-c", "from apex_native.extras.command import main; main()")
         (["fix", "script.py"], 2, "no command 'fix'"),
         (["run"], 2, "usage: python -m apex_native"),
         (["run", "missing.py"], 2, "no file missing.py\nusage: python -m apex_native"),
+        (["run", "-m", "missing"], 2, "no module missing\n"),
+        (["run", "-m", "missing.part"], 2, "no module missing.part\n"),
+        (["run", "-m", "json.missing"], 2, "no module json.missing\n"),
     ],
 )
 def test_command_line(run, arguments, status, text):
