@@ -118,7 +118,8 @@ def compiled(sizes, *marks):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "compiled"), [*EAGER, compiled((3, 5)), compiled((4, 4), pytest.mark.weekly)]
+    ("sizes", "compiled"),
+    [*EAGER, compiled((3, 5), pytest.mark.slow), compiled((4, 4), pytest.mark.weekly)],
 )
 def test_processes_equal_one_large_batch(two_processes, sizes, compiled):
     """The reference formulas, which torch.compile uses; a mean far from 0 costs no digits."""

@@ -263,6 +263,7 @@ def predicted(*flags):
     )
 
 
+@pytest.mark.slow
 def test_a_job_of_ones_own():
     job = ("--step-ms", "100", "--parameters", "1e9", "--nics", "1", "--gbits", "25")
     slow, halved = predicted(*job), predicted(*job, "--gradient-bytes", "2")

@@ -135,6 +135,19 @@ def test_state_of_another_optimizer_is_an_error(tmp_path: Path, saved: str, is_a
     restore(tmp_path / "last.pt", loaded, state_of(model, optimizer), is_evaluation=True)
 
 
+def test_state_of_another_kind_of_optimizer_is_an_error_without_its_name(tmp_path: Path) -> None:
+    """Checkpoints of version 0.9 do not name their optimizer."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    checkpoint.write(tmp_path / "last.pt", entries_of(model, optimizer))
+    loaded = checkpoint.load(tmp_path / "last.pt")
+    other = torch.optim.AdamW(model.parameters())
+    with pytest.raises(UserError, match="with momentum saved it, and this one has betas"):
+        restore(tmp_path / "last.pt", loaded, state_of(model, other))
+
+
 def test_a_checkpoint_of_many_parameters_is_restored(tmp_path: Path) -> None:
     """In its pickle, the names of the moments are stored once, and occur for each parameter."""
     model = nn.ParameterList(torch.ones(1) for _ in range(1000))

@@ -49,7 +49,10 @@ def read(path: Path) -> list[list[str]]:
         return list(csv.reader(file))
 
 
-@pytest.mark.parametrize("num_classes", [3, 5, 6, 40])
+SLOW = [pytest.param(number, marks=pytest.mark.slow) for number in (5, 6, 40)]
+
+
+@pytest.mark.parametrize("num_classes", [3, *SLOW])
 def test_report_equals_that_of_scikit_learn(
     two_processes: Processes, tmp_path: Path, num_classes: int
 ) -> None:
@@ -114,7 +117,7 @@ def test_picture_shows_fractions_of_the_true_class(tmp_path):
     assert names == ["class", "собака", "'=1+1", "a\\nb"]
 
 
-@pytest.mark.parametrize("num_classes", [1, 30, 1000, 2500])
+@pytest.mark.parametrize("num_classes", [1, 30, 1000, pytest.param(2500, marks=pytest.mark.slow)])
 def test_picture_of_many_classes_has_a_limited_size(tmp_path, num_classes):
     """A single confused sample is visible in it."""
     confusion = 50 * torch.eye(num_classes, dtype=torch.int64)

@@ -390,6 +390,7 @@ def test_failed_write_leaves_the_file(run, tmp_path):
     assert (tmp_path / name).read_text() == CALLS[2][0] + "\n"
 
 
+@pytest.mark.slow
 def test_diff_into_a_closed_pipe(run, tmp_path):
     (tmp_path / "script.py").write_text(CALLS[2][0] + "\n")
     program = "import subprocess, sys; done = subprocess.Popen(sys.argv[1:], stdout=-1, stderr=-1)"

@@ -172,6 +172,7 @@ def test_split_timm_norms_are_equivalent(arch, tmp_path):
     torch.testing.assert_close(converted(images), outputs[0], rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_deeplab_with_xception_uses_the_dilatable_encoder(capsys, monkeypatch):
     pytest.importorskip("segmentation_models_pytorch")
     model = task.build_model("smp:deeplabv3plus:xception", 4)

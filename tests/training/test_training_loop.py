@@ -431,7 +431,9 @@ def stop_after_step(folder: Path, output: Path, step: int, *flags: object) -> No
     train(folder, output, *flags, "--resume", "auto")
 
 
-@pytest.mark.parametrize("step", [5, 12])  # in an epoch that is not validated, and in one that is
+@pytest.mark.parametrize(
+    "step", [pytest.param(5, marks=pytest.mark.slow), 12]
+)  # in an epoch that is not validated, and in one that is
 def test_every_nth_epoch_and_the_last_are_validated(
     shared_project: Callable, two_processes: Processes, tmp_path: Path, step: int
 ) -> None:
