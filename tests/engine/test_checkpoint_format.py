@@ -28,7 +28,7 @@ from engine.checkpoint import archive as archive_module
 from engine.checkpoint import format as checkpoint
 from engine.checkpoint.archive import read
 from engine.checkpoint.inspection import check_tuples
-from engine.checkpoint.restore import restore, restore_average
+from engine.checkpoint.restore import build_with, restore, restore_average
 from engine.data.images import MAX_SIZE, ImageSpec
 from engine.optim import Ema
 from torch import nn
@@ -146,6 +146,12 @@ def test_state_of_another_kind_of_optimizer_is_an_error_without_its_name(tmp_pat
     other = torch.optim.AdamW(model.parameters())
     with pytest.raises(UserError, match="with momentum saved it, and this one has betas"):
         restore(tmp_path / "last.pt", loaded, state_of(model, other))
+
+
+def test_lazy_layers_take_the_shapes_of_the_file() -> None:
+    weights = nn.Linear(3, 2).state_dict()
+    model = build_with(weights, lambda: nn.LazyLinear(2))
+    assert torch.equal(model(torch.eye(3)), weights["weight"].T + weights["bias"])
 
 
 def test_a_checkpoint_of_many_parameters_is_restored(tmp_path: Path) -> None:

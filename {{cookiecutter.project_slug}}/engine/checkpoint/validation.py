@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from engine import UserError
 from engine.data.images import is_image_spec
@@ -263,7 +264,7 @@ def check_like(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     torch would convert it without a warning: complex numbers would lose their imaginary parts.
     """
     for name, ours in own.items():
-        if name not in state or not isinstance(ours, Tensor):
+        if name not in state or not isinstance(ours, Tensor) or is_lazy(ours):
             continue
         theirs = state[name]
         if theirs.shape != ours.shape:
