@@ -115,7 +115,8 @@ def default_image(args: argparse.Namespace) -> dict[str, Any]:
         }
     if args.data is None and not args.dummy and args.arch.startswith(models.PREFIX):
         return IMAGES.changes() | {"size": Digits.SIZE}
-    return IMAGES.changes()
+    is_own_size = args.data is None and not args.dummy and not args.image_size
+    return {} if is_own_size else IMAGES.changes()
 
 
 def build_model(arch: str, num_classes: int, **options: Any) -> nn.Module:
@@ -130,8 +131,6 @@ def build_model(arch: str, num_classes: int, **options: Any) -> nn.Module:
             "the data has no classes: give the data sets of build_datasets, in task.py, an "
             "attribute .classes, the list of the classes' names"
         )
-    if num_classes == 1:
-        raise UserError(f"the data has one class: --data takes {LAYOUT}, with a folder for each")
     if arch.startswith(models.PREFIX):
         return models.build_timm_model(arch, num_classes, **options)
     if model := build_small_model(arch, num_classes):
@@ -206,6 +205,10 @@ def read_datasets(args: argparse.Namespace) -> tuple[SizedDataset, SizedDataset]
     train_set = Images(
         args.data / "train", partial(random_crop, spec=spec, hflip=args.hflip), decode=decode
     )
+    if len(train_set.classes) == 1:
+        raise UserError(
+            f"--data {args.data} has one class, {train_set.classes[0]}: it takes {LAYOUT}"
+        )
     val_set = Images(args.data / "val", to_center, decode=decode, classes=train_set.classes)
     return train_set, val_set
 
@@ -352,9 +355,7 @@ class Predictor:
         self.top = args.top
         self.device = next(model.parameters()).device
         image = metadata.get("model_options", {}).get("image", {})
-        digits = Digits(train=False)
-        is_digits = self.classes == [*digits.classes] and not metadata["data"]
-        if is_digits and not compare_data(metadata, describe_data({"val": digits})):
+        if not metadata["data"] and Digits.are_those_of(metadata):
             self.read = partial(Digits.read, size=image.get("size", Digits.SIZE))
         else:
             self.read = partial(read_center_crop, spec=IMAGES._replace(**image).for_eval())
@@ -389,6 +390,13 @@ class Digits(Dataset):
 
     classes = tuple("0123456789")
     SIZE = 32
+
+    @classmethod
+    def are_those_of(cls, metadata: dict) -> bool:
+        """Return whether a checkpoint's metadata is of these data, and not of other digits."""
+        if metadata["classes"] != [*cls.classes]:
+            return False
+        return not compare_data(metadata, describe_data({"val": cls(train=False)}))
 
     def __init__(self, train: bool, size: int = SIZE) -> None:
         file = np.load(Path(__file__).parent / "data" / "digits.npz", allow_pickle=False)

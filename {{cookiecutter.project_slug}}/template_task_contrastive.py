@@ -405,7 +405,7 @@ def candidates(file: Path | None, data: str) -> list[str]:
     if file is None and not data:
         return [*Digits.names]
     if file is None and "://" in data:
-        raise UserError(f"name a file of captions with --captions: those of {data} are at a URL")
+        raise UserError(f"name a file with --captions: predict.py can't read those of {data}")
     if file is None:
         try:
             captions = [caption.decode() for _, caption in first_captions(Path(data, "val"))]

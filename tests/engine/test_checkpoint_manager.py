@@ -996,7 +996,9 @@ def evaluate_without_average(folder: str) -> None:
     dist.barrier()
     again = manager_of(folder)
     again.state.ema = Ema(again.state.model, 0.9)
-    with pytest.raises(UserError, match=r"last\.pt has no average of the weights: leave out --ema"):
+    with pytest.raises(
+        UserError, match=r"--ema: .*last\.pt has no average of the weights; leave it out"
+    ):
         again.resume(Path(folder, "last.pt"), 10, required=True)
 
 
@@ -1027,7 +1029,7 @@ def test_numbers_of_numpy_are_saved_as_pythons(two_processes: Processes, tmp_pat
 
 
 def refuse_options(folder: str) -> None:
-    for value in (Path(folder), {1}, b"1", Reduction.MEAN):
+    for value in (Path(folder), object(), b"1", Reduction.MEAN):
         message = f"'options' in .* is a {type(value).__name__}, which a checkpoint can't hold"
         with pytest.raises(UserError, match=message):
             manager_of(folder, metadata={"model_options": {"options": [value]}})

@@ -97,6 +97,16 @@ def test_folder_that_was_removed_is_locked_again_unless_it_is_another_runs(logge
     assert [one.name for one in logger.output.iterdir()] == ["config.json"]
 
 
+def test_picture_of_an_evaluation_takes_no_lock(logger, monkeypatch):
+    """A training may be running in the folder of the checkpoint."""
+    logger.folder_lock.release()
+    logger.folder_lock.file = None
+    monkeypatch.setattr(logger.folder_lock, "acquire", pytest.fail)
+    written = []
+    logger.log_image(1, lambda: written.append(1) or logger.output / "samples.txt")
+    assert written
+
+
 def test_folder_that_was_removed_before_a_picture_is_locked_again(logger):
     """The picture makes the folder anew, which must not look like another run's."""
     logger.lock()

@@ -143,10 +143,10 @@ class WithConstants(nn.Linear):
         self.register_buffer("view", torch.full((6,), value)[::2])
         self.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
 
-    def get_extra_state(self) -> dict:
-        return {"version": 1}
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.tensor(1)
 
-    def set_extra_state(self, state: dict) -> None:
+    def set_extra_state(self, state: torch.Tensor) -> None:
         pass
 
 
@@ -157,6 +157,19 @@ def test_views_are_averaged_and_masks_and_extra_states_are_not() -> None:
     ema.update(model.state_dict(), 100)
     assert torch.equal(ema.module.view, torch.full((3,), 1.5))
     assert torch.equal(ema.module.mask, model.mask)
+    model.mask.zero_()  # no longer infinite
+    ema.update(model.state_dict(), 100)
+    assert torch.equal(ema.module.mask, torch.zeros(2))
+    model.mask.fill_(2.0)
+    ema.update(model.state_dict(), 100)
+    assert torch.equal(ema.module.mask, torch.ones(2))
+
+
+def test_an_extra_state_that_is_no_tensor_is_not_averaged() -> None:
+    model = nn.Linear(2, 2)
+    model.get_extra_state = lambda: {"version": 1}
+    model.set_extra_state = print
+    optim.Ema(model, 0.5).update(model.state_dict() | {"_extra_state": {"version": 1}}, 100)
 
 
 def buffers_after_a_broadcast() -> list[torch.Tensor]:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from engine import UserError, distributed
 from engine.distributed import network
 from engine.distributed.peers import PeerMonitor, PeerServer
-from engine.launch import LAUNCH_ID
+from engine.launch import LAUNCH_ID, RESTART
 from fresh import TEMPLATE
 from ports import free_port
 from processes import fork_server
@@ -257,6 +257,16 @@ def test_strangers_cannot_end_a_job() -> None:
     )
     with Job("time.sleep(3)", stranger) as job:
         assert job.statuses() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("count", "reason"), [("0", "SLURM has requeued the job"), ("1", "a process failed")]
+)
+def test_reason_of_a_restart_is_logged(monkeypatch, capsys, count: str, reason: str) -> None:
+    for name, value in (("TORCHELASTIC_RESTART_COUNT", count), (RESTART, "")):
+        monkeypatch.setenv(name, value)
+    distributed._log_restart(0)
+    assert capsys.readouterr().out.startswith(f"restarted: {reason}; {count} of MAX_RESTARTS=")
 
 
 def test_rank_0_may_end_before_the_others(monkeypatch) -> None:

@@ -266,6 +266,15 @@ def test_helper_that_grad_scaler_would_change_is_left(run, tmp_path, helper, lin
     assert "with amp.scale_loss(loss, optimizer)" in code
 
 
+def test_autograd_in_a_forward_pass_is_no_reason(run, tmp_path):
+    model = (
+        "class Energy(nn.Module):\n    def forward(self, x):\n        x = x.requires_grad_()\n"
+        "        return torch.autograd.grad(x.square().sum(), x, create_graph=True)[0]\n"
+    )
+    script = f"{START}{model}optimizer = {OPTIMIZERS[0]}{TRAIN.replace('LEVEL', 'O1')}"
+    assert "GradScaler" in migrate(run, tmp_path, script, status=0)[0]
+
+
 def test_helper_that_does_not_train_is_no_reason(run, tmp_path):
     """A function of an evaluation, which reads gradients, leaves the training step as it is."""
     helper = "def show(model):\n    print(model[0].weight.grad)\ndef main():\n    show(model)\n"

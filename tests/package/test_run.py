@@ -30,6 +30,7 @@ COMMAND = ("-c", "from apex_native.extras.command import main; main()")
         (["run", "-m", "missing"], 2, "no module missing\n"),
         (["run", "-m", "missing.part"], 2, "no module missing.part\n"),
         (["run", "-m", "json.missing"], 2, "no module json.missing\n"),
+        (["run", "-m", "email"], 2, "no module email.__main__\n"),
     ],
 )
 def test_command_line(run, arguments, status, text):

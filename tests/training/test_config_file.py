@@ -60,7 +60,9 @@ def test_own_flags_may_lack_help_and_take_lists_of_numbers(monkeypatch, file):
     add("--scales", nargs="+", type=float, default=[0.5, -1.0])
     add("--names", nargs="*", default=[])
     add("--hidden", type=int, default=3, help=argparse.SUPPRESS)
-    given = cli.settings(parser.parse_args([]))
+    add("--scales-of-others", nargs="+", type=float)
+    flags = ["--scales", "0.25", "--names", "a", "b", "--hidden", "4"]
+    given = cli.settings(parser.parse_args(flags)) | {"scales_of_others": [-1e-5, 2.0]}
     path = file(cli.as_json(given))
     assert cli.settings(parser.parse_args(["--config", str(path)])) == given
     assert "--hidden" not in parser.format_help()

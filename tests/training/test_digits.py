@@ -62,13 +62,16 @@ def test_data_readme_names_source_and_license():
     [("", "0123456789", True), ("", "abcdefghij", False), ("folder", "0123456789", False)],
 )
 @pytest.mark.parametrize("samples", [{}, {"val": 20}, {"val": 360}])
+@pytest.mark.parametrize("digest", [None, "0" * 16])
 def test_only_the_digits_are_predicted_at_their_own_size(
-    tmp_path, data, classes, is_digit, samples
+    tmp_path, data, classes, is_digit, samples, digest
 ):
     # An owner's data set, built without --data, has no folder either.
     path = tmp_path / "image.png"
     Image.new("L", (300, 200)).save(path)
     metadata = {"data": data, "classes": [*classes], "samples": samples}
-    is_digit = is_digit and samples.get("val") != 20  # an own data set of digits
+    if digest:
+        metadata["fingerprints"] = {"val": {"labels": digest}}
+    is_digit = is_digit and samples.get("val") != 20 and not digest  # an own data set of digits
     predict = task.Predictor(torch.nn.Linear(1, 1), metadata, Namespace(top=5, flip_tta=False))
     assert predict.read(path).shape == (3, *([32, 32] if is_digit else [224, 224]))

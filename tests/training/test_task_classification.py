@@ -88,10 +88,28 @@ def test_edited_images_hold_with_any_flags(
         assert project.main.parse_args().model_options["image"]["mean"] == (0.5, 0.5, 0.5)
 
 
-def test_one_class_is_an_error(project: Project) -> None:
+def test_one_class_is_an_error(
+    project: Project, monkeypatch: pytest.MonkeyPatch, image_folder: Path
+) -> None:
     """As that of a folder that holds the classes' folders."""
-    with pytest.raises(UserError, match="the data has one class: --data takes .*train/CLASS"):
-        project.task.build_model("resnet18_cifar", 1)
+    (image_folder / "train").rename(image_folder / "images")
+    (image_folder / "train").mkdir()
+    (image_folder / "images").rename(image_folder / "train" / "images")
+    monkeypatch.setattr(sys, "argv", ["main.py", "--data", str(image_folder)])
+    args = project.main.parse_args()
+    with pytest.raises(UserError, match="has one class, images: it takes train/CLASS"):
+        project.task.read_datasets(args)
+
+
+@pytest.mark.parametrize("flags", [(), ("--image-size", "48"), ("--arch", "timm:resnet18")])
+def test_edited_images_leave_the_size_of_the_digits(
+    project: Project, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
+) -> None:
+    edited = project.task.IMAGES._replace(size=64, crop_fraction=1.0)
+    monkeypatch.setattr(project.task, "IMAGES", edited)
+    monkeypatch.setattr(sys, "argv", ["main.py", *flags])
+    image, _ = project.task.read_datasets(project.main.parse_args())[1][0]
+    assert image.shape[-1] == (48 if "--image-size" in flags else 32)
 
 
 def evaluate_folder(folder: Path, data: Path, skip_broken: int) -> dict[str, float]:

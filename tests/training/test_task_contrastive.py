@@ -314,5 +314,7 @@ def test_invalid_candidate_captions_are_errors(tmp_path, text, words):
         task.candidates(file, "")
     with pytest.raises(UserError, match="is missing.*; or name a file of captions with --captions"):
         task.candidates(None, str(tmp_path))
-    with pytest.raises(UserError, match="--captions: those of https://host/pairs are at a URL"):
+    with pytest.raises(
+        UserError, match="--captions: predict.py can't read those of https://host/pairs"
+    ):
         task.candidates(None, "https://host/pairs")

@@ -135,16 +135,18 @@ def local_rank_arguments(script: Path, arguments: list[str]) -> list[str]:
 def run(name: str, arguments: list[str], is_module: bool) -> None:
     """Run the script or the module `name` as ``python`` or ``python -m`` does."""
     if is_module:
+        module = name
         try:
-            spec = importlib.util.find_spec(name)
+            spec = importlib.util.find_spec(module)
             if spec is not None and spec.submodule_search_locations is not None:
-                spec = importlib.util.find_spec(f"{name}.__main__")
+                module = f"{name}.__main__"
+                spec = importlib.util.find_spec(module)
         except ModuleNotFoundError as error:
             if not f"{name}.".startswith(f"{error.name}."):  # an import in the package
                 raise
             spec = None
         if spec is None or spec.origin is None:
-            sys.stderr.write(f"no module {name}\n")
+            sys.stderr.write(f"no module {module}\n")
             sys.exit(2)
         sys.argv = [name, *local_rank_arguments(Path(spec.origin), arguments), *arguments]
         runpy.run_module(name, run_name="__main__", alter_sys=True)

@@ -256,10 +256,12 @@ class ConfigurableParser(ArgumentParser):
         if isinstance(action, BooleanOptionalAction):
             expected, is_valid = "true or false", isinstance(value, bool)
             words = [flag if value else f"--no-{flag[2:]}"]
-        elif action.nargs not in (None, "?"):
+        elif action.nargs not in (None, "?", 0):
             expected = "a list of texts or numbers, none a flag"
             values = value if isinstance(value, list) else [None]
             is_valid = all(map(_is_word, values)) and (value != [] or action.nargs == "*")
+            if action.type is float and is_valid and not any(isinstance(x, str) for x in values):
+                return [*map(float, values)]  # argparse takes -1e-05 for a flag
             words = [flag, *map(str, values)]
         elif METAVARS.get(action.type) in ("N", "X"):
             expected, is_valid = "a number", type(value) in (int, float)  # not a bool

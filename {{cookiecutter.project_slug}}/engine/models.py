@@ -46,7 +46,7 @@ def set_model_options(
     """Set ``args.model_options`` from the flags; reject those that contradict each other.
 
     Args:
-        default_image: fields of the ImageSpec that follow from the data.
+        default_image: fields of the ImageSpec that follow from the task and the data.
     """
     if args.interpolation and args.data is None:
         parser.error("--interpolation is for the files of --data")

@@ -186,30 +186,39 @@ class Ema:
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.module = copy.deepcopy(model).requires_grad_(False)
         self.decay = decay
-        self._copied: set[int] | None = None  # ids of tensors that are not averaged
+        self._infinite: set[str] | None = None  # buffers of which a mean would be nan
 
     @torch.no_grad()
     def update(self, state_dict: Mapping[str, Tensor], step: int) -> None:
         """Include the model's state, from ``Backend.fp32_state_dict``, after `step` other steps."""
         own = self.module.state_dict(keep_vars=True)
-        # Tied weights have several names, and are averaged once. A module's extra state is not.
-        tensors = {name: mean for name, mean in own.items() if isinstance(mean, Tensor)}
-        known = {id(mean): (mean, state_dict[name]) for name, mean in tensors.items()}
-        if self._copied is None:
-            self._copied = {key for key, (mean, _) in known.items() if _is_constant(mean)}
-        averaged = [pair for key, pair in known.items() if key not in self._copied]
-        means = [local_shard(mean) for mean, _ in averaged]
-        values = [local_shard(value) for _, value in averaged]
+        tensors = {
+            name: mean
+            for name, mean in own.items()
+            if isinstance(mean, Tensor) and not name.endswith("_extra_state")
+        }
+        # Tied weights have several names, and are averaged once.
+        names = {id(mean): name for name, mean in tensors.items()}.values()
+        pairs = {name: (local_shard(own[name]), local_shard(state_dict[name])) for name in names}
+        if self._infinite is None:
+            self._infinite = {
+                name
+                for name, pair in pairs.items()
+                if not isinstance(own[name], nn.Parameter) and any(map(_is_infinite, pair))
+            }
+        floats = [name for name, (mean, _) in pairs.items() if mean.is_floating_point()]
+        averaged = [pairs[name] for name in floats if name not in self._infinite]
         decay = min(self.decay, (1 + step) / (10 + step))
-        get_ema_multi_avg_fn(decay)(means, values, None)
-        for key in self._copied:
-            mean, value = known[key]
+        get_ema_multi_avg_fn(decay)(*map(list, zip(*averaged, strict=True)), None)
+        for name in pairs.keys() - set(floats):
+            mean, value = pairs[name]
             mean.copy_(value)
+        for name in self._infinite:
+            mean, value = pairs[name]
+            is_infinite = mean.isinf() | value.isinf()
+            mean.copy_(torch.where(is_infinite, value, mean.lerp(value, 1 - decay)))
 
 
-def _is_constant(tensor: Tensor) -> bool:
-    """Return whether a tensor has no mean: a counter, or a mask with -inf, whose mean is nan."""
-    if not tensor.is_floating_point():
-        return True
-    is_buffer = not isinstance(tensor, nn.Parameter)
-    return is_buffer and bool(local_shard(tensor).float().isinf().any())
+def _is_infinite(tensor: Tensor) -> bool:
+    """Return whether a tensor holds inf or -inf, as masks do."""
+    return tensor.is_floating_point() and bool(tensor.float().isinf().any())

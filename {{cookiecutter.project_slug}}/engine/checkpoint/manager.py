@@ -29,7 +29,7 @@ from engine.checkpoint.compatibility import (
     was_begun,
 )
 from engine.checkpoint.format import TrainingState
-from engine.checkpoint.restore import restore, restore_average, restore_ranks
+from engine.checkpoint.restore import optimizer_name, restore, restore_average, restore_ranks
 from engine.checkpoint.selection import AUTO, Source, all_gather, find
 from engine.checkpoint.writer import CheckpointWriter
 from engine.data import get_rng_state
@@ -68,14 +68,13 @@ class CheckpointManager:
 
     def __post_init__(self) -> None:
         self.metadata |= describe_data(self.data_sets)
-        self.metadata["optimizer"] = type(self.state.optimizer).__name__
+        self.metadata["optimizer"] = optimizer_name(self.state.optimizer)
         if frozen := frozen_parameters(unwrap(self.state.model)):
             self.metadata["frozen"] = frozen
         if not validation.is_metadata(self.metadata):  # no run could resume from it
             raise UserError("invalid classes, fingerprints or model_options['image'] (ImageSpec)")
         groups = self.state.optimizer.state_dict()["param_groups"]
-        saved = format.to_cpu({"metadata": self.metadata, "param_groups": groups})
-        validation.require_plain(saved, "the checkpoint")
+        validation.require_plain(self.metadata | {"param_groups": groups}, "the checkpoint")
         timeout = timedelta(seconds=self.timeout_s + 60)
         group = dist.new_group(backend="gloo", timeout=timeout)
         assert isinstance(group, dist.ProcessGroup)  # every rank is in it
@@ -304,12 +303,12 @@ class CheckpointManager:
         elif not self.state.ema:  # that of a run with an average was resumed
             progress.weights = "model"
         # Copies: the training goes on, and changes them, while a thread writes.
-        values = vars(progress) | {"ranks": ranks, "metadata": self.metadata}
+        values = vars(progress) | {"metadata": self.metadata}
         values["history"] = self.logger.rows
         if self.logger.run_id:
             values["run_id"] = self.logger.run_id
         values |= {"results": results or {}, "best": max(progress.best, best.score)}
-        values = format.to_cpu(values)
+        values = format.to_cpu(values) | {"ranks": ranks}
         if not self._writer.amend(values):
             self.wait()
             self._writer.start(format.to_cpu(format.collect(self.state)) | values)

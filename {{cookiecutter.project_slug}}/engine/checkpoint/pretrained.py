@@ -177,7 +177,9 @@ def _find_weights(content: Any, key: str) -> dict[str, Tensor]:
 def _check_finite(source: str, state: dict[str, Tensor], own: dict[str, Tensor]) -> None:
     """Raise UserError for a value that is not finite, unless the model's own is none, as a mask."""
     for name, value in state.items():
-        if not _is_finite(value) and _is_finite(own.get(name, torch.zeros(1))):
+        if _is_finite(value):
+            continue
+        if _is_finite(own.get(name, torch.zeros(1))) or value.isnan().any():
             raise UserError(f"--weights {source}: {name} is not finite; use another file")
 
 

@@ -24,7 +24,7 @@ from engine.text import printable
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 ADAM = ("Adam", "AdamW", "FusedAdam", "FusedLAMB")  # whose kernels assume two moments
 SGD = ("SGD", "FusedSGD")
-ALIKE = ({"Adam", "AdamW", "FusedAdam"}, {*SGD})  # whose states mean the same
+ALIKE = ({"Adam", "AdamW", "FusedAdam"}, {*SGD})  # whose states have the same entries
 ERRORS = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
 
 
@@ -46,7 +46,7 @@ def restore(
     if not is_evaluation:
         _check_optimizer(path, entries.get("metadata", {}).get("optimizer", ""), state.optimizer)
     elif state.ema and not entries.get("ema"):
-        raise UserError(f"{path} has no average of the weights: leave out --ema")
+        raise UserError(f"--ema: {path} has no average of the weights; leave it out")
     try:
         module = unwrap(state.model)
         if not hasattr(module, "module"):  # old scripts often save the model in its wrapper
@@ -146,13 +146,19 @@ def restore_ranks(
     return means, f", not bit-identical: {len(ranks)} processes saved it; the learning rate {rule}"
 
 
+def optimizer_name(optimizer: Optimizer) -> str:
+    """Return the name of the optimizer's class, or of a known one that it is derived from."""
+    names = [kind.__name__ for kind in type(optimizer).__mro__]
+    return next((name for name in names if any(name in alike for alike in ALIKE)), names[0])
+
+
 def _check_optimizer(path: Path, saved: str, optimizer: Optimizer) -> None:
     """Raise UserError if the class named `saved`, if any, is another optimizer."""
-    names = {saved, type(optimizer).__name__}
+    names = {saved, optimizer_name(optimizer)}
     if saved and len(names) > 1 and not any(names <= alike for alike in ALIKE):
         raise UserError(
             f"--resume {path}: its optimizer was {printable(saved)} and is "
-            f"{type(optimizer).__name__} now; start a new run with --weights {path}"
+            f"{optimizer_name(optimizer)} now; start a new run with --weights {path}"
         )
 
 

@@ -119,8 +119,7 @@ def _write(path: Path, temporary: Path, entries: dict[str, Any], group: dist.Pro
         if bad:
             raise ValueError(f"{bad} is not finite")
         if rank == 0:
-            validation.require_plain(entries, str(path))  # or it could not be resumed
-            validation.check_values(path, entries)
+            validation.check_savable(path, entries)  # or the checkpoint could not be resumed
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
     with _together(group):

@@ -8,6 +8,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -18,7 +19,7 @@ from engine.monitoring.meter import LOSS
 from engine.monitoring.run_files import MAX_CELLS, POSITION
 from engine.monitoring.trackers import is_run_id
 
-PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size)
+PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size)
 MAX_COUNT = 2**53  # of steps and the like; a float holds larger integers inexactly
 MAX_TEXT = 4096  # characters of a path, or the name of a model
 FEW_CLASSES = 10_000  # which a model of any size can be of
@@ -30,6 +31,8 @@ TORCH_HEADER = struct.Struct("=QiiQ")  # of torch's: seed, left, seeded, next
 def require_plain(value: Any, name: str) -> None:
     """Raise UserError for a value that could be saved, but not read again.
 
+    NumPy's numbers are no problem: saving converts them.
+
     Args:
         name: of the value, for the message.
     """
@@ -37,14 +40,20 @@ def require_plain(value: Any, name: str) -> None:
         for key, item in value.items():
             require_plain(key, f"a key of {name}")
             require_plain(item, f"{key!r} in {name}")
-    elif type(value) in (list, tuple):
+    elif type(value) in (list, tuple, set):
         for item in value:
             require_plain(item, name)
-    elif type(value) not in PLAIN and not isinstance(value, Tensor):
+    elif type(value) not in PLAIN and not isinstance(value, Tensor | np.generic):
         raise UserError(
             f"{name} is a {type(value).__name__}, which a checkpoint can't hold: use numbers, "
             "texts, tensors, lists or dicts"
         )
+
+
+def check_savable(path: Path, entries: dict[str, Any]) -> None:
+    """Raise UserError if a checkpoint of these entries could not be read again."""
+    require_plain(entries | {"ranks": None}, str(path))  # the ranks' are not the user's, and many
+    check_values(path, entries)
 
 
 def check_values(path: Path, entries: dict[str, Any]) -> None:

@@ -104,8 +104,7 @@ class CheckpointWriter:
             if self.group:
                 self._write_shards(path, entries, self.group)
             else:
-                validation.require_plain(entries, str(path))  # or the file could not be resumed
-                validation.check_values(path, entries)
+                validation.check_savable(path, entries)  # or the file could not be resumed
                 self._prepare()
                 files.write_or_make_room(path, entries, self.warn)
             if dist.get_rank() == 0:

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from textwrap import shorten
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # no public class is a base of Apex's too
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -54,7 +54,7 @@ def check_model(
         val_sample: the same of the validation data, of which one sample is enough.
     """
     for name, value in model.state_dict().items():
-        if isinstance(value, Tensor) and distributed.is_expanded(value):
+        if isinstance(value, Tensor) and not is_lazy(value) and distributed.is_expanded(value):
             raise UserError(
                 f"{name} of the model is expanded, and can't be loaded from a checkpoint: add "
                 ".contiguous() where it is registered"
@@ -77,17 +77,22 @@ def check_trainable(
         batch: tensors on the model's device.
     """
     inputs, targets = prepare(batch)
-    try:
-        copied = copy.deepcopy(model).train()
-    except RuntimeError as error:
-        raise UserError(
-            f"the model can't be copied ({shorten(str(error), 160)}): use the weight_norm and "
-            "spectral_norm of torch.nn.utils.parametrizations"
-        ) from None
     with _explaining("train on", batch, "--arch, --image-size or --batch-size"):
-        loss = criterion(copied(inputs), targets)
+        loss = criterion(_copy(model).train()(inputs), targets)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise TypeError("the loss is not a single number")
+
+
+def _copy(model: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(model)
+    except RuntimeError as error:
+        if "deepcopy protocol" not in str(error):
+            raise
+        raise UserError(
+            "the model can't be copied, since a tensor of it is computed from others: use the "
+            "weight_norm of torch.nn.utils.parametrizations in place of that of torch.nn.utils"
+        ) from None
 
 
 @torch.no_grad()

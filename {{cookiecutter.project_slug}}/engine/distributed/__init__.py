@@ -235,20 +235,20 @@ def make_deterministic() -> None:
 
 @torch.no_grad()
 def broadcast_buffers(model: nn.Module) -> None:
-    """Copy rank 0's buffers, which are the ones that are saved, to all processes.
+    """Copy rank 0's buffers, but for constants, to all processes: they are the ones that are saved.
 
     Batch norm's running statistics differ between processes unless SyncBatchNorm is used.
     """
     for buffer in model.buffers():
-        values = buffer.contiguous()  # torch would send other memory than that of a view
-        dist.broadcast(values, src=0)
         if not is_expanded(buffer):
+            values = buffer.contiguous()  # torch would send other memory than that of a view
+            dist.broadcast(values, src=0)
             buffer.copy_(values)
 
 
 def is_expanded(tensor: torch.Tensor) -> bool:
     """Return whether elements share memory, as after ``expand``: they are constants."""
-    return any(
+    return tensor.layout is torch.strided and any(
         not step and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)
     )
 

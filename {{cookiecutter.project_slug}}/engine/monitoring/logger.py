@@ -294,9 +294,10 @@ class Logger(Console):
         """Call ``write_image(*args)``, which writes files; if it returns a PNG file, log that."""
         if not self.active:
             return
-        self.lock()  # again, if the folder was removed
         # Errors other than those of the disk are bugs of write_image.
         with self._errors_as_warning("files of the validation are not written", OSError):
+            if self.folder_lock.file:  # again, if the folder was removed; not by an evaluation
+                self.folder_lock.acquire()
             path = write_image(*args)
             if path.suffix == ".png":
                 self._write_event(lambda events: events.add_image(path.parent.name, path, step))

@@ -107,7 +107,8 @@ class Analysis(Gradients):
             self._set_scale(node)
         parent = self.parent(node)
         is_reset = isinstance(parent, cst.AssignTarget) or source(parent).endswith(".grad.zero_")
-        if node.attr.value == "grad" and not is_reset:
+        is_function = source(node).endswith("autograd.grad")
+        if node.attr.value == "grad" and not is_reset and not is_function:
             self.readers.append((self.statement(node), source(node)))
 
     def visit_Name(self, node: cst.Name) -> None:
@@ -125,7 +126,7 @@ class Analysis(Gradients):
         plain = (cst.Arg, cst.Assign, cst.DictElement, cst.Element, cst.Return)
         if not isinstance(parent, plain) or getattr(parent, "keyword", None) is node:
             return
-        self.values.add(source(node).removeprefix("self."))
+        self.values.add(source(node).rpartition(".")[2])
         if self.name(node) in ("apex", "apex.amp"):
             self.usage.reasons.append("amp is passed as a value, to what may call it")
 
