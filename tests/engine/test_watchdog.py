@@ -104,6 +104,7 @@ class Job:
 WAIT = "time.sleep(60)"
 
 
+@pytest.mark.slow
 def test_signal_after_the_end_of_a_run_is_not_an_error() -> None:
     script = """
         import os, signal, time

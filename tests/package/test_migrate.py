@@ -105,9 +105,9 @@ def test_losses_are_equal_within_rounding_at_o1(run_on_gpu, tmp_path, train):
     compare(run_on_gpu, tmp_path, script, 2e-2)
 
 
-def test_o1_gets_a_scaler(run, tmp_path):
+def test_o1_gets_a_scaler(tmp_path):
     script = f"{START}optimizer = {OPTIMIZERS[0]}{TRAIN}".replace("LEVEL", "O1")
-    code, report = migrate(run, tmp_path, script)
+    code, report = migrate(tmp_path, script)
     place = code.index("scaler.unscale_(optimizer)\n    nn.utils.clip_grad_norm_(")
     assert place > code.index("scaler.scale(loss).backward()") > code.index("torch.float16")
     assert "    scaler.step(optimizer)\n    scaler.update()\n" in code
@@ -146,8 +146,8 @@ CALLS = [
 
 
 @pytest.mark.parametrize(("script", "line"), CALLS)
-def test_call_and_import(run, tmp_path, script, line):
-    assert migrate(run, tmp_path, script + "\n")[0] == f"import torch\n\n{line}\n"
+def test_call_and_import(tmp_path, script, line):
+    assert migrate(tmp_path, script + "\n")[0] == f"import torch\n\n{line}\n"
 
 
 LEFT = [
@@ -185,15 +185,15 @@ LEFT = [
 
 
 @pytest.mark.parametrize(("script", "why"), LEFT)
-def test_unsure_case_is_left_below_a_comment(run, tmp_path, script, why):
-    code, report = migrate(run, tmp_path, script + "\n", status=1)
+def test_unsure_case_is_left_below_a_comment(tmp_path, script, why):
+    code, report = migrate(tmp_path, script + "\n", status=1)
     comments = [line for line in code.splitlines() if "# apex-native migrate: " in line]
     assert len(comments) == 1
     assert why in comments[0]
     assert why in report
     kept = [line for line in code.splitlines() if line not in comments]
     assert "\n".join(kept) == script
-    assert migrate(run, tmp_path, code, status=1)[0] == code  # a second time, nothing changes
+    assert migrate(tmp_path, code, status=1)[0] == code  # a second time, nothing changes
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_unsure_case_is_left_below_a_comment(run, tmp_path, script, why):
     ],
     ids=["unscaled_loss", "clipping", "reading", "name"],
 )
-def test_step_that_grad_scaler_would_change_is_left(run, tmp_path, old, new, why):
+def test_step_that_grad_scaler_would_change_is_left(tmp_path, old, new, why):
     helpers = (
         "def clip(model):\n    nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
         "def show(model):\n    print(model[0].weight.grad.norm())\n"
@@ -226,7 +226,7 @@ def test_step_that_grad_scaler_would_change_is_left(run, tmp_path, old, new, why
     assert old in TRAIN
     train = TRAIN.replace("LEVEL", "O1").replace(old, new)
     script = f"{START}{helpers}optimizer = {OPTIMIZERS[0]}{train}"
-    code, report = migrate(run, tmp_path, script, status=1)
+    code, report = migrate(tmp_path, script, status=1)
     assert why in report
     assert "with amp.scale_loss(loss, optimizer)" in code
     assert "GradScaler" not in re.sub("#.*", "", code)
@@ -258,28 +258,28 @@ HELPERS = {
 
 
 @pytest.mark.parametrize(("helper", "line", "why"), HELPERS.values(), ids=HELPERS)
-def test_helper_that_grad_scaler_would_change_is_left(run, tmp_path, helper, line, why):
+def test_helper_that_grad_scaler_would_change_is_left(tmp_path, helper, line, why):
     train = TRAIN.replace("LEVEL", "O1").replace(CLIP, f"    {line}")
     script = f"{START}{helper}optimizer = {OPTIMIZERS[0]}{train}"
-    code, report = migrate(run, tmp_path, script, status=1)
+    code, report = migrate(tmp_path, script, status=1)
     assert why in report
     assert "with amp.scale_loss(loss, optimizer)" in code
 
 
-def test_autograd_in_a_forward_pass_is_no_reason(run, tmp_path):
+def test_autograd_in_a_forward_pass_is_no_reason(tmp_path):
     model = (
         "class Energy(nn.Module):\n    def forward(self, x):\n        x = x.requires_grad_()\n"
         "        return torch.autograd.grad(x.square().sum(), x, create_graph=True)[0]\n"
     )
     script = f"{START}{model}optimizer = {OPTIMIZERS[0]}{TRAIN.replace('LEVEL', 'O1')}"
-    assert "GradScaler" in migrate(run, tmp_path, script, status=0)[0]
+    assert "GradScaler" in migrate(tmp_path, script, status=0)[0]
 
 
-def test_helper_that_does_not_train_is_no_reason(run, tmp_path):
+def test_helper_that_does_not_train_is_no_reason(tmp_path):
     """A function of an evaluation, which reads gradients, leaves the training step as it is."""
     helper = "def show(model):\n    print(model[0].weight.grad)\ndef main():\n    show(model)\n"
     script = f"{START}{helper}optimizer = {OPTIMIZERS[0]}{TRAIN.replace('LEVEL', 'O1')}"
-    assert "GradScaler" in migrate(run, tmp_path, script, status=0)[0]
+    assert "GradScaler" in migrate(tmp_path, script, status=0)[0]
 
 
 def test_scaled_loss_may_have_the_name_of_the_loss(run, tmp_path):
@@ -309,12 +309,12 @@ def save(path):
 """
 
 
-def test_file_without_initialize_is_rewritten_at_o0(run, tmp_path):
-    code, _ = migrate(run, tmp_path, HELPER, "--opt-level", "O0")
+def test_file_without_initialize_is_rewritten_at_o0(tmp_path):
+    code, _ = migrate(tmp_path, HELPER, "--opt-level", "O0")
     assert "def backward(loss, optimizer):\n    loss.backward()\n" in code
     assert "apex" not in code
     for flags in ([], ["--opt-level", "O1"], ["--opt-level", "O4"]):
-        assert "not in this file" in migrate(run, tmp_path, HELPER, *flags, status=1)[1]
+        assert "not in this file" in migrate(tmp_path, HELPER, *flags, status=1)[1]
 
 
 CASTS = """
@@ -339,12 +339,12 @@ def test_casts_at_o0(run, tmp_path):
 
 
 @pytest.mark.parametrize("level", ["O1", "O4"])
-def test_disable_casts_disables_autocast(run, tmp_path, level):
+def test_disable_casts_disables_autocast(tmp_path, level):
     script = f"{START}optimizer = {OPTIMIZERS[0]}{CASTS}".replace("LEVEL", level)
-    report = migrate(run, tmp_path, script, status=1)[1]
+    report = migrate(tmp_path, script, status=1)[1]
     assert "amp.register_float_function has no equivalent" in report
     lines = [line for line in script.splitlines(True) if "register" not in line]
-    code, _ = migrate(run, tmp_path, "".join(lines))
+    code, _ = migrate(tmp_path, "".join(lines))
     disabled = {
         "O1": '"cuda"',
         "O4": '"cuda" if torch.cuda.is_available() else "cpu", torch.bfloat16',
@@ -359,11 +359,11 @@ def test_diff_leaves_the_file(run, tmp_path):
     assert (tmp_path / "script.py").read_text() == CALLS[2][0] + "\n"
 
 
-def test_write_keeps_the_mode(run, tmp_path):
+def test_write_keeps_the_mode(tmp_path):
     path = tmp_path / "script.py"
     path.touch(0o600)
     os.chmod(path, 0o751)
-    migrate(run, tmp_path, CALLS[2][0] + "\n")
+    migrate(tmp_path, CALLS[2][0] + "\n")
     assert path.stat().st_mode & 0o777 == 0o751
     assert [each.name for each in tmp_path.glob("*.py*")] == ["script.py"]
 

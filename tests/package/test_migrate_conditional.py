@@ -227,7 +227,7 @@ SCRIPTS = {
 def test_losses_are_equal_with_a_scaler(run, tmp_path, name):
     (tmp_path / "script.py").write_text(START + SCRIPTS[name])
     plain = losses(run(*COMMAND, "run", "script.py"))
-    code, _ = migrate(run, tmp_path, START + SCRIPTS[name], "--opt-level", "O1")
+    code, _ = migrate(tmp_path, START + SCRIPTS[name], "--opt-level", "O1")
     assert "import amp" not in code
     assert 'torch.autocast("cuda", torch.float16, enabled=' in code
     assert losses(run("script.py")) == plain
@@ -243,7 +243,7 @@ def test_losses_are_equal_within_rounding_at_o1_on_a_gpu(run_on_gpu, tmp_path, n
     assert script != START
     (tmp_path / "script.py").write_text(script + SCRIPTS[name])
     expected = losses(run_on_gpu(*COMMAND, "run", "script.py", "--fp16"))
-    migrate(run_on_gpu, tmp_path, script + SCRIPTS[name], "--opt-level", "O1")
+    migrate(tmp_path, script + SCRIPTS[name], "--opt-level", "O1")
     assert losses(run_on_gpu("script.py", "--fp16")) == pytest.approx(expected, rel=2e-2, abs=2e-3)
 
 
@@ -255,35 +255,35 @@ def test_losses_are_equal_at_o4(run, tmp_path, name):
     (tmp_path / "script.py").write_text(script)
     plain = losses(run(*COMMAND, "run", "script.py"))
     mixed = losses(run(*COMMAND, "run", "script.py", "--fp16"))
-    code, _ = migrate(run, tmp_path, script, "--opt-level", "O4")
+    code, _ = migrate(tmp_path, script, "--opt-level", "O4")
     assert "import amp" not in code
     assert losses(run("script.py")) == plain
     assert losses(run("script.py", "--fp16")) == pytest.approx(mixed, rel=2e-2, abs=2e-3)
 
 
-def test_level_of_a_flag_is_asked_for(run, tmp_path):
-    code, report = migrate(run, tmp_path, START + LOCAL_IMPORT, status=1)
+def test_level_of_a_flag_is_asked_for(tmp_path):
+    code, report = migrate(tmp_path, START + LOCAL_IMPORT, status=1)
     assert "GradScaler" not in code
     assert "give --opt-level" in report
-    report = migrate(run, tmp_path, START + LOCAL_IMPORT, "--opt-level", "O1")[1]
+    report = migrate(tmp_path, START + LOCAL_IMPORT, "--opt-level", "O1")[1]
     assert "args.fp16_opt_level is not read: the level is O1" in report
 
 
-def test_branches_are_merged_if_they_become_equal(run, tmp_path):
-    code, _ = migrate(run, tmp_path, START + LOCAL_IMPORT, "--opt-level", "O1")
+def test_branches_are_merged_if_they_become_equal(tmp_path):
+    code, _ = migrate(tmp_path, START + LOCAL_IMPORT, "--opt-level", "O1")
     assert "            loss = loss / 2\n        scaler.scale(loss).backward()\n" in code
     assert "scaler.unscale_(optimizer)\n            if args.fp16:\n" in code
 
 
-def test_static_loss_scale_is_replaced_on_request(run, tmp_path):
+def test_static_loss_scale_is_replaced_on_request(tmp_path):
     script = START + ENABLED.replace('"dynamic"', "128.0")
-    report = migrate(run, tmp_path, script, status=1)[1]
+    report = migrate(tmp_path, script, status=1)[1]
     assert "loss_scale is 128.0; --loss-scale dynamic" in report
-    assert "GradScaler" in migrate(run, tmp_path, script, "--loss-scale", "dynamic")[0]
+    assert "GradScaler" in migrate(tmp_path, script, "--loss-scale", "dynamic")[0]
 
 
-def test_second_name_for_the_scaler(run, tmp_path):
-    code, _ = migrate(run, tmp_path, f"{START}scaler = None{ENABLED}")
+def test_second_name_for_the_scaler(tmp_path):
+    code, _ = migrate(tmp_path, f"{START}scaler = None{ENABLED}")
     assert "\ngrad_scaler.update()\n" in code.replace("            ", "")
     assert "enabled=grad_scaler.is_enabled()" in code or "enabled=args.fp16" in code
 
@@ -331,15 +331,15 @@ LEFT = [
 ]
 
 
-def test_initial_scale_is_kept(run, tmp_path):
-    code, _ = migrate(run, tmp_path, START + INVERTED, "--opt-level", "O1")
+def test_initial_scale_is_kept(tmp_path):
+    code, _ = migrate(tmp_path, START + INVERTED, "--opt-level", "O1")
     assert 'GradScaler("cuda", init_scale=2**10, enabled=args.fp16)' in code
     assert "_amp_state" not in code
 
 
 @pytest.mark.parametrize(("script", "old", "new", "why"), LEFT, ids=[case[3] for case in LEFT])
-def test_unsure_case_is_left(run, tmp_path, script, old, new, why):
+def test_unsure_case_is_left(tmp_path, script, old, new, why):
     script = START + script.replace(old, new)
-    code, report = migrate(run, tmp_path, script, "--opt-level", "O1", status=1)
+    code, report = migrate(tmp_path, script, "--opt-level", "O1", status=1)
     assert why in report
     assert "torch.amp.GradScaler" not in code

@@ -41,6 +41,7 @@ def test_each_digit_is_in_training_and_in_validation(digits):
         assert np.bincount(digits["labels"][part], minlength=10).min() >= 20
 
 
+@pytest.mark.slow
 def test_make_digits_reproduces_the_files(tmp_path):
     pytest.importorskip("sklearn")
     subprocess.run([sys.executable, ROOT / "tools" / "make_digits.py", tmp_path], check=True)
