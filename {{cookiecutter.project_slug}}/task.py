@@ -107,16 +107,15 @@ def check_arguments(parser: cli.ArgumentParser, args: argparse.Namespace) -> Non
 
 def default_image(args: argparse.Namespace) -> dict[str, Any]:
     """Return the fields of the ImageSpec that IMAGES and the data determine."""
+    changes = IMAGES.changes()
     if idx.is_idx(args.data):
-        return IMAGES.changes() | {
-            "size": idx.image_size(args.data),
-            "crop_fraction": 1.0,
-            "interpolation": "bilinear",
-        }
-    if args.data is None and not args.dummy and args.arch.startswith(models.PREFIX):
-        return IMAGES.changes() | {"size": Digits.SIZE}
-    is_own_size = args.data is None and not args.dummy and not args.image_size
-    return {} if is_own_size else IMAGES.changes()
+        size = idx.image_size(args.data)
+        return changes | {"size": size, "crop_fraction": 1.0, "interpolation": "bilinear"}
+    if args.data is not None or args.dummy:
+        return changes
+    if args.arch.startswith(models.PREFIX):
+        return changes | {"size": Digits.SIZE}
+    return changes if args.image_size else {}
 
 
 def build_model(arch: str, num_classes: int, **options: Any) -> nn.Module:
@@ -355,7 +354,7 @@ class Predictor:
         self.top = args.top
         self.device = next(model.parameters()).device
         image = metadata.get("model_options", {}).get("image", {})
-        if not metadata["data"] and Digits.are_those_of(metadata):
+        if Digits.are_those_of(metadata):
             self.read = partial(Digits.read, size=image.get("size", Digits.SIZE))
         else:
             self.read = partial(read_center_crop, spec=IMAGES._replace(**image).for_eval())
@@ -394,9 +393,8 @@ class Digits(Dataset):
     @classmethod
     def are_those_of(cls, metadata: dict) -> bool:
         """Return whether a checkpoint's metadata is of these data, and not of other digits."""
-        if metadata["classes"] != [*cls.classes]:
-            return False
-        return not compare_data(metadata, describe_data({"val": cls(train=False)}))
+        is_alike = not metadata["data"] and metadata["classes"] == [*cls.classes]
+        return is_alike and not compare_data(metadata, describe_data({"val": cls(train=False)}))
 
     def __init__(self, train: bool, size: int = SIZE) -> None:
         file = np.load(Path(__file__).parent / "data" / "digits.npz", allow_pickle=False)

@@ -192,13 +192,12 @@ class Ema:
     def update(self, state_dict: Mapping[str, Tensor], step: int) -> None:
         """Include the model's state, from ``Backend.fp32_state_dict``, after `step` other steps."""
         own = self.module.state_dict(keep_vars=True)
-        tensors = {
-            name: mean
+        # Tied weights have several names, and are averaged once.
+        names = {
+            id(mean): name
             for name, mean in own.items()
             if isinstance(mean, Tensor) and not name.endswith("_extra_state")
-        }
-        # Tied weights have several names, and are averaged once.
-        names = {id(mean): name for name, mean in tensors.items()}.values()
+        }.values()
         pairs = {name: (local_shard(own[name]), local_shard(state_dict[name])) for name in names}
         if self._infinite is None:
             self._infinite = {
@@ -206,17 +205,19 @@ class Ema:
                 for name, pair in pairs.items()
                 if not isinstance(own[name], nn.Parameter) and any(map(_is_infinite, pair))
             }
-        floats = [name for name, (mean, _) in pairs.items() if mean.is_floating_point()]
-        averaged = [pairs[name] for name in floats if name not in self._infinite]
         decay = min(self.decay, (1 + step) / (10 + step))
-        get_ema_multi_avg_fn(decay)(*map(list, zip(*averaged, strict=True)), None)
-        for name in pairs.keys() - set(floats):
-            mean, value = pairs[name]
-            mean.copy_(value)
-        for name in self._infinite:
-            mean, value = pairs[name]
-            is_infinite = mean.isinf() | value.isinf()
-            mean.copy_(torch.where(is_infinite, value, mean.lerp(value, 1 - decay)))
+        means: list[Tensor] = []
+        values: list[Tensor] = []
+        for name, (mean, value) in pairs.items():
+            if not mean.is_floating_point():
+                mean.copy_(value)
+            elif name in self._infinite:
+                is_infinite = mean.isinf() | value.isinf()
+                mean.copy_(torch.where(is_infinite, value, mean.lerp(value, 1 - decay)))
+            else:
+                means.append(mean)
+                values.append(value)
+        get_ema_multi_avg_fn(decay)(means, values, None)
 
 
 def _is_infinite(tensor: Tensor) -> bool:

@@ -154,11 +154,11 @@ def optimizer_name(optimizer: Optimizer) -> str:
 
 def _check_optimizer(path: Path, saved: str, optimizer: Optimizer) -> None:
     """Raise UserError if the class named `saved`, if any, is another optimizer."""
-    names = {saved, optimizer_name(optimizer)}
-    if saved and len(names) > 1 and not any(names <= alike for alike in ALIKE):
+    own = optimizer_name(optimizer)
+    if saved not in ("", own) and not any({saved, own} <= alike for alike in ALIKE):
         raise UserError(
-            f"--resume {path}: its optimizer was {printable(saved)} and is "
-            f"{optimizer_name(optimizer)} now; start a new run with --weights {path}"
+            f"--resume {path}: its optimizer was {printable(saved)} and is {own} now; "
+            f"start a new run with --weights {path}"
         )
 
 

@@ -82,8 +82,8 @@ class ImageSpec(NamedTuple):
 
     def changes(self) -> dict[str, Any]:
         """Return the fields that differ from the defaults."""
-        default = ImageSpec()._asdict()
-        return {name: value for name, value in self._asdict().items() if value != default[name]}
+        fields = self._asdict().items()
+        return {name: value for name, value in fields if value != self._field_defaults[name]}
 
     def describe(self) -> str:
         """Return a text for the log."""

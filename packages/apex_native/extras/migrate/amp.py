@@ -105,28 +105,30 @@ class Analysis(Gradients):
         self._check_value(node)
         if self.name(node) == "apex.amp._amp_state":
             self._set_scale(node)
+        if node.attr.value != "grad":
+            return
         parent = self.parent(node)
         is_reset = isinstance(parent, cst.AssignTarget) or source(parent).endswith(".grad.zero_")
         is_function = source(node).endswith("autograd.grad")
-        if node.attr.value == "grad" and not is_reset and not is_function:
+        if not is_reset and not is_function:
             self.readers.append((self.statement(node), source(node)))
 
     def visit_Name(self, node: cst.Name) -> None:
         """Find amp as a value, and names that may be those of scaled losses."""
-        self._check_value(node)
         parent = self.parent(node)
         is_attribute = isinstance(parent, cst.Attribute) and parent.attr is node
         is_keyword = isinstance(parent, cst.Arg) and parent.keyword is node
         if not (is_attribute or is_keyword):
+            self._check_value(node)
             self.names.append(node)
 
     def _check_value(self, node: cst.Attribute | cst.Name) -> None:
         """Find names that are passed to a function or assigned, and reject ``amp`` there."""
         parent = self.parent(node)
         plain = (cst.Arg, cst.Assign, cst.DictElement, cst.Element, cst.Return)
-        if not isinstance(parent, plain) or getattr(parent, "keyword", None) is node:
+        if not isinstance(parent, plain):
             return
-        self.values.add(source(node).rpartition(".")[2])
+        self.values.add(node.value if isinstance(node, cst.Name) else node.attr.value)
         if self.name(node) in ("apex", "apex.amp"):
             self.usage.reasons.append("amp is passed as a value, to what may call it")
 
