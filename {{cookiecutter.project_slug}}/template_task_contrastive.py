@@ -22,6 +22,7 @@ from torch.utils.data import Dataset
 from torchvision.transforms import v2
 
 from engine import UserError, cli
+from engine.checkpoint.compatibility import is_validation_set
 from engine.data import SizedDataset
 from engine.data.captions import (
     PackedCaptions,
@@ -384,11 +385,13 @@ class Predictor:
         self.image_encoder = model.get_submodule("image_encoder")
         self.top = args.top
         self.device = next(model.parameters()).device
-        self.captions = candidates(args.captions, metadata["data"])
+        is_digits = not metadata["data"] and is_validation_set(Digits(train=False), metadata)
+        is_default = is_digits and args.captions is None
+        self.captions = [*Digits.names] if is_default else candidates(args.captions, metadata["data"])
         self.texts = embed(
             model.get_submodule("text_encoder"), [caption.encode() for caption in self.captions]
         )
-        self.read = read_center_crop if metadata["data"] else Digits.read
+        self.read = Digits.read if is_digits else read_center_crop
 
     def __call__(self, path: Path) -> list[tuple[str, float]]:
         """Return the captions for the image at `path`, most similar first."""
@@ -402,10 +405,9 @@ class Predictor:
 
 def candidates(file: Path | None, data: str) -> list[str]:
     """Return the distinct lines of `file`; by default the captions of the validation set."""
-    if file is None and not data:
-        return [*Digits.names]
-    if file is None and "://" in data:
-        raise UserError(f"name a file with --captions: predict.py can't read those of {data}")
+    if file is None and (not data or "://" in data):
+        whose = data or "a data set of your own"
+        raise UserError(f"name a file with --captions: predict.py can't read those of {whose}")
     if file is None:
         try:
             captions = [caption.decode() for _, caption in first_captions(Path(data, "val"))]

@@ -30,6 +30,7 @@ from torchvision import tv_tensors
 from torchvision.transforms import v2
 
 from engine import UserError, cli, distributed, fingerprint, summarize
+from engine.checkpoint.compatibility import is_validation_set
 from engine.data import SizedDataset, sample_batch
 from engine.data.files import FileError
 from engine.data.images import MEAN, normalize, read_image, read_labels, trim
@@ -347,7 +348,8 @@ class Predictor:
         self.classes = metadata["classes"]
         self.output = args.output
         self.device = next(model.parameters()).device
-        is_digits = not metadata["data"] and self.classes == [*Digits.classes]
+        is_alike = not metadata["data"] and self.classes == [*Digits.classes]
+        is_digits = is_alike and is_validation_set(Digits(train=False), metadata)
         self.side = Digits.side if is_digits else SIZE
         self.palette = make_palette(len(self.classes))
         self.root = os.path.commonpath([os.path.abspath(path.parent) for path in args.images])

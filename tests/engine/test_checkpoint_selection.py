@@ -192,6 +192,15 @@ def test_file_of_the_user_is_kept(tmp_path: Path) -> None:
     assert (tmp_path / "best").read_text() == "precious"
 
 
+@pytest.mark.parametrize("name", ["last.pt", "best.pt"])
+def test_folder_with_the_name_of_a_file_is_an_error(tmp_path: Path, name: str) -> None:
+    saved(tmp_path, 1)
+    files.check_names(tmp_path)
+    (tmp_path / name).mkdir()
+    with pytest.raises(UserError, match=f"{name} is no checkpoint, but a run has one"):
+        files.check_names(tmp_path)
+
+
 @pytest.mark.parametrize("is_folder", [False, True])
 def test_file_or_folder_that_the_user_makes_during_a_run_is_kept(
     tmp_path: Path, is_folder: bool

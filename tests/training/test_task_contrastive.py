@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from apex_native.parallel import DistributedDataParallel
 from engine import UserError
+from engine.checkpoint.compatibility import describe_data
 from engine.checkpoint.pretrained import load_pretrained
 from engine.data import ShardSampler
 from engine.diagnostics.first_step import check_trainable, first_nonfinite_layer
@@ -288,13 +289,31 @@ def test_invalid_caption_files_are_errors(folder, text, words):
 
 
 def test_candidate_captions(folder, tmp_path):
-    assert task.candidates(None, "") == [*task.Digits.names]
     assert task.candidates(None, str(folder)) == ["a red square", "eine grüne Fläche", "blue"]
     file = tmp_path / "captions.txt"
     file.write_text(" two words \n\nGrün\ntwo words\n", encoding="utf-8")
     assert task.candidates(file, str(folder)) == ["two words", "Grün"]
     file.write_text("one\u0085text\r\nan\u2028other\x0b.", encoding="utf-8")
     assert task.candidates(file, "") == ["one\u0085text", "an\u2028other\x0b."]
+
+
+def test_only_the_digits_are_predicted_with_their_names(tmp_path):
+    path, captions = tmp_path / "image.png", tmp_path / "captions.txt"
+    Image.new("L", (300, 200)).save(path)
+    captions.write_text("three\n")
+    model = task.build_model("resnet18").eval()
+    described = {"data": ""} | describe_data({"val": task.Digits(train=False)})
+    predict = task.Predictor(model, described, Namespace(top=5, captions=None))
+    assert predict.captions == [*task.Digits.names] and predict.read(path).shape == (3, 32, 32)
+    predict = task.Predictor(model, described, Namespace(top=5, captions=captions))
+    assert predict.captions == ["three"]
+
+    # An owner's data set, built without --data, has no folder either.
+    own = described | {"samples": {"val": 20}}
+    predict = task.Predictor(model, own, Namespace(top=5, captions=captions))
+    assert predict.read(path).shape == (3, 224, 224)
+    with pytest.raises(UserError, match="--captions: .* those of a data set of your own"):
+        task.Predictor(model, own, Namespace(top=5, captions=None))
 
 
 @pytest.mark.parametrize(

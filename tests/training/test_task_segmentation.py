@@ -529,6 +529,17 @@ def test_predicted_masks_align_with_the_image(tmp_path, digits, size):
         task.Predictor(Bright(), {"data": "", "classes": classes}, args)
 
 
+@pytest.mark.parametrize(
+    ("data", "samples", "side"),
+    [("", 90, task.Digits.side), ("", 20, task.SIZE), ("folder", 90, task.SIZE)],
+)
+def test_only_the_digits_are_predicted_at_their_own_size(tmp_path, data, samples, side):
+    # An owner's data set, built without --data, has no folder either.
+    metadata = {"data": data, "classes": [*task.Digits.classes], "samples": {"val": samples}}
+    args = Namespace(images=[tmp_path / "image.png"], output=tmp_path / "out")
+    assert task.Predictor(Bright(), metadata, args).side == side
+
+
 @pytest.mark.parametrize("source", ["hf-hub:someone/model", "local-dir:/tmp"])
 def test_encoder_from_elsewhere_is_an_error(source: str) -> None:
     pytest.importorskip("segmentation_models_pytorch")

@@ -242,6 +242,15 @@ def compare_data(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, 
     return changes
 
 
+def is_validation_set(data_set: SizedDataset, saved: Mapping[str, Any]) -> bool:
+    """Return whether `data_set` has the size and contents of the one that a checkpoint names.
+
+    Args:
+        saved: metadata of the checkpoint.
+    """
+    return not compare_data(saved, describe_data({"val": data_set}))
+
+
 def warn_of_changed_data(
     path: Path,
     entries: Mapping[str, Any],
