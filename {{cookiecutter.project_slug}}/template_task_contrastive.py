@@ -387,7 +387,9 @@ class Predictor:
         self.device = next(model.parameters()).device
         is_digits = not metadata["data"] and is_validation_set(Digits(train=False), metadata)
         is_default = is_digits and args.captions is None
-        self.captions = [*Digits.names] if is_default else candidates(args.captions, metadata["data"])
+        self.captions = (
+            [*Digits.names] if is_default else candidates(args.captions, metadata["data"])
+        )
         self.texts = embed(
             model.get_submodule("text_encoder"), [caption.encode() for caption in self.captions]
         )

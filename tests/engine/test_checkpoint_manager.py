@@ -177,6 +177,7 @@ def pinned_blocks(folder: str) -> tuple[int, int]:
     meter = meter_on("cuda")
     counts = []
     for _ in range(7):
+        torch.cuda.synchronize()  # amp's records of overflows wait in such memory, too
         counts.append(torch.cuda.host_memory_stats()["num_host_alloc"])
         loss = 1e-3 * model(torch.randn(4, 300).cuda()).sum()  # no overflow skips the first step
         with amp.scale_loss(loss, optimizer) as scaled_loss:

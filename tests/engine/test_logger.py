@@ -687,6 +687,21 @@ def test_link_to_another_runs_checkpoint_is_not_one_of_this_run(tmp_path):
         open_logger(tmp_path / "here", resume=link)
 
 
+@pytest.mark.parametrize("is_logged_first", [False, True])
+def test_loop_and_task_use_different_names(logger, is_logged_first):
+    meter = logger.start_epoch(torch.device("cpu"), 10)
+    if is_logged_first:  # as in a resumed run, which begins without a validation
+        meter.log(val_top5=0.5)
+        with pytest.raises(UserError, match=r"meter\.log\(val_top5=.* in the loop and Metrics"):
+            logger.check_results({METRIC: 0.5, "val_top5": 0.75})
+    else:
+        logger.check_results({METRIC: 0.5, "val_top5": 0.75})
+        meter = logger.start_epoch(torch.device("cpu"), 10)
+        meter.log(top5=0.5)
+        with pytest.raises(UserError, match="val_top5=.*: it is a column of metrics.csv"):
+            meter.log(val_top5=0.5)
+
+
 def warnings_of_results(results):
     """Return what each process warns of its own one of `results`."""
     logger, warnings = Logger(None, 0, ACCURACY), []

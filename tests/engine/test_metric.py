@@ -43,6 +43,15 @@ def test_metrics_replace_no_other_column():
         metric.require({"val_a\xa0b": 1.0, "val_accuracy": 0.5})
 
 
+def test_names_of_the_average_are_no_others():
+    metric = MonitoredMetric("accuracy")
+    assert metric.with_suffix({"accuracy": torch.tensor(0.5)}, "_ema") == {"accuracy_ema": 0.5}
+    with pytest.raises(UserError, match="returns loss_ema: names that end in _ema are those of"):
+        metric.with_suffix({"accuracy": 0.5, "loss_ema": 0.5}, "")
+    with pytest.raises(UserError, match="METRIC is accuracy_ema in task.py: set it to accuracy;"):
+        MonitoredMetric("accuracy_ema").require({"accuracy": 0.5, "accuracy_ema": 0.6})
+
+
 def test_unknown_mode_is_an_error():
     with pytest.raises(UserError, match='METRIC_MODE is \'mean\' in task.py: use "max" or "min"'):
         MonitoredMetric("loss", "mean")

@@ -25,7 +25,7 @@ from engine.monitoring.curves import PICTURE
 from engine.monitoring.events import EventWriter
 from engine.monitoring.lock import FolderLock
 from engine.monitoring.meter import LogRecord, Meter
-from engine.monitoring.metric import MonitoredMetric
+from engine.monitoring.metric import COLUMNS, MonitoredMetric
 from engine.monitoring.run_files import CONFIG, LAUNCH, METRIC, METRIC_MODE, POSITION, TABLE
 from engine.monitoring.trackers import TENSORBOARD
 from engine.monitoring.tracking import Tracking
@@ -69,7 +69,8 @@ class Logger(Console):
         self.is_restart = distributed.is_restart()  # of a run that this launch has begun
         self.rows: list[dict[str, Any]] = []  # of metrics.csv; a checkpoint holds them, too
         self.throughputs: list[float] = []  # images/s of each epoch
-        self._differing: set[str] = set()  # metrics that differ between the processes
+        self._metrics: set[str] = set()  # of the task, once there was a validation
+        self._differing: set[str] = set()  # those that differ between the processes
         self.run_id = ""  # of the trackers; a checkpoint holds it, too
         self.events: EventWriter | None = None
         self.tracking: Tracking | None = None
@@ -206,7 +207,8 @@ class Logger(Console):
     def start_epoch(self, device: torch.device, images_per_step: int) -> Meter:
         """Return a new Meter; the first one of a run has a warm-up."""
         warm_up = WARM_UP if self._meter is None else 0
-        meter = Meter(device, images_per_step, warm_up, self._log_record)
+        reserved = {*COLUMNS, *self._metrics}
+        meter = Meter(device, images_per_step, warm_up, self._log_record, reserved)
         if self._meter is not None:
             meter.nonfinite_losses = self._meter.nonfinite_losses
         self._meter = meter
@@ -265,9 +267,16 @@ class Logger(Console):
     def check_results(self, results: dict[str, float]) -> None:
         """Warn of metrics that differ between the processes, which all call it.
 
-        Raises UserError without the monitored metric.
+        Raises UserError without the monitored metric, and for names that the loop logs, too.
         """
         self.monitored.require(results)
+        self._metrics |= results.keys()
+        logged = self._meter.sums.keys() if self._meter else set()
+        if taken := self._metrics & logged:
+            raise UserError(
+                f"meter.log({min(taken)}=...) in the loop and Metrics.compute in task.py use the "
+                "same name: rename one"
+            )
         everywhere: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everywhere, results)
         for name, value in results.items():

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -66,6 +66,7 @@ class Meter:
         images_per_step: of all ranks.
         warm_up: number of first steps, which choose and compile kernels, to time separately.
         on_record: called with each record once its numbers have arrived.
+        reserved: names that other columns of metrics.csv have.
     """
 
     def __init__(
@@ -74,10 +75,12 @@ class Meter:
         images_per_step: int,
         warm_up: int = 0,
         on_record: Callable[[LogRecord], None] = lambda record: None,
+        reserved: Collection[str] = COLUMNS,
     ) -> None:
         self.images_per_step = images_per_step
         self.warm_up = warm_up
         self.on_record = on_record
+        self.reserved = reserved
         self.sums = {LOSS: torch.zeros((), device=device)}
         self.counts = {LOSS: 0}  # more than the steps if a stopped run had begun the epoch
         self.nonfinite_losses = torch.zeros((), device=device)  # consecutive ones, across epochs
@@ -104,7 +107,7 @@ class Meter:
 
         Raises UserError if a name is that of another column.
         """
-        if taken := values.keys() & set(COLUMNS):
+        if taken := values.keys() & set(self.reserved):
             raise UserError(
                 f"meter.log({min(taken)}=...): it is a column of metrics.csv; use another name"
             )

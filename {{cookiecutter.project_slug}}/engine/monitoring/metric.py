@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from engine import UserError
 
@@ -32,6 +32,20 @@ class MonitoredMetric:
         if self.mode not in ("max", "min"):
             raise UserError(f'METRIC_MODE is {self.mode!r} in task.py: use "max" or "min"')
 
+    @staticmethod
+    def with_suffix(results: Mapping[str, Any], suffix: str) -> dict[str, float]:
+        """Return the results of the task as numbers, under names that end in `suffix`.
+
+        Raises UserError for one that ends in that of the average already.
+        """
+        for name in results:
+            if name.endswith(AVERAGE):
+                raise UserError(
+                    f"Metrics.compute in task.py returns {name}: names that end in {AVERAGE} are "
+                    "those of --ema; use another one"
+                )
+        return {name + suffix: float(value) for name, value in results.items()}
+
     def best(self, results: Mapping[str, float]) -> Best:
         """Return the better one of the model and its average, which there may not be."""
         names = [name for name in (self.name, self.name + AVERAGE) if name in results]
@@ -50,6 +64,11 @@ class MonitoredMetric:
             raise UserError(
                 f"Metrics.compute in task.py returns {hidden[0]!a}: use printable characters, and "
                 "plain spaces, in its name"
+            )
+        if self.name.endswith(AVERAGE):
+            raise UserError(
+                f"METRIC is {self.name} in task.py: set it to {self.name.removesuffix(AVERAGE)}; "
+                "with --ema, the better one of the model and the average counts"
             )
         if self.name not in results:
             raise UserError(
