@@ -269,6 +269,8 @@ def build_model(
         # % endif
 
     model = build(len(data.classes))
+    if not args.eval_only:
+        optim.begin_training_mode(model, logger.warning)
     # % if ddp != "fsdp"
     # An error message now, instead of an exception at the first step.
     sample = None if args.eval_only else data.sample

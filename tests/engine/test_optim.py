@@ -209,6 +209,29 @@ def test_one_of_two_encoders_can_be_frozen() -> None:
         optim.freeze(model, ["images", "texts"])
 
 
+class FrozenNorms(nn.Sequential):
+    """Model whose batch norms stay in eval mode, as detection models have them."""
+
+    def train(self, mode: bool = True) -> "FrozenNorms":
+        super().train(mode)
+        for module in self.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.eval()
+        return self
+
+
+def test_training_begins_as_the_model_defines_it() -> None:
+    warnings: list[str] = []
+    model = FrozenNorms(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
+    optim.begin_training_mode(model, warnings.append)
+    assert [module.training for module in model.modules()] == [True, True, False]
+    assert warnings == []
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)).eval()
+    optim.begin_training_mode(model, warnings.append)
+    assert all(module.training for module in model.modules())
+    assert warnings[0].startswith("build_model returned 3 of 3 modules in eval mode")
+
+
 def test_eval_mode_restores_each_submodule() -> None:
     model = nn.Sequential(nn.Dropout(), nn.Sequential(nn.Dropout()))
     model[1].eval()

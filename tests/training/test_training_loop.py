@@ -382,6 +382,22 @@ def test_check_of_the_validation_changes_no_result(
     assert_same_run(tmp_path / "with", tmp_path / "without")
 
 
+def train_model_in_eval_mode(folder: Path, output: Path) -> None:
+    project = load_project(folder)
+    build = small_task(project.task).build_normed
+    with on_small_data(project, output, ("--steps", 3), lambda: build().eval()):
+        project.main.main()
+
+
+def test_model_in_eval_mode_is_put_into_training_mode(
+    shared_project: Callable, two_processes: Processes, tmp_path: Path
+) -> None:
+    two_processes(train_model_in_eval_mode, shared_project(), tmp_path / "run")
+    state = torch.load(tmp_path / "run" / "last.pt", weights_only=True)["model"]
+    counts = [value for name, value in state.items() if name.endswith("num_batches_tracked")]
+    assert counts and all(count == 3 for count in counts)
+
+
 def train_with_equal_metrics(folder: Path, output: Path, *flags: object) -> None:
     project = load_project(folder)
     metrics_of, compute = project.task.Metrics, project.task.Metrics.compute

@@ -3,7 +3,7 @@
 import copy
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any, TypeVar
@@ -123,6 +123,21 @@ def frozen_parameters(model: nn.Module) -> list[str]:
         for name, value in state.items()
         if isinstance(value, nn.Parameter) and not value.requires_grad
     ]
+
+
+def begin_training_mode(model: nn.Module, warning: Callable[[str], None]) -> None:
+    """Call ``model.train()``, which a class may override to keep some of its layers in eval mode.
+
+    Args:
+        warning: called with a message if the model had layers in eval mode that train now.
+    """
+    in_eval = [module for module in model.modules() if not module.training]
+    model.train()
+    if changed := sum(module.training for module in in_eval):
+        warning(
+            f"build_model returned {changed} of {len([*model.modules()])} modules in eval mode, "
+            "which train now: override train() of a class to keep its layers in it, or add --freeze"
+        )
 
 
 @contextmanager
