@@ -97,6 +97,16 @@ def test_folder_that_was_removed_is_locked_again_unless_it_is_another_runs(logge
     assert [one.name for one in logger.output.iterdir()] == ["config.json"]
 
 
+@pytest.mark.usefixtures("no_curves")
+def test_folder_that_was_removed_is_a_whole_run_again(logger):
+    config = (logger.output / "config.json").read_text()
+    logger.log_epoch(row(1))
+    shutil.rmtree(logger.output)
+    logger.log_epoch(row(2))
+    assert (logger.output / "config.json").read_text() == config
+    assert (logger.output / "metrics.csv").read_text().count("\n") == 3
+
+
 def test_picture_of_an_evaluation_takes_no_lock(logger, monkeypatch):
     """A training may be running in the folder of the checkpoint."""
     logger.folder_lock.release()

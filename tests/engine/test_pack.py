@@ -440,6 +440,10 @@ def test_packed_caption_that_is_not_a_text_is_an_error(
     text = "größer".encode()
     for shard in (out / "train").glob("*.tar"):
         shard.write_bytes(shard.read_bytes().replace(text, byte * len(text)))
+    manifest = json.loads((out / "train" / "pack.json").read_text())
+    for shard in manifest["shards"]:
+        del shard["start_sha256"]  # as in older packs
+    (out / "train" / "pack.json").write_text(json.dumps(manifest))
     with pytest.raises(UserError, match=rf"can't be read as a caption \({message}"):
         [*list_captions(out / "train", 99)]
 
@@ -527,6 +531,15 @@ def damage_manifest(out: Path) -> None:
     (out / "train" / "pack.json").write_text("{}")
 
 
+def change_content(out: Path) -> None:
+    """Change a byte of an image, as if the shard were of a pack of other images of equal size."""
+    with (out / "train" / "shard-00001.tar").open("r+b") as file:
+        file.seek(5 * 512 + 100)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 1]))
+
+
 def enlarge_manifest(out: Path) -> None:
     os.truncate(out / "train" / "pack.json", 2**40)  # a sparse file
 
@@ -543,6 +556,7 @@ def change_format(out: Path) -> None:
         (change_index, "index.bin is damaged: its checksum differs"),
         (remove_shard, "shard-00000.tar can't be read .No such file"),
         (mix_splits, "shard-00000.tar does not belong to the pack of pack.json beside it"),
+        (change_content, "shard-00001.tar does not belong to the pack of pack.json beside it"),
         (mix_indices, "index.bin does not belong to the pack"),
         (damage_manifest, "pack.json is damaged, or of another version"),
         (enlarge_manifest, r"pack.json can't be read .it has \d+ bytes, more than"),

@@ -15,7 +15,6 @@ import os
 import re
 import runpy
 import sys
-import tokenize
 import traceback
 from pathlib import Path
 from types import ModuleType
@@ -124,12 +123,12 @@ def explain(error: ImportError | AttributeError) -> None:
 
 def local_rank_arguments(script: Path, arguments: list[str]) -> list[str]:
     """Return ``--local_rank`` as `script` spells it, if it takes it and was not given it."""
-    with tokenize.open(script) as file:  # in the encoding that its first lines may name
-        flag = re.search(r"""["'](--local[_-]rank)["']""", file.read())
+    code = script.read_bytes() if script.is_file() else b""  # it may be compiled, or an archive
+    flag = re.search(rb"""["'](--local[_-]rank)["']""", code)
     given = any(re.match("--local[_-]rank", argument) for argument in arguments)
     if flag is None or given or "LOCAL_RANK" not in os.environ:
         return []
-    return [f"{flag[1]}={os.environ['LOCAL_RANK']}"]
+    return [f"{flag[1].decode()}={os.environ['LOCAL_RANK']}"]
 
 
 def run(name: str, arguments: list[str], is_module: bool) -> None:

@@ -143,6 +143,7 @@ class ShardWriter:
     def __init__(self, file: BinaryIO, number: int, pack_id: str) -> None:
         self.file, self.number = file, number
         self.digest = sha256()
+        self.start = b""
         self.records: list[tuple[int, ...]] = []
         self.size = 0
         headers = {"comment": f"pack {pack_id}"}
@@ -156,6 +157,7 @@ class ShardWriter:
     def write(self, data: bytes) -> int:
         """Write bytes of the tar file."""
         self.digest.update(data)
+        self.start += data[: shards.START - len(self.start)]
         self.size += len(data)
         return self.file.write(data)
 
@@ -186,8 +188,8 @@ class ShardWriter:
     def close(self) -> Shard:
         """Complete the tar file; return its entry of the manifest."""
         self.tar.close()
-        name = shards.shard_name(self.number)
-        return Shard(name, self.size, len(self.records), self.digest.hexdigest())
+        name, start = shards.shard_name(self.number), sha256(self.start).hexdigest()
+        return Shard(name, self.size, len(self.records), self.digest.hexdigest(), start)
 
 
 def _member(name: str, size: int) -> tarfile.TarInfo:

@@ -155,6 +155,9 @@ class Mirror:
             with open_regular(self.folder / name) as file:
                 found = os.preadv(file.fileno(), [data], offset)
         except FileNotFoundError:
+            shard = self.shards[name]
+            if shard.start_sha256 and name not in self.misses:
+                self.store.check_start(name, min(shards.START, shard.bytes), shard.start_sha256)
             self._count_miss(name)
             return bytearray(self.store.read_part(name, offset, length))
         if found != length:

@@ -46,6 +46,7 @@ RECORD = np.dtype(
         ("width", "<u2"),
     ]
 )
+START = 2**16  # bytes of a shard whose checksum is compared before samples of it are read
 BLOCK = 512  # of a tar file: headers have one, and data is padded to whole ones
 AGAIN = "copy the pack again, or delete it and pack anew (python -m engine.data.pack)"
 
@@ -58,6 +59,7 @@ class Shard:
     bytes: int
     samples: int
     sha256: str
+    start_sha256: str = ""  # of the first START bytes; older packs have none
 
 
 @dataclass
@@ -82,7 +84,10 @@ class Manifest:
         """Return the manifest in a JSON file. Raises ValueError if it is damaged."""
         try:
             values = json.loads(data)
-            entries = [Shard(**_require_types(Shard, entry)) for entry in values["shards"]]
+            entries = [
+                Shard(**_require_types(Shard, {"start_sha256": ""} | entry))
+                for entry in values["shards"]
+            ]
             manifest = cls(**_require_types(cls, values) | {"shards": entries})
         except (KeyError, TypeError, RecursionError):
             raise ValueError from None
@@ -220,22 +225,27 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def check_files(folder: Path, manifest: Manifest) -> None:
+def check_files(folder: Path, manifest: Manifest, with_starts: bool = True) -> None:
     """Check that the index and the shards are there, belong to the pack and have its sizes.
+
+    Args:
+        with_starts: compare the checksums of the starts of the shards, too.
 
     Raises:
         UserError: about the first one that does not.
     """
     _check_file(folder / INDEX, manifest.index_size, manifest.id)
     for shard in manifest.shards:
-        _check_file(folder / shard.name, shard.bytes, manifest.id)
+        start = shard.start_sha256 if with_starts else ""
+        _check_file(folder / shard.name, shard.bytes, manifest.id, start)
 
 
-def _check_file(path: Path, size: int, pack_id: str) -> None:
+def _check_file(path: Path, size: int, pack_id: str, start_sha256: str = "") -> None:
     with _opening(path) as file:
-        start = file.read(2 * BLOCK)
+        start = file.read(START)
         found = os.fstat(file.fileno()).st_size
-    if pack_id.encode() not in start:
+    is_changed = found == size and start_sha256 not in ("", sha256(start).hexdigest())
+    if pack_id.encode() not in start[: 2 * BLOCK] or is_changed:
         raise UserError(f"{path} does not belong to the pack of {MANIFEST} beside it; {AGAIN}")
     if found != size:
         raise UserError(f"{path} has {found} bytes instead of {size}; {AGAIN}")
@@ -244,7 +254,7 @@ def _check_file(path: Path, size: int, pack_id: str) -> None:
 def find_damage(folder: Path) -> Iterator[str]:
     """Yield an error message for each file of a pack; an empty one if its checksum is right."""
     manifest = read_manifest(folder)
-    check_files(folder, manifest)
+    check_files(folder, manifest, with_starts=False)
     sums = {shard.name: shard.sha256 for shard in manifest.shards}
     for name, expected in ({INDEX: manifest.index_sha256} | sums).items():
         is_same = checksum(folder / name) == expected

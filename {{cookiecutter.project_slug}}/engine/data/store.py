@@ -122,6 +122,9 @@ class Store:
             if response.status == HTTPStatus.NOT_FOUND:
                 raise FileNotFoundError(path)
             response.raise_for_status()
+            part = response.headers.get("Content-Range", "")
+            if headers and part and not part.partition(" ")[2].startswith(f"{start}-"):
+                raise UserError(f"{path}: the server sends {printable(part)}; use another one")
             encoding = response.headers.get("Content-Encoding", "identity")
             if encoding != "identity":
                 raise UserError(
@@ -166,7 +169,14 @@ class Store:
             data = self.read_part(name, start, min(PIECE, size - start))
             digest.update(data)
             os.pwrite(descriptor, data, start)
-        if digest.hexdigest() != expected:
+        self._compare(name, digest.hexdigest(), expected)
+
+    def check_start(self, name: str, size: int, expected: str) -> None:
+        """Raise UserError unless the first `size` bytes of a file have the SHA-256 `expected`."""
+        self._compare(name, sha256(self.read_part(name, 0, size)).hexdigest(), expected)
+
+    def _compare(self, name: str, found: str, expected: str) -> None:
+        if found != expected:
             raise UserError(
                 f"{self.url}/{name} is damaged or was changed: its checksum differs from that in "
                 f"the manifest; {UPLOAD}"

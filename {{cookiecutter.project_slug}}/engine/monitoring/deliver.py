@@ -238,7 +238,9 @@ def redact(text: str) -> str:
         if len(value) > 3:
             text = text.replace(value, "…")
     text = re.sub(r"\b(Basic|Bearer) [\w+/=.~-]+", r"\1 …", text)  # as HTTP sends them
-    return re.sub(r"//[^/@\s]+@", "//…@", text)
+    return re.sub(
+        r"//[^/\s]+@", "//…@", text
+    )  # up to the last @, as browsers and clients read them
 
 
 def follow(delivery: Delivery, parent: int) -> None:

@@ -72,6 +72,7 @@ class Logger(Console):
         self._metrics: set[str] = set()  # of the task, once there was a validation
         self._differing: set[str] = set()  # those that differ between the processes
         self.run_id = ""  # of the trackers; a checkpoint holds it, too
+        self._config = ""  # the text of config.json
         self.events: EventWriter | None = None
         self.tracking: Tracking | None = None
         self._trackers = trackers
@@ -97,10 +98,10 @@ class Logger(Console):
                 self.rows = self._rows_to_keep(table, config, resume, progress.epoch)
                 # First: a config.json without metrics.csv is not that of a run.
                 run_files.write_rows(self.output / TABLE, self.rows, self.monitored.name)
-                with replacing(self.output / CONFIG) as temporary:
-                    metric = {METRIC: self.monitored.name, METRIC_MODE: self.monitored.mode}
-                    facts = metric | {LAUNCH: distributed.launch_ids()}
-                    temporary.write_text(cli.as_json(config | facts))
+                metric = {METRIC: self.monitored.name, METRIC_MODE: self.monitored.mode}
+                facts = metric | {LAUNCH: distributed.launch_ids()}
+                self._config = cli.as_json(config | facts)
+                self._write_config()
         except (KeyError, TypeError, ValueError, csv.Error):
             problem = f"{self.output / TABLE} is not in the format of this program"
             raise UserError(f"{problem}: move it away, then resume again") from None
@@ -110,6 +111,10 @@ class Logger(Console):
         with self._errors_as_warning("nothing is logged to the trackers"):
             self._open_tracking(config, resume, progress.step)
         self.print_heading(run_files.main_columns(self.monitored.name))
+
+    def _write_config(self) -> None:
+        with replacing(self.output / CONFIG) as temporary:
+            temporary.write_text(self._config)
 
     def _read_table(self) -> list[dict[str, float]]:
         """Return the rows of the folder's metrics.csv."""
@@ -258,6 +263,8 @@ class Logger(Console):
             self._write_event(lambda events: events.add_scalars("epoch", values, position["step"]))
         with self._errors_as_warning(f"rows are missing in {TABLE}"):
             run_files.write_rows(self.output / TABLE, self.rows, self.monitored.name)
+            if self._config and not (self.output / CONFIG).exists():  # the folder was removed
+                self._write_config()
         if self.tracking:
             self.tracking.check()
         self.curves.start()
