@@ -28,6 +28,7 @@ from amp_helpers import (
     weights,
 )
 from apex_native import amp
+from parameters import mostly_slow
 from torch import nn
 from torch.nn import functional as F
 
@@ -356,7 +357,7 @@ def test_models_can_be_copied_and_pickled(level):
         assert torch.equal(one(x), model.eval()(x))
 
 
-@pytest.mark.parametrize("level", COMPILED_LEVELS)
+@pytest.mark.parametrize("level", mostly_slow(COMPILED_LEVELS))
 def test_models_compile_without_graph_breaks(level):
     torch._dynamo.reset()
     model, optimizer = prepare(level)

@@ -17,6 +17,7 @@ from apex_native.parallel import (
     Reducer,
 )
 from parallel_helpers import Weighted, wrap
+from parameters import mostly_slow
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
@@ -32,15 +33,18 @@ def on_each_rank_reduce(rows, options, at_once=False):
 
 @pytest.mark.parametrize(
     ("options", "factor"),
-    [
-        ({}, 0.5),
-        ({"delay_allreduce": True}, 0.5),
-        ({"message_size": 1}, 0.5),
-        ({"gradient_predivide_factor": 4.0}, 0.5),
-        ({"gradient_average": False}, 1.0),
-        ({"gradient_average": False, "gradient_predivide_factor": 4.0}, 0.25),
-        ({"allreduce_always_fp32": True}, 0.5),
-    ],
+    mostly_slow(
+        [
+            ({}, 0.5),
+            ({"delay_allreduce": True}, 0.5),
+            ({"message_size": 1}, 0.5),
+            ({"gradient_predivide_factor": 4.0}, 0.5),
+            ({"gradient_average": False}, 1.0),
+            ({"gradient_average": False, "gradient_predivide_factor": 4.0}, 0.25),
+            ({"allreduce_always_fp32": True}, 0.5),
+        ],
+        fast=4,
+    ),
 )
 @pytest.mark.parametrize("at_once", [False, True])
 def test_gradients_are_reduced(two_processes, options, factor, at_once):

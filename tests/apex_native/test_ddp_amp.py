@@ -17,6 +17,7 @@ from apex_native.parallel import (
     convert_syncbn_model,
 )
 from parallel_helpers import Weighted, wrap
+from parameters import mostly_slow
 from processes import Processes
 from torch import nn
 from torch._dynamo.utils import counters
@@ -239,7 +240,7 @@ def on_each_rank_compile(level, wrap_first):
 
 
 @pytest.mark.parametrize("wrap_first", [False, True])
-@pytest.mark.parametrize("level", COMPILED_LEVELS)
+@pytest.mark.parametrize("level", mostly_slow(COMPILED_LEVELS))
 def test_models_compile_without_graph_breaks(two_processes, level, wrap_first):
     """torch's own DistributedDataParallel is one break, outside the model."""
     counts_none = torch.__version__.startswith("2.6.")

@@ -30,6 +30,7 @@ from engine.diagnostics.preflight import (
     make_commands,
 )
 from fresh import TEMPLATE
+from parameters import mostly_slow
 
 
 def test_exception_in_a_check_is_an_error(run_check):
@@ -158,33 +159,51 @@ GOOD = child("send('torch', 'ok', 'good')")
 
 @pytest.mark.parametrize(
     ("who", "code", "name", "words"),
-    [
-        (RANK_0, "raise ImportError('libcudart.so.12: no such file')", "torch", "libcudart.so.12"),
-        (RANK_0, "os.kill(os.getpid(), signal.SIGSEGV)", "torch", "can't be imported (no output"),
-        (RANK_0, "time.sleep(60)", "torch", "no answer"),
-        (RANK_0, "send('x', 'ok', ''); os.kill(os.getpid(), 11)", RANK_0, "ended by SIGSEGV"),
-        (
-            RANK_0,
-            "send('x', 'ok', ''); print('NCCL WARN Connect failed'); print('bye'); sys.exit(1)",
-            RANK_0,
-            "ended with status 1 (NCCL WARN Connect failed)",
-        ),
-        (MAIN, "print('error: --lr x is no number'); sys.exit(2)", "flags", "--lr x is no number"),
-        (MAIN, "import no_such_module", "flags", "No module named 'no_such_module'): correct"),
-        (MAIN, "time.sleep(60)", "flags", "no answer"),
-        (
-            RANK_0,
-            "send('all-reduce', 'error', 'it hangs: try'); time.sleep(60)",
-            "all-reduce",
-            "try",
-        ),
-        (
-            RANK_0,
-            "run_checks({'CUDA': lambda: time.sleep(60)})",
-            "CUDA",
-            "the check did not finish",
-        ),
-    ],
+    mostly_slow(
+        [
+            (
+                RANK_0,
+                "raise ImportError('libcudart.so.12: no such file')",
+                "torch",
+                "libcudart.so.12",
+            ),
+            (
+                RANK_0,
+                "os.kill(os.getpid(), signal.SIGSEGV)",
+                "torch",
+                "can't be imported (no output",
+            ),
+            (RANK_0, "time.sleep(60)", "torch", "no answer"),
+            (RANK_0, "send('x', 'ok', ''); os.kill(os.getpid(), 11)", RANK_0, "ended by SIGSEGV"),
+            (
+                RANK_0,
+                "send('x', 'ok', ''); print('NCCL WARN Connect failed'); print('bye'); sys.exit(1)",
+                RANK_0,
+                "ended with status 1 (NCCL WARN Connect failed)",
+            ),
+            (
+                MAIN,
+                "print('error: --lr x is no number'); sys.exit(2)",
+                "flags",
+                "--lr x is no number",
+            ),
+            (MAIN, "import no_such_module", "flags", "No module named 'no_such_module'): correct"),
+            (MAIN, "time.sleep(60)", "flags", "no answer"),
+            (
+                RANK_0,
+                "send('all-reduce', 'error', 'it hangs: try'); time.sleep(60)",
+                "all-reduce",
+                "try",
+            ),
+            (
+                RANK_0,
+                "run_checks({'CUDA': lambda: time.sleep(60)})",
+                "CUDA",
+                "the check did not finish",
+            ),
+        ],
+        fast=7,
+    ),
 )
 def test_crash_or_hang_is_an_error(who, code, name, words):
     start = time.monotonic()

@@ -32,6 +32,7 @@ from engine.monitoring.meter import Meter
 from engine.optim import Ema
 from hypothesis import strategies as st
 from library_fixtures import begin_afresh
+from parameters import mostly_slow
 from sharding_helpers import needs_fsdp_on_cpu
 from test_checkpoint_fuzzing import (
     EXAMPLES,
@@ -264,7 +265,7 @@ def test_altered_values_are_resumed_or_refused(
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("number", range(len(hostile_values())))
+@pytest.mark.parametrize("number", mostly_slow(range(len(hostile_values())), fast=12))
 def test_altered_chunks_are_resumed_or_refused(
     folder: Path, allocated: list[int], number: int
 ) -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 from migrated_scripts import COMMAND, losses, migrate
+from parameters import mostly_slow
 
 pytest.importorskip("libcst", reason="needs libcst, which the extra `migrate` installs")
 
@@ -223,7 +224,7 @@ SCRIPTS = {
 }
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", mostly_slow(SCRIPTS, fast=3))
 def test_losses_are_equal_with_a_scaler(run, tmp_path, name):
     (tmp_path / "script.py").write_text(START + SCRIPTS[name])
     plain = losses(run(*COMMAND, "run", "script.py"))
@@ -248,7 +249,7 @@ def test_losses_are_equal_within_rounding_at_o1_on_a_gpu(run_on_gpu, tmp_path, n
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in SCRIPTS if name not in ("enabled", "unpacked arguments")]
+    "name", mostly_slow(name for name in SCRIPTS if name not in ("enabled", "unpacked arguments"))
 )
 def test_losses_are_equal_at_o4(run, tmp_path, name):
     script = START.replace('default="O1"', 'default="O4"') + SCRIPTS[name]

@@ -12,6 +12,7 @@ import pytest
 import torch
 from engine import UserError
 from engine.data.images import ImageSpec
+from parameters import mostly_slow
 from PIL import Image
 from projects import Project, load_project
 from torch import nn
@@ -39,6 +40,12 @@ class Model:
         usual = {"model": weights, "optimizer": {"state": {}, "param_groups": []}}
         torch.save(usual | {"metadata": self.metadata} | parts, path)
         return path
+
+
+@pytest.fixture(params=mostly_slow(["classification", "segmentation", "contrastive"], fast=2))
+def generated(request: pytest.FixtureRequest, shared_project: Callable) -> Project:
+    """The scripts of a project of each task."""
+    return load_project(shared_project(task=request.param))
 
 
 @pytest.fixture

@@ -242,11 +242,14 @@ class Comparison:
         return 1e-4 if level == "O0" else self.small.half_tolerance
 
 
+FAST_LEVELS = {"classification": "O1"}  # of the cases with flags in make test
 CASES = [
     pytest.param(
         *(task, flags, level),
         id=f"{task}-{' '.join(map(str, flags)) or 'plain'}-{level}",
-        marks=pytest.mark.slow if flags and level not in ("O0", "O1") else (),
+        marks=pytest.mark.slow
+        if flags and level != ("O1" if task == "classification" else "O0")
+        else (),
     )
     for task, small in BY_NAME.items()
     for flags in (*FLAGS_OF_ALL_TASKS, *small.own_flags)

@@ -5,6 +5,7 @@ from argparse import Namespace
 
 import pytest
 from engine import UserError, distributed
+from parameters import mostly_slow
 from running import Run, run, run_two
 
 pytestmark = pytest.mark.xdist_group("short")
@@ -55,28 +56,35 @@ def test_usage_error_is_reported_by_one_process(project, flags, saying):
 
 @pytest.mark.parametrize(
     ("flags", "saying"),
-    [
-        pytest.param(["--no-such-flag"], "--no-such-flag", id="flag"),
-        pytest.param(["--epochs", "0"], "from 1 to 2^31 - 1", id="epochs"),
-        pytest.param(["--save-every", "9" * 5000], "a number of steps", id="save_every"),
-        pytest.param(["--loss-scale", "big"], "above 0", id="loss_scale"),
-        pytest.param(["--arch", "resnet81"], "the nearest are resnet18", id="arch"),
-        pytest.param(["--backend", "apex"], "--backend native", id="apex"),
-        pytest.param(["--keep-batchnorm-fp32"], "O1 casts none", id="keep_batchnorm"),
-        pytest.param(["--seed", "99999999999999999999"], "2^32", id="seed"),
-        pytest.param(["--eval-only"], "--resume", id="eval_only"),
-        pytest.param(["--class-weights", "--dummy"], "--class-weights is for", id="class_weights"),
-        pytest.param(["--mixup", "0.2", "--dummy"], "are for data, not for --dummy", id="mixup"),
-        pytest.param(["--random-erasing", "1.5"], "a number from 0", id="random_erasing"),
-        pytest.param(["--auto-augment", "randaugment"], "is for --data", id="auto_augment"),
-        pytest.param(["--report", "--dummy"], "--report is about validation data", id="report"),
-        pytest.param(["--arch", "googlenet"], "choose another --arch", id="aux_outputs"),
-        pytest.param(["--arch", "vit_b_16"], "Wrong image height", id="image_size"),
-        pytest.param(["--batch-size", "1"], "more than 1 value per channel", id="batch_of_one"),
-        pytest.param(["--data", "/no/such/folder"], "there is no folder", id="data"),
-        pytest.param(["--cuda-graphs"], "this run is on the CPU", id="cuda_graphs"),
-        pytest.param(["--decode", "gpu"], "for the JPEG files of --data", id="decode"),
-    ],
+    mostly_slow(
+        [
+            pytest.param(["--no-such-flag"], "--no-such-flag", id="flag"),
+            pytest.param(["--epochs", "0"], "from 1 to 2^31 - 1", id="epochs"),
+            pytest.param(["--save-every", "9" * 5000], "a number of steps", id="save_every"),
+            pytest.param(["--loss-scale", "big"], "above 0", id="loss_scale"),
+            pytest.param(["--arch", "resnet81"], "the nearest are resnet18", id="arch"),
+            pytest.param(["--backend", "apex"], "--backend native", id="apex"),
+            pytest.param(["--keep-batchnorm-fp32"], "O1 casts none", id="keep_batchnorm"),
+            pytest.param(["--seed", "99999999999999999999"], "2^32", id="seed"),
+            pytest.param(["--eval-only"], "--resume", id="eval_only"),
+            pytest.param(
+                ["--class-weights", "--dummy"], "--class-weights is for", id="class_weights"
+            ),
+            pytest.param(
+                ["--mixup", "0.2", "--dummy"], "are for data, not for --dummy", id="mixup"
+            ),
+            pytest.param(["--random-erasing", "1.5"], "a number from 0", id="random_erasing"),
+            pytest.param(["--auto-augment", "randaugment"], "is for --data", id="auto_augment"),
+            pytest.param(["--report", "--dummy"], "--report is about validation data", id="report"),
+            pytest.param(["--arch", "googlenet"], "choose another --arch", id="aux_outputs"),
+            pytest.param(["--arch", "vit_b_16"], "Wrong image height", id="image_size"),
+            pytest.param(["--batch-size", "1"], "more than 1 value per channel", id="batch_of_one"),
+            pytest.param(["--data", "/no/such/folder"], "there is no folder", id="data"),
+            pytest.param(["--cuda-graphs"], "this run is on the CPU", id="cuda_graphs"),
+            pytest.param(["--decode", "gpu"], "for the JPEG files of --data", id="decode"),
+        ],
+        fast=8,
+    ),
 )
 def test_invalid_flag_is_a_usage_error(project, flags, saying):
     sentence = refused(project, *flags, saying=saying)
@@ -107,7 +115,7 @@ def test_train_folder_without_images_is_an_error(project, image_folder):
     refused(project, "--data", image_folder, saying=(image_folder / "train", "holds no images"))
 
 
-@pytest.mark.parametrize("task", ["classification", "segmentation"])
+@pytest.mark.parametrize("task", mostly_slow(["classification", "segmentation"]))
 def test_data_without_classes_is_an_error(bake, task):
     folder = bake(task=task)
     with (folder / "task.py").open("a") as file:
@@ -128,7 +136,9 @@ def test_class_missing_in_training_data_is_an_error(project, image_folder):
 
 @pytest.mark.parametrize(
     ("content", "workers"),
-    [pytest.param(b"no image", 1, id="foreign"), pytest.param(None, 0, id="truncated")],
+    mostly_slow(
+        [pytest.param(b"no image", 1, id="foreign"), pytest.param(None, 0, id="truncated")]
+    ),
 )
 def test_broken_image_is_an_error(project, image_folder, tmp_path, content, workers):
     image = image_folder / "train" / "red" / "0.jpg"
@@ -138,6 +148,7 @@ def test_broken_image_is_an_error(project, image_folder, tmp_path, content, work
     refused(project, *SMALL, *flags, saying=(image, "fix or remove"), start=run_two)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["torn", "foreign", "weights_alone", "arguments"])
 def test_damaged_or_foreign_checkpoint_is_an_error(project, checkpoint, tmp_path, damage):
     import torch
