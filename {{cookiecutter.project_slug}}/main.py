@@ -440,6 +440,7 @@ def build(args: argparse.Namespace) -> Run:
             "metric_mode": task.METRIC_MODE,
             "arch": args.arch,
             "model_options": args.model_options,
+            "flip_tta": getattr(args, "flip_tta", False),
             "data": str(args.data or ""),
             "classes": data.classes,
             "opt_level": args.opt_level,

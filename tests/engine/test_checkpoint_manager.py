@@ -560,6 +560,32 @@ def test_scores_of_another_metric_are_not_compared(
         assert results == {own.split()[0]: 2.0}
 
 
+@pytest.mark.parametrize(
+    ("image", "flip_tta", "changed"),
+    [
+        ({"size": 32}, False, ""),
+        ({"size": 32, "eval_size": 32}, False, ""),
+        ({"size": 32, "eval_size": 40}, False, "size"),
+        ({"size": 24, "crop_fraction": 1.0}, False, "size and crop_fraction"),
+        ({"size": 32}, True, "--flip-tta"),
+    ],
+)
+def test_scores_of_another_validation_are_not_compared(
+    two_processes: Processes, tmp_path: Path, image: dict, flip_tta: bool, changed: str
+) -> None:
+    saved, own = (
+        {"metric": "val_accuracy", "metric_mode": "max", "model_options": {"image": one}}
+        | {"flip_tta": flip}
+        for one, flip in (({"size": 32}, False), (image, flip_tta))
+    )
+    for best, scores, warnings, _ in two_processes(
+        resumed_with_other_metric, str(tmp_path), saved, own
+    ):
+        assert (best, scores) == ((-float("inf"), []) if changed else (0.75, [0.75]))
+        said = f"the validation has another {changed} now; the next validation replaces best.pt"
+        assert any(said in warning for warning in warnings) == bool(changed)
+
+
 @pytest.mark.parametrize("saved", [{}, {"metric": "val_accuracy"}])
 def test_old_checkpoints_are_of_the_same_metric(
     two_processes: Processes, tmp_path: Path, saved: dict

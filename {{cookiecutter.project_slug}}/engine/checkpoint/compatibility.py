@@ -306,6 +306,19 @@ def compare_metrics(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str:
     return f"the metric was {before} and is {now} now (METRIC in task.py)"
 
 
+def compare_validation(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str:
+    """Return how the validation of the same images has changed, or an empty string."""
+    if "model_options" not in saved:  # older, or of another script
+        return ""
+    theirs, ours = (
+        ImageSpec(**one.get("model_options", {}).get("image", {})).for_eval()._asdict()
+        | {"eval_size": None, "--flip-tta": one.get("flip_tta", own.get("flip_tta"))}
+        for one in (saved, own)
+    )
+    changed = [name for name, value in ours.items() if theirs[name] != value]
+    return f"the validation has another {' and '.join(changed)} now" if changed else ""
+
+
 def compare_images(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str:
     """Return how the images of a checkpoint's metadata differ, as "size 32 there and 224 here".
 

@@ -22,6 +22,7 @@ from engine.checkpoint.compatibility import (
     DataSets,
     compare_metadata,
     compare_metrics,
+    compare_validation,
     describe_data,
     is_same_data,
     require_same_frozen,
@@ -208,7 +209,8 @@ class CheckpointManager:
                 f"--resume {path}: its average of the weights is the better one; add --ema to "
                 "validate that, too"
             )
-        change = compare_metrics(entries["metadata"], self.metadata)
+        saved, own = entries["metadata"], self.metadata
+        change = compare_metrics(saved, own) or compare_validation(saved, own)
         if not change and self.has_same_val_data is False:
             change = "scores on other validation data can't be compared"
         if change and not is_evaluation:
