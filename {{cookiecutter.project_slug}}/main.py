@@ -589,7 +589,7 @@ def evaluate(run: Run, batches: Sequence | DataLoader) -> dict[str, float]:
                 run.metrics[suffix].update(outputs, targets)
         run.watchdog.enter("computing the metrics")
         for suffix, metrics in run.metrics.items():
-            found = run.logger.monitored.with_suffix(metrics.compute(), suffix)
+            found = MonitoredMetric.with_suffix(metrics.compute(), suffix)
             if batches_with_nan := nans[suffix].compute():
                 run.logger.warning(f"the outputs for {batches_with_nan} batches hold nan")
                 found = dict.fromkeys(found, math.nan)
