@@ -21,7 +21,7 @@ from engine.diagnostics.first_step import (
 )
 from processes import Processes
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
 HAS_APEX = backend.problem_with_apex("O1", compiled=False) is None
@@ -185,6 +185,16 @@ def shuffled_without_sampler(run: Run) -> None:
     run.batches = DataLoader(UnreadableDataset(), 4, shuffle=True, drop_last=True)
 
 
+def drawn_with_replacement(run: Run, seed: int | None = None) -> None:
+    generator = torch.Generator().manual_seed(dist.get_rank() if seed is None else seed)
+    sampler = WeightedRandomSampler([1.0] * 3 + [0.1] * 20, 11, generator=generator)
+    run.batches = DataLoader(UnreadableDataset(), 4, sampler=sampler, drop_last=True)
+
+
+def drawn_alike(run: Run) -> None:
+    drawn_with_replacement(run, 0)
+
+
 def another_world(run: Run) -> None:
     sampler = DistributedSampler(
         UnreadableDataset(), num_replicas=8, rank=dist.get_rank(), drop_last=True
@@ -250,6 +260,13 @@ def test_fault_is_an_error_with_its_fix_on_every_rank(setting, fault, level, wor
 
 def test_shuffle_without_distributed_sampler_is_an_error(two_processes):
     answers = two_processes(audit_error, shuffled_without_sampler, "apex_native", "cpu", "O0")
+    assert all("are read by several processes" in answer for answer in answers)
+
+
+def test_samples_may_be_drawn_with_replacement_but_not_the_same_by_all(two_processes):
+    how = "apex_native", "cpu", "O0"
+    assert two_processes(audit_error, drawn_with_replacement, *how) == ["", ""]
+    answers = two_processes(audit_error, drawn_alike, *how)
     assert all("are read by several processes" in answer for answer in answers)
 
 

@@ -422,6 +422,17 @@ def test_resumed_run_repeats_no_rows_or_events(logger, meter):
 
 
 @pytest.mark.usefixtures("no_curves")
+def test_row_of_an_epoch_in_which_steps_ended_is_kept(logger):
+    for epoch in (1, 2):
+        logger.log_epoch(row(epoch))
+    last = logger.output / "last.pt"
+    open_logger(logger.output, Progress(epoch=1, step=20), last).folder_lock.release()
+    assert epochs_in_table(logger.output) == [1, 2]
+    open_logger(logger.output, Progress(epoch=1, step=18), last)  # an earlier checkpoint
+    assert epochs_in_table(logger.output) == [1]
+
+
+@pytest.mark.usefixtures("no_curves")
 def test_rows_of_the_checkpoint_complete_the_table(tmp_path, clock):
     """A row that did not fit on the disk, or all of them where rank 0 has moved to another host."""
     first = open_logger(tmp_path / "first")

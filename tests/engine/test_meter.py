@@ -90,6 +90,19 @@ def test_record_is_the_mean_since_the_previous_one(clock):
     assert meter.results()["train_loss"] == 110.0 / 8
 
 
+@pytest.mark.parametrize("large", [1e8, math.inf])
+def test_a_large_loss_is_in_the_record_of_its_step_only(clock, large):
+    meter = Meter(torch.device("cpu"), 10)
+    losses = []
+    for step, loss in enumerate((0.25, large, 0.25, 0.5)):
+        clock[0] += 1.0
+        meter.update(torch.tensor(loss))
+        meter.log(value=loss)
+        record = meter.record(step, 0.1, 1.0)
+        losses.append((record.train_loss, record.means["value"]))
+    assert losses == [(0.25, 0.25), (large, large), (0.25, 0.25), (0.5, 0.5)]
+
+
 def test_logged_values_have_means_of_their_own(clock):
     """They are resumed, too, and those of a step are in its record."""
     meter = Meter(torch.device("cpu"), 10)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -281,6 +281,12 @@ def _require_fair_shards(batches: DataLoader | TrainLoader, device: torch.device
     with torch.random.fork_rng(devices=[]):  # a sampler may draw from it
         shard = [list(batch) for batch in batches.batch_sampler or (batches.sampler,)]
     indices = torch.tensor(list(chain.from_iterable(shard)), dtype=torch.int64)
+    own = indices.tolist()
+    all_ranks: list[Any] = [None] * len(lengths)
+    dist.all_gather_object(all_ranks, (len(own) - len(set(own)), hash(tuple(own))))
+    repeats, orders = zip(*all_ranks, strict=True)
+    if sum(repeats) >= len(lengths) and len(set(orders)) == len(lengths):
+        return  # drawn with replacement, such as classes in equal parts; fewer may be padding
     total = len(batches.dataset)  # type: ignore[arg-type]  # Dataset has no __len__
     readers = torch.bincount(indices, minlength=total).clamp(max=1).int().to(device)
     dist.all_reduce(readers)

@@ -95,7 +95,7 @@ class Logger(Console):
                 self.output.mkdir(parents=True, exist_ok=True)
                 self.lock()
                 table = self._read_table()
-                self.rows = self._rows_to_keep(table, config, resume, progress.epoch)
+                self.rows = self._rows_to_keep(table, config, resume, progress)
                 # First: a config.json without metrics.csv is not that of a run.
                 run_files.write_rows(self.output / TABLE, self.rows, self.monitored.name)
                 metric = {METRIC: self.monitored.name, METRIC_MODE: self.monitored.mode}
@@ -128,9 +128,9 @@ class Logger(Console):
         table: list[dict[str, float]],
         config: dict[str, object],
         resume: Path | None,
-        epoch: int,
+        progress: Progress,
     ) -> list[dict[str, Any]]:
-        """Return the rows of the checkpoint and the folder's metrics.csv up to `epoch`.
+        """Return the rows of the checkpoint and the folder's metrics.csv up to `progress`.
 
         The table has rows that an old checkpoint lacks. It lacks rows that did not fit on the disk,
         and those of epochs in which rank 0 was on another host.
@@ -150,7 +150,12 @@ class Logger(Console):
             table = []
         by_epoch = {int(row["epoch"]): row for row in table}
         by_epoch |= {int(row["epoch"]): row for row in self.rows}
-        return [by_epoch[one] for one in sorted(by_epoch) if one <= epoch]
+        # --steps may have ended within the epoch of the last one.
+        return [
+            row
+            for epoch, row in sorted(by_epoch.items())
+            if epoch <= progress.epoch or row["step"] == progress.step
+        ]
 
     def _is_own(self, checkpoint: Path | None) -> bool:
         """Return whether a checkpoint is in this run's folder, and no link to one elsewhere."""

@@ -81,13 +81,14 @@ class Meter:
         self.warm_up = warm_up
         self.on_record = on_record
         self.reserved = reserved
-        self.sums = {LOSS: torch.zeros((), device=device)}
+        # Of all values, and of those since the latest record: a large one hides no later ones.
+        self.sums = {LOSS: torch.zeros(2, device=device)}
         self.counts = {LOSS: 0}  # more than the steps if a stopped run had begun the epoch
         self.nonfinite_losses = torch.zeros((), device=device)  # consecutive ones, across epochs
         self.num_steps = 0
         self.latest: LogRecord | None = None
         self._pending: Callable[[], LogRecord] | None = None  # waits for its numbers
-        self._recorded: Sums = {}  # at the latest record
+        self._recorded: dict[str, int] = {}  # counts at the latest record
         self._start = self._now()
         self._warm_up_end = self._start
 
@@ -116,21 +117,21 @@ class Meter:
 
     def _add(self, name: str, total: Tensor | float, count: int) -> None:
         if name not in self.sums:
-            self.sums[name] = torch.zeros_like(self.nonfinite_losses)
+            self.sums[name] = torch.zeros(2, device=self.nonfinite_losses.device)
             self.counts[name] = 0
-        self.sums[name] += total
+        self.sums[name] += total.reshape(()) if isinstance(total, Tensor) else total
         self.counts[name] += count
 
     def state_dict(self) -> Sums:
         """Return the sums for a checkpoint. Waits for the device."""
         self.read()
-        return {name: (self.sums[name].item(), self.counts[name]) for name in self.sums}
+        return {name: (sums[0].item(), self.counts[name]) for name, sums in self.sums.items()}
 
     def load_state_dicts(self, states: list[Sums]) -> None:
         """Continue from the states of this rank, or of several ranks."""
         for name, (total, count) in chain.from_iterable(state.items() for state in states):
             self._add(name, total, count)
-        self._recorded = self.state_dict()
+        self._since_record()
 
     @property
     def is_asynchronous(self) -> bool:
@@ -144,11 +145,20 @@ class Meter:
         """
         self.read()
         scale = torch.zeros_like(self.nonfinite_losses) + loss_scale
-        numbers = torch.stack([self.nonfinite_losses, scale, *self.sums.values()])
+        sums = [both[1] for both in self.sums.values()]
+        numbers = torch.stack([self.nonfinite_losses, scale, *sums])
         copy = numbers.to("cpu", non_blocking=True)
-        interval = self._timed_interval()
-        self._pending = partial(self._complete, step, lr, dict(self.counts), copy, interval)
+        counts, interval = self._since_record(), self._timed_interval()
+        self._pending = partial(self._complete, step, lr, counts, copy, interval)
         return self.latest if self.is_asynchronous else self.read()
+
+    def _since_record(self) -> dict[str, int]:
+        """Return the numbers of values since the latest record, and sum up from zero again."""
+        counts = {name: count - self._recorded.get(name, 0) for name, count in self.counts.items()}
+        self._recorded = dict(self.counts)
+        for sums in self.sums.values():
+            sums[1] = 0
+        return counts
 
     def read(self) -> LogRecord | None:
         """Complete the pending record, if any, and return the latest. Waits for its copy only."""
@@ -163,12 +173,8 @@ class Meter:
     ) -> LogRecord:
         images_per_second = _throughput(*interval)  # from here on the copy is valid
         nonfinite_losses, loss_scale, *totals = numbers.tolist()
-        means = {}
-        for (name, count), total in zip(counts.items(), totals, strict=True):
-            old_total, old_count = self._recorded.get(name, (0.0, 0))
-            if count > old_count:
-                means[name] = (total - old_total) / (count - old_count)
-            self._recorded[name] = total, count
+        pairs = zip(counts.items(), totals, strict=True)
+        means = {name: total / count for (name, count), total in pairs if count}
         loss = means.pop(LOSS)
         return LogRecord(step, lr, loss, nonfinite_losses, loss_scale, images_per_second, means)
 
