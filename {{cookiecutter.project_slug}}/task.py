@@ -77,8 +77,9 @@ def add_arguments(parser: cli.ArgumentParser) -> None:
     alpha = {"type": cli.non_negative_float, "default": 0.0, "metavar": "ALPHA"}
     add("--mixup", **alpha, help="blend images, such as 0.2 (default: 0, not at all)")
     add("--cutmix", **alpha, help="paste parts of images, such as 1.0 (default: 0, not at all)")
-    add("--random-erasing", type=cli.fraction, default=0.0, metavar="P", help="probability")
-    add("--hflip", type=cli.fraction, default=0.5, metavar="P", help="of --data: flip probability")
+    chance = {"type": cli.probability, "metavar": "P"}
+    add("--random-erasing", **chance, default=0.0, help="probability")
+    add("--hflip", **chance, default=0.5, help="of --data: flip probability")
     add("--auto-augment", choices=augmentation.POLICIES, help="torchvision's; for --data")
     parser.group("run").add_argument(
         "--report", action="store_true", help="write figures of each class and a confusion matrix"

@@ -173,6 +173,20 @@ def test_contradicting_settings_in_a_config_file_are_refused(parse, file):
 
 
 @pytest.mark.parametrize(
+    ("flags", "saying"),
+    [
+        (["--output", ""], "--output: the path is empty"),
+        (["--data", ""], "--data: the path is empty"),
+        (["--resume", ""], "--resume: the path is empty"),
+        (["--layer-decay", "0"], "--layer-decay: '0' is not a number above 0 and less than 1"),
+    ],
+)
+def test_values_without_a_meaning_are_errors(parse, flags, saying):
+    with pytest.raises(UserError, match=saying):
+        parse(*flags)
+
+
+@pytest.mark.parametrize(
     ("flag", "answer"),
     [
         ("--bach-size=3", "there is no flag --bach-size; did you mean --batch-size?"),

@@ -74,19 +74,26 @@ def size_type(text: str) -> int:
     return int(found[1]) * UNITS[found[2]]
 
 
+def path(text: str) -> Path:
+    """Convert a path, which is not empty, as a variable of the shell may be."""
+    if not text:
+        raise argparse.ArgumentTypeError("the path is empty")
+    return Path(text)
+
+
 def local_path(text: str) -> Path:
     """Convert the path of a file or folder of this machine."""
     if "://" in text:
         raise argparse.ArgumentTypeError(
             f"{text} is a URL, which only --data takes; download the files"
         )
-    return Path(text)
+    return path(text)
 
 
 def data_location(text: str) -> Path | str:
     """Convert a path, or the URL of packed data, which remains a string."""
     if "://" not in text:
-        return Path(text)
+        return path(text)
     if not re.fullmatch(r"(https?|s3)://[^\s?#@]+", text):
         raise argparse.ArgumentTypeError(
             f"{text} must be https://HOST/PATH or s3://BUCKET/PATH, without a query or a password"
@@ -99,6 +106,8 @@ non_negative_int = number_type(int, 0, 2**32, "a whole number from 0 to 2^32 - 1
 worker_count = number_type(int, 0, MAX_WORKERS + 1, f"a whole number from 0 to {MAX_WORKERS}")
 non_negative_float = number_type(float, 0, math.inf, "a number of at least 0")
 fraction = number_type(float, 0, 1, "a number from 0 to less than 1")
+factor = number_type(float, math.ulp(0), 1, "a number above 0 and less than 1")
+probability = number_type(float, 0, math.nextafter(1, 2), "a number from 0 to 1")
 loss_scale = number_type(
     float,
     math.ulp(0),
@@ -115,6 +124,7 @@ METAVARS: dict[object, str] = {
     loss_scale: "SCALE",
     interval: "N|Nm",
     Path: "PATH",
+    path: "PATH",
 }
 
 

@@ -10,11 +10,13 @@ from engine import distributed, protect_compiled_code, require_traceable
 from engine.cli import (
     ArgumentParser,
     data_location,
+    factor,
     fraction,
     interval,
     loss_scale,
     non_negative_float,
     non_negative_int,
+    path,
     positive_int,
     size_type,
     worker_count,
@@ -33,7 +35,7 @@ def add_data_arguments(parser: ArgumentParser, layout: str) -> None:
     help = f"{layout}, or a URL of packed data (default: the included digits)"
     add("--data", type=data_location, metavar="DIR", help=help)
     help = "folder for shards of a URL (default: ~/.cache/packed_data)"
-    add("--cache-dir", type=Path, default=Path("~/.cache/packed_data"), help=help)
+    add("--cache-dir", type=path, default=Path("~/.cache/packed_data"), help=help)
     help = "of the shards in --cache-dir (default: 64GB)"
     add("--cache-size", type=size_type, default=64 * 10**9, metavar="SIZE", help=help)
     add("--dummy", action="store_true", help="train on one synthetic batch, made on the device")
@@ -91,7 +93,7 @@ def add_optimization_arguments(parser: ArgumentParser, warmup_epochs: float) -> 
         help="multiply --lr by global batch / IMAGES",
     )
     help = "factor of the learning rate from each layer to the one before it, such as 0.75"
-    add("--layer-decay", type=fraction, metavar="FACTOR", help=help)
+    add("--layer-decay", type=factor, metavar="FACTOR", help=help)
     schedules = ("cosine", "step", "none")
     add("--schedule", choices=schedules, default="cosine", help="step: ÷ 10 at 1/3 and 2/3")
     add("--warmup-epochs", type=non_negative_float, default=warmup_epochs, help="linear warm-up")
@@ -119,8 +121,8 @@ def add_run_arguments(parser: ArgumentParser, output: Path) -> None:
     add = parser.group("distributed").add_argument
     add("--timeout", type=positive_int, default=600, help="seconds for a step or a start phase")
     add = parser.group("run").add_argument
-    add("--output", type=Path, default=output, help="folder of checkpoints and metrics")
-    add("--resume", type=Path, help="a checkpoint, or 'auto' for the newest in --output, if any")
+    add("--output", type=path, default=output, help="folder of checkpoints and metrics")
+    add("--resume", type=path, help="a checkpoint, or 'auto' for the newest in --output, if any")
     add("--save-every", type=interval, help="steps or minutes between checkpoints")
     add("--eval-every", type=positive_int, default=1, help="epochs between validations")
     add("--patience", type=positive_int, help="stop after N validations without a better metric")
