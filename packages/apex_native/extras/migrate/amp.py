@@ -4,17 +4,20 @@ amp is rewritten as a whole or not at all: its calls depend on each other.
 """
 
 import re
+from typing import Any
 
 import libcst as cst
-from libcst.metadata import QualifiedNameProvider
+from libcst.metadata import PositionProvider, QualifiedNameProvider
 
 from .calls import split
+from .forward import Forward
 from .gradients import Gradients
 from .places import (
     apex_name,
     as_bool,
     availability_flags,
     forward_range,
+    is_boundary,
     names_in,
     none_fallbacks,
     simplify,
@@ -61,6 +64,7 @@ class Analysis(Gradients):
         self.flags: set[str] = set()
         self.registered: list[str] = []
         self.names: list[cst.Name] = []
+        self.returns: list[cst.Return] = []
 
     def visit_Module(self, node: cst.Module) -> None:
         """Find names that stand for a failed import."""
@@ -121,6 +125,14 @@ class Analysis(Gradients):
         if not (is_attribute or is_keyword):
             self._check_value(node)
             self.names.append(node)
+
+    def visit_Return(self, node: cst.Return) -> None:
+        self.returns.append(node)
+
+    def visit_Global(self, node: cst.Global) -> None:
+        """Reject ``global amp``, which an import in a function follows."""
+        if {item.name.value for item in node.names} & {"amp", "apex"}:
+            self.usage.reasons.append("amp is imported as a global name")
 
     def _check_value(self, node: cst.Attribute | cst.Name) -> None:
         """Find names that are passed to a function or assigned, and reject ``amp`` there."""
@@ -219,8 +231,11 @@ class Analysis(Gradients):
             usage.reasons.append("amp.initialize is conditional, and has an argument enabled")
         test = test or self.enabled
         usage.condition = as_bool(test, self.flags) if test else ""
+        self._check_reached()
+        forward = Forward(self._models(), {loss.optimizer for loss in usage.losses})
+        original_node.visit(forward)
         for loss in usage.losses:
-            self._add_autocast(loss)
+            self._add_autocast(loss, forward)
         if usage.scaled and not usage.reasons:
             self.name_scalers(original_node)
             self.check_steps()
@@ -248,8 +263,9 @@ class Analysis(Gradients):
         parent = self.parent(node)
         if not isinstance(parent, (cst.Assign, cst.Expr)):
             self.usage.reasons.append("amp.initialize is part of an expression")
-        if any(isinstance(each, (cst.For, cst.While, cst.Try)) for each in self.parents(node)):
-            self.usage.reasons.append("amp.initialize is in a loop or a try")
+        blocks = (cst.For, cst.While, cst.Try, cst.Match)
+        if any(isinstance(each, blocks) for each in self.parents(node)):
+            self.usage.reasons.append("amp.initialize is in a loop, a match or a try")
         self.usage.start = self.statement(node)
         found: list[cst.BaseExpression] = []
         for each, holds in self.conditions(node):
@@ -275,7 +291,50 @@ class Analysis(Gradients):
         if not is_plain or not follows or self.enabled:
             self.usage.reasons.append("amp.initialize is called in more than one place")
 
-    def _add_autocast(self, loss: Loss) -> None:
+    def _models(self) -> set[str]:
+        """Return the names of the models that ``amp.initialize`` is given and returns."""
+        found: set[str] = set()
+        for node in self.starts:
+            given = models_and_optimizers(node)
+            found |= names_in(given[0])
+            parent = self.parent(node)
+            for target in parent.targets if isinstance(parent, cst.Assign) else ():
+                items = getattr(target.target, "elements", ()) if len(given) > 1 else ()
+                found |= names_in(items[0].value if items else target.target)
+        return found
+
+    def _check_reached(self) -> None:
+        """Require that nothing but its own conditions decides whether amp is initialized.
+
+        A function that trains, too, may be called conditionally, and may return before.
+        """
+        start = self.starts[0]
+        here = self.function(start)
+        if not isinstance(here, cst.FunctionDef):
+            return
+        reached, size = {here.name.value}, 0
+        while size != len(reached):
+            size = len(reached)
+            callers = [(name, self.function(call)) for name, call in self.calls]
+            reached |= {
+                name
+                for name, caller in callers
+                if isinstance(caller, cst.FunctionDef) and caller.name.value in reached
+            }
+        training = {self.function(loss.statement) for loss in self.usage.losses}
+        if all(isinstance(one, cst.FunctionDef) and one.name.value in reached for one in training):
+            return
+        line = self.get_metadata(PositionProvider, start).start.line
+        returns = [self.get_metadata(PositionProvider, one).start.line for one in self.returns]
+        first = self.get_metadata(PositionProvider, here).start.line
+        if any(first < one < line for one in returns):
+            self.usage.reasons.append("a return is in front of amp.initialize")
+        for name, call in self.calls:
+            tests = [source(each.test) for each, _ in self.conditions(call)]
+            if name == here.name.value and any("__name__" not in test for test in tests):
+                self.usage.reasons.append(f"{name}, which initializes amp, is called conditionally")
+
+    def _add_autocast(self, loss: Loss, forward: Forward) -> None:
         """Record the statements that compute a loss, and the condition of autocast there."""
         usage, wanted = self.usage, names_in(loss.value)
         ranges = [
@@ -287,8 +346,33 @@ class Analysis(Gradients):
             for line in lines:
                 if usage.autocast.setdefault(block, {}).setdefault(line, enabled) != enabled:
                     usage.reasons.append("losses of the same statements have different conditions")
-        if usage.has_autocast and not any(lines for _, lines in ranges):
+        if not usage.has_autocast:
+            return
+        if not any(lines for _, lines in ranges):
             usage.reasons.append("the loss is not computed in the function of its amp.scale_loss")
+        covered = [block.body[line] for block, lines in ranges for line in lines]
+        covered = [line for line in covered if not is_boundary(line)]
+        if not any(forward.runs(line) for line in covered):
+            usage.reasons.append(
+                "no forward pass of the model is among the statements that compute the loss"
+            )
+        self._check_elsewhere(covered, forward)
+
+    def _check_elsewhere(self, covered: list[Any], forward: Forward) -> None:
+        """Require that a forward pass in another method, whose result is used, is called there."""
+        code = "\n".join(map(source, covered))
+        used = set(re.findall(r"\bself\.(\w+)", code))
+        for name, functions in forward.functions.items():
+            is_elsewhere = name in forward.runners and not re.search(rf"\b{name}\(", code)
+            for function in functions if is_elsewhere else ():
+                if function in {self.function(line) for line in covered}:
+                    continue
+                for line in function.body.body:
+                    given = set(re.findall(r"\bself\.(\w+)\b[^\n]* = ", source(line)))
+                    if given & used and forward.runs(line):
+                        self.usage.reasons.append(
+                            f"{name} has a forward pass that the loss is computed from"
+                        )
 
     def _enabled(self, loss: Loss, computed: set[str]) -> str:
         """Return the condition of autocast, and merge branches that become equal.

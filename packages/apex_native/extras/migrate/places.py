@@ -9,6 +9,7 @@ import libcst as cst
 from libcst.metadata import QualifiedName, QualifiedNameSource
 
 NONE = "None"
+ADDING = ("append", "extend", "insert", "update")  # methods that change a list or a dict
 
 
 def source(node: cst.CSTNode) -> str:
@@ -40,6 +41,16 @@ def assigned(node: cst.CSTNode) -> frozenset[str]:
         def visit_AugAssign(self, node: cst.AugAssign) -> None:
             found.update(names_in(node.target))
 
+        def visit_AnnAssign(self, node: cst.AnnAssign) -> None:
+            found.update(names_in(node.target))
+
+        def visit_NamedExpr(self, node: cst.NamedExpr) -> None:
+            found.update(names_in(node.target))
+
+        def visit_Call(self, node: cst.Call) -> None:
+            if isinstance(node.func, cst.Attribute) and node.func.attr.value in ADDING:
+                found.update(names_in(node.func.value))
+
     node.visit(Targets())
     return frozenset(found)
 
@@ -56,6 +67,12 @@ def forward_range(body: Sequence[Any], end: int, wanted: set[str]) -> range:
             wanted |= names_in(line)
             first = index if "(" in source(line) else first
     return range(first, end)
+
+
+def is_boundary(line: cst.BaseStatement) -> bool:
+    """Return whether a statement belongs to the backward pass or the update."""
+    code = source(line)
+    return any(text in code for text in (".backward(", ".step(", ".zero_grad(", "scale_loss("))
 
 
 def none_fallbacks(module: cst.Module) -> set[str]:

@@ -7,7 +7,7 @@ from libcst.metadata import ParentNodeProvider, PositionProvider, QualifiedNameP
 
 from .amp import REGISTERED, models_and_optimizers
 from .calls import RULES
-from .places import apex_name, is_method_of_result, simplify, source
+from .places import apex_name, is_boundary, is_method_of_result, simplify, source
 from .report import PREFIX, Report
 from .tree import STATEMENTS
 from .usage import Usage
@@ -270,7 +270,7 @@ class Rewrite(cst.CSTTransformer):
         for index, line in enumerate(original.body):
             result = self.results[line]
             nodes = [] if isinstance(result, cst.RemovalSentinel) else _nodes(result)
-            if index in lines and not _is_boundary(line):
+            if index in lines and not is_boundary(line):
                 group += nodes
                 continue
             body += self._autocast(group, enabled)
@@ -314,6 +314,12 @@ class _Rename(cst.CSTTransformer):
     def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> Any:
         return self.new if original_node.value == self.name else updated_node
 
+    def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> Any:
+        return updated_node.with_changes(attr=original_node.attr)
+
+    def leave_Arg(self, original_node: cst.Arg, updated_node: cst.Arg) -> Any:
+        return updated_node.with_changes(keyword=original_node.keyword)
+
 
 def _is_import(line: cst.BaseStatement) -> bool:
     """Return whether a statement is an import, in a try perhaps, or a docstring."""
@@ -321,9 +327,3 @@ def _is_import(line: cst.BaseStatement) -> bool:
     small = first.body[0] if isinstance(first, cst.SimpleStatementLine) else None
     is_text = isinstance(small, cst.Expr) and isinstance(small.value, cst.SimpleString)
     return is_text or isinstance(small, (cst.Import, cst.ImportFrom))
-
-
-def _is_boundary(line: cst.BaseStatement) -> bool:
-    """Return whether a statement belongs to the backward pass or the update."""
-    code = source(line)
-    return any(text in code for text in (".backward(", ".step(", ".zero_grad(", "scale_loss("))

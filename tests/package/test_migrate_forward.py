@@ -1,0 +1,163 @@
+"""``apex-native migrate``: forward passes that no autocast would reach are left, with a reason."""
+
+import re
+
+import pytest
+from migrated_scripts import losses, migrate
+
+pytest.importorskip("libcst")
+pytestmark = pytest.mark.xdist_group("package")
+
+START = """\
+import argparse
+import torch
+from apex import amp
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--fp16", action="store_true")
+args = parser.parse_args()
+torch.manual_seed(0)
+x, y = torch.randn(64, 16), torch.randint(0, 4, (64,))
+model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+criterion = torch.nn.CrossEntropyLoss()
+"""
+INITIALIZE = 'model, optimizer = amp.initialize(model, optimizer, opt_level="O4", verbosity=0)\n'
+STEP = """\
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    print(loss.item())
+"""
+LOOP = "for step in range(3):\n    optimizer.zero_grad()\n"
+NO_FORWARD = "no forward pass of the model is among the statements that compute the loss"
+
+# Bodies of scripts that train with other losses if the forward pass is outside of autocast.
+CONVERTED = {
+    "annotated": INITIALIZE
+    + f"{LOOP}    out: torch.Tensor = model(x)\n    loss = criterion(out, y)\n{STEP}",
+    "list": INITIALIZE
+    + LOOP
+    + "    parts = []\n    for part in range(2):\n"
+    + "        parts.append(criterion(model(x[part::2]), y[part::2]))\n    loss = sum(parts)\n"
+    + STEP,
+    "assignment in an expression": INITIALIZE
+    + f"{LOOP}    if (out := model(x)) is not None:\n        pass\n"
+    + f"    loss = criterion(out, y)\n{STEP}",
+    "function given the model": INITIALIZE
+    + "def compute(net):\n    return criterion(net(x), y)\n"
+    + f"{LOOP}    loss = compute(model)\n{STEP}",
+    "wrapped": INITIALIZE
+    + f"net = torch.nn.DataParallel(model)\n{LOOP}    loss = criterion(net(x), y)\n{STEP}",
+}
+LEFT = {
+    "outer loop": (
+        INITIALIZE
+        + f"{LOOP}    out = model(x)\n    for weight in (0.5, 0.5):\n"
+        + "        loss = criterion(out, y) * weight\n"
+        + "        with amp.scale_loss(loss, optimizer) as scaled_loss:\n"
+        + "            scaled_loss.backward(retain_graph=True)\n    optimizer.step()\n",
+        NO_FORWARD,
+    ),
+    "other function": (
+        INITIALIZE
+        + "def forward(x):\n    args.out = model(x)\n"
+        + f"{LOOP}    forward(x)\n    loss = criterion(args.out, y)\n{STEP}",
+        NO_FORWARD,
+    ),
+    "caller": (
+        INITIALIZE
+        + "def backward(loss):\n    loss = loss.mean()\n"
+        + "    with amp.scale_loss(loss, optimizer) as scaled_loss:\n"
+        + "        scaled_loss.backward()\n"
+        + f"{LOOP}    loss = criterion(model(x), y)\n    backward(loss)\n    optimizer.step()\n",
+        NO_FORWARD,
+    ),
+    "generator": (
+        INITIALIZE
+        + "def outputs():\n    for _ in range(3):\n        yield model(x)\n"
+        + "for out in outputs():\n    optimizer.zero_grad()\n"
+        + f"    loss = criterion(out, y)\n{STEP}",
+        NO_FORWARD,
+    ),
+    "method called step": (
+        INITIALIZE
+        + "class Task:\n    def step(self, x, y):\n        return criterion(model(x), y)\n"
+        + f"task = Task()\n{LOOP}    loss = task.step(x, y)\n{STEP}",
+        NO_FORWARD,
+    ),
+    "same line": (
+        INITIALIZE
+        + "for step in range(3):\n    optimizer.zero_grad(); out = model(x)\n"
+        + f"    loss = criterion(out, y)\n{STEP}",
+        NO_FORWARD,
+    ),
+    "other method": (
+        """
+class Trainer:
+    def __init__(self):
+        self.net, self.other = amp.initialize([model, model], opt_level="O4", verbosity=0)
+
+    def forward(self):
+        self.fake = self.net(x)
+
+    def backward(self):
+        loss = self.other(self.fake @ torch.randn(4, 16)).sum()
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+""",
+        "forward has a forward pass that the loss is computed from",
+    ),
+    "return": (
+        "def prepare(model, optimizer):\n    if not args.fp16:\n        return model, None\n    "
+        + INITIALIZE
+        + "    return model, optimizer\nmodel, optimizer = prepare(model, optimizer)\n"
+        + f"{LOOP}    loss = criterion(model(x), y)\n{STEP}",
+        "a return is in front of amp.initialize",
+    ),
+    "conditional call": (
+        "def prepare():\n    global model, optimizer\n    "
+        + INITIALIZE
+        + f"if args.fp16:\n    prepare()\n{LOOP}    loss = criterion(model(x), y)\n{STEP}",
+        "prepare, which initializes amp, is called conditionally",
+    ),
+    "match": (
+        "match args.fp16:\n    case True:\n        "
+        + INITIALIZE
+        + f"{LOOP}    loss = criterion(model(x), y)\n{STEP}",
+        "amp.initialize is in a loop, a match or a try",
+    ),
+    "global name": (
+        "def prepare():\n    global model, optimizer, amp\n    from apex import amp\n    "
+        + INITIALIZE
+        + f"prepare()\n{LOOP}    loss = criterion(model(x), y)\n{STEP}",
+        "amp is imported as a global name",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_forward_pass_is_under_autocast(run, tmp_path, name):
+    (tmp_path / "script.py").write_text(START + CONVERTED[name])
+    before = losses(run("-m", "apex_native", "script.py"))
+    code, _ = migrate(tmp_path, START + CONVERTED[name])
+    inside = code.partition("torch.autocast(")[2].partition("loss.backward")[0]
+    assert re.search(r"(model|net)\(x|compute\(model", inside)
+    # autocast casts a weight once for several calls, whose gradients it then adds in half.
+    assert losses(run("script.py")) == pytest.approx(before, rel=1e-4) and len(before) == 3
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_forward_pass_elsewhere_is_left(tmp_path, name):
+    script, why = LEFT[name]
+    code, report = migrate(tmp_path, START + script, status=1)
+    assert why in report and "torch.autocast" not in code
+    assert "amp.initialize(" in code and "amp.scale_loss(" in code
+
+
+def test_names_of_arguments_and_attributes_are_no_scaled_loss(tmp_path):
+    script = f"{START}{INITIALIZE}{LOOP}    loss = criterion(model(x), y)\n{STEP}".replace(
+        "scaled_loss.backward()", "print(scaled_loss=scaled_loss, x=args.scaled_loss)"
+    )
+    code, _ = migrate(tmp_path, script)
+    assert "print(scaled_loss=loss, x=args.scaled_loss)" in code
