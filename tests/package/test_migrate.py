@@ -159,6 +159,10 @@ LEFT = [
         "from apex.optimizers import FusedAdam\no = FusedAdam(p, bias_correction=False)",
         "no equivalent of its argument bias_correction",
     ),
+    (
+        "from apex.optimizers import FusedAdam\no = FusedAdam(p, set_grad_none=False)",
+        "no equivalent of its argument set_grad_none",
+    ),
     ("from apex.optimizers import FusedAdam\no = FusedAdam(p, **options)", "unpacked"),
     (
         "from apex import amp\nm, o = amp.initialize(m, o, opt_level='O0')\n"
@@ -182,6 +186,11 @@ LEFT = [
         "not in this file",
     ),
 ]
+
+
+def test_report_says_that_zero_grad_drops_gradients(tmp_path):
+    script = "from apex.optimizers import FusedSGD\no = FusedSGD(p, lr=0.1)\n"
+    assert "2: changed: zero_grad() drops the gradients" in migrate(tmp_path, script)[1]
 
 
 @pytest.mark.parametrize(("script", "why"), LEFT)
@@ -249,6 +258,11 @@ HELPERS = {
     "indirectly": (REGULARIZE, "both(model)", "both is not scaled"),
     "passed": (REGULARIZE, "map(regularize, [model])", "regularize is not scaled"),
     "object": (CLIPPER.replace("NAME", "__call__"), "clipper(model)", "__call__ reads gradients"),
+    "imported": (
+        "from clipping import adaptive\n",
+        "adaptive(model.parameters())",
+        "adaptive is given the parameters before the step, and may read their gradients",
+    ),
     "property": (
         CLIPPER.replace("def NAME", "@property\n    def norm"),
         "print(clipper.norm)",

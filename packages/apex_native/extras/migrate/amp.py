@@ -126,6 +126,9 @@ class Analysis(Gradients):
             self._check_value(node)
             self.names.append(node)
 
+    def visit_FunctionDef(self, node: cst.FunctionDef) -> None:
+        self.defined.add(node.name.value)
+
     def visit_Return(self, node: cst.Return) -> None:
         self.returns.append(node)
 

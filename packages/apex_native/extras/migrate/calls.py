@@ -74,7 +74,7 @@ def fused_adam(call: cst.Call) -> cst.Call | str:
     if isinstance(given, str):
         return given
     mode = literal(given[1].get("adam_w_mode"), "True")
-    dropped = {"adam_w_mode": "", "bias_correction": "True", "set_grad_none": ""}
+    dropped = {"adam_w_mode": "", "bias_correction": "True", "set_grad_none": "True"}
     dropped["amsgrad"] = "False"
     parts = _check(call, 2, "params lr betas eps weight_decay", dropped)
     if isinstance(parts, str):
@@ -145,6 +145,11 @@ def sync_batch_norm(call: cst.Call) -> cst.Call | str:
     return _to(call, name, [*parts[0], *parts[1].values()])
 
 
+# What the report says of a call beside its new name.
+NOTES = {
+    "apex.optimizers.FusedSGD": "zero_grad() drops the gradients, where FusedSGD's zeroes them: "
+    "parameters that a step does not use keep their values"
+}
 RULES: dict[str, Rule] = {
     "apex.normalization.FusedLayerNorm": layer_norm,
     "apex.normalization.FusedRMSNorm": rms_norm,

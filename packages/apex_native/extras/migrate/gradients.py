@@ -35,6 +35,7 @@ class Gradients(Tree):
         self.states: list[cst.Call] = []
         self.calls: list[tuple[str, cst.Call]] = []  # of functions and methods, by name
         self.values: set[str] = set()  # names that are passed on or assigned
+        self.defined: set[str] = set()  # functions of this file
 
     def name_scalers(self, module: cst.Module) -> None:
         """Name a GradScaler for each optimizer."""
@@ -81,7 +82,24 @@ class Gradients(Tree):
                 elif statement not in covered:
                     self.usage.reasons.append("gradients are clipped in another block than step()")
         self._check_helpers(covered)
+        self._check_imported()
         self._check_unscaled()
+
+    def _check_imported(self) -> None:
+        """Require that no function of another file is given the parameters before a step."""
+        for name, call in self.calls:
+            is_given = any(".parameters()" in source(arg) for arg in call.args)
+            if not is_given or name in self.defined or "clip_grad" in name:
+                continue
+            steps = [step for _, step in self.steps if self.function(step) is self.function(call)]
+            ends = [self.get_metadata(PositionProvider, step).start.line for step in steps]
+            line = self.get_metadata(PositionProvider, call).start.line
+            is_before = line < max(ends, default=0)
+            if is_before and any(self._follows(call, loss) for loss in self.usage.losses):
+                self.usage.reasons.append(
+                    f"{name} is given the parameters before the step, and may read their "
+                    "gradients, which GradScaler scales"
+                )
 
     def _check_helpers(self, covered: set[cst.CSTNode]) -> None:
         """Require that no function which a training step calls reads gradients.

@@ -6,7 +6,7 @@ import libcst as cst
 from libcst.metadata import ParentNodeProvider, PositionProvider, QualifiedNameProvider
 
 from .amp import REGISTERED, models_and_optimizers
-from .calls import RULES
+from .calls import NOTES, RULES
 from .places import apex_name, is_boundary, is_method_of_result, simplify, source
 from .report import PREFIX, Report
 from .tree import STATEMENTS
@@ -92,6 +92,8 @@ class Rewrite(cst.CSTTransformer):
             self._leave_as_is(original_node, f"{short}: {result}")
             return updated_node
         self._changed(original_node, f"{short} → {source(result.func)}")
+        if name in NOTES:
+            self._changed(original_node, NOTES[name])
         return result
 
     def _amp_call(self, original: cst.Call, updated: cst.Call, short: str) -> Any:
