@@ -94,8 +94,9 @@ class Gradients(Tree):
             steps = [step for _, step in self.steps if self.function(step) is self.function(call)]
             ends = [self.get_metadata(PositionProvider, step).start.line for step in steps]
             line = self.get_metadata(PositionProvider, call).start.line
-            is_before = line < max(ends, default=0)
-            if is_before and any(self._follows(call, loss) for loss in self.usage.losses):
+            losses = [loss for loss in self.usage.losses if self._follows(call, loss)]
+            beside = [one for one in losses if not self._are_branches(call, one.statement)]
+            if line < max(ends, default=0) and beside:
                 self.usage.reasons.append(
                     f"{name} is given the parameters before the step, and may read their "
                     "gradients, which GradScaler scales"
