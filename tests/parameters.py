@@ -11,8 +11,8 @@ def mostly_slow(values: Iterable[Any], fast: int = 1) -> list[Any]:
 
     A tuple has the values of several arguments.
     """
-    first, others = [*values][:fast], [*values][fast:]
-    return first + [_slow(one) for one in others]
+    listed = list(values)
+    return listed[:fast] + [_slow(one) for one in listed[fast:]]
 
 
 def _slow(one: Any) -> Any:

@@ -385,7 +385,8 @@ class Predictor:
         self.image_encoder = model.get_submodule("image_encoder")
         self.top = args.top
         self.device = next(model.parameters()).device
-        is_digits = not metadata["data"] and is_validation_set(Digits(train=False), metadata)
+        may_be_digits = not metadata["data"] and Digits.file.exists()
+        is_digits = may_be_digits and is_validation_set(Digits(train=False), metadata)
         is_default = is_digits and args.captions is None
         self.captions = (
             [*Digits.names] if is_default else candidates(args.captions, metadata["data"])
@@ -511,10 +512,11 @@ class Digits(Dataset):
     Every fifth is for validation; the others are shifted by up to 4 pixels each time.
     """
 
+    file = Path(__file__).parent / "data" / "digits.npz"
     names = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
     def __init__(self, train: bool) -> None:
-        file = np.load(Path(__file__).parent / "data" / "digits.npz", allow_pickle=False)
+        file = np.load(self.file, allow_pickle=False)
         chosen = (np.arange(len(file["labels"])) % 5 != 0) == train
         self.images = enlarge(torch.from_numpy(file["images"][chosen]).float().div(16))
         self.labels = file["labels"][chosen]

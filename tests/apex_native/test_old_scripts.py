@@ -308,13 +308,13 @@ def test_script_gets_the_local_rank(start, tmp_path, arguments):
 
 
 @pytest.mark.parametrize("arguments", [["old.pyc"], ["-m", "old"]])
-def test_compiled_script_runs_with_its_own_local_rank(start, tmp_path, arguments):
+def test_compiled_script_gets_the_local_rank(start, tmp_path, arguments):
     (tmp_path / "old.py").write_bytes(OTHER_SPELLINGS.encode("latin-1"))
     py_compile.compile(str(tmp_path / "old.py"), cfile=str(tmp_path / "old.pyc"))
     (tmp_path / "old.py").unlink()
     done = start(*arguments, LOCAL_RANK="1")
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "local rank None\n"
+    assert done.stdout == "local rank 1\n"
 
 
 @pytest.mark.weekly

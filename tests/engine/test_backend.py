@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from unittest import mock
 
 import fake_apex
@@ -424,3 +424,18 @@ def test_the_backend_says_what_it_is_and_why(monkeypatch: pytest.MonkeyPatch) ->
     problem.assert_called_once_with("O2", compiled=True)
     with pytest.raises(UserError, match="--backend apex: there is a reason; use --backend native"):
         backend.load_backend("apex", "O2")
+
+
+def test_converted_norms_keep_their_mode() -> None:
+    """Apex makes new ones, in training mode."""
+
+    def convert(model: nn.Module, process_group: object) -> nn.Module:
+        model[1] = nn.BatchNorm2d(4)
+        return model
+
+    parallel = SimpleNamespace(convert_syncbn_model=convert)
+    backend = Backend(SimpleNamespace(parallel=parallel), "")
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
+    model[1].eval()
+    converted = backend.convert_syncbn_model(model, None)
+    assert [module.training for module in converted.modules()] == [True, True, False]

@@ -565,24 +565,29 @@ def test_scores_of_another_metric_are_not_compared(
     [
         ({"size": 32}, False, ""),
         ({"size": 32, "eval_size": 32}, False, ""),
-        ({"size": 32, "eval_size": 40}, False, "size"),
-        ({"size": 24, "crop_fraction": 1.0}, False, "size and crop_fraction"),
-        ({"size": 32}, True, "--flip-tta"),
+        ({"size": 32, "eval_size": 40}, False, "size 40 and not 32"),
+        (
+            {"size": 24, "crop_fraction": 1.0},
+            False,
+            "size 24 and not 32, crop_fraction 1.0 and not 0.875",
+        ),
+        ({"size": 32}, True, "--flip-tta True and not False"),
+        (None, False, ""),
     ],
 )
 def test_scores_of_another_validation_are_not_compared(
-    two_processes: Processes, tmp_path: Path, image: dict, flip_tta: bool, changed: str
+    two_processes: Processes, tmp_path: Path, image: dict | None, flip_tta: bool, changed: str
 ) -> None:
     saved, own = (
-        {"metric": "val_accuracy", "metric_mode": "max", "model_options": {"image": one}}
-        | {"flip_tta": flip}
+        {"metric": "val_accuracy", "metric_mode": "max", "flip_tta": flip}
+        | {"model_options": {"image": one} if one else {}}
         for one, flip in (({"size": 32}, False), (image, flip_tta))
     )
     for best, scores, warnings, _ in two_processes(
         resumed_with_other_metric, str(tmp_path), saved, own
     ):
         assert (best, scores) == ((-float("inf"), []) if changed else (0.75, [0.75]))
-        said = f"the validation has another {changed} now; the next validation replaces best.pt"
+        said = f"the validation has {changed} now; the next validation replaces best.pt"
         assert any(said in warning for warning in warnings) == bool(changed)
 
 

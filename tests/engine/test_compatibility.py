@@ -3,7 +3,9 @@
 from pathlib import Path
 
 import pytest
+import torch
 from engine import UserError
+from engine.checkpoint import validation
 from engine.checkpoint.compatibility import (
     adapt_classes,
     compare_data,
@@ -181,3 +183,8 @@ def test_model_of_another_name_is_a_warning() -> None:
         compare_metadata(PATH, saved, {"arch": "resnet18"}, {}, said.append)
     (message,) = said
     assert message.endswith("it is of --arch resnet34, and this run of resnet18")
+
+
+def test_metadata_says_whether_predictions_are_averaged() -> None:
+    assert validation.is_metadata({"flip_tta": True})
+    assert not validation.is_metadata({"flip_tta": torch.zeros(2)})

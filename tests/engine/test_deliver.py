@@ -246,6 +246,7 @@ def test_keys_are_not_in_messages(queue, tmp_path, monkeypatch, capsys):
     text = "http://me:p4ssw0rd@host/api: s3cr3t-key is wrong, http://me:other@host"
     assert redact(text) == "http://…@host/api: … is wrong, http://…@host"
     assert redact("wrong key: Basic YXBpOnMz+/0=, Bearer a.b-c") == "wrong key: Basic …, Bearer …"
+    assert redact('{"a":"http://me:p@h","b":"c@d"}') == '{"a":"http://…@h","b":"c@d"}'
     assert redact("http://me:an@ss@host/a/b and c@d") == "http://…@host/a/b and c@d"
     delivery = Delivery(tmp_path, "mlflow")
     delivery.fail(ValueError(text))

@@ -362,7 +362,7 @@ def hostile():
     [
         ("endless", (), "/endless/pack.json has more than 1000000 bytes"),
         ("range", (5, 100), "the server ignores range requests"),
-        ("other", (5, 100), "pack.json: the server sends bytes 0-94/1000; use another one"),
+        ("other", (5, 100), "the request for bytes 5-99 with bytes 0-94/1000; use another one"),
         ("gzip", (), r"pack.json: the server compresses it \(gzip\)"),
         ("gzip", (5, 100), r"pack.json: the server compresses it \(gzip\)"),
         ("loop", (), r"pack.json can't be read \(too many redirects; attempts: 1\)"),

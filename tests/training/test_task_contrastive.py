@@ -297,7 +297,7 @@ def test_candidate_captions(folder, tmp_path):
     assert task.candidates(file, "") == ["one\u0085text", "an\u2028other\x0b."]
 
 
-def test_only_the_digits_are_predicted_with_their_names(tmp_path):
+def test_only_the_digits_are_predicted_with_their_names(tmp_path, monkeypatch):
     path, captions = tmp_path / "image.png", tmp_path / "captions.txt"
     Image.new("L", (300, 200)).save(path)
     captions.write_text("three\n")
@@ -314,6 +314,9 @@ def test_only_the_digits_are_predicted_with_their_names(tmp_path):
     assert predict.read(path).shape == (3, 224, 224)
     with pytest.raises(UserError, match="--captions: .* those of a data set of your own"):
         task.Predictor(model, own, Namespace(top=5, captions=None))
+    monkeypatch.setattr(task.Digits, "file", tmp_path / "removed.npz")
+    predict = task.Predictor(model, own, Namespace(top=5, captions=captions))
+    assert predict.read(path).shape == (3, 224, 224)
 
 
 @pytest.mark.parametrize(

@@ -242,15 +242,16 @@ class Comparison:
         return 1e-4 if level == "O0" else self.small.half_tolerance
 
 
-FAST_LEVELS = {"classification": "O1"}  # of the cases with flags in make test
+def case(task: str, flags: tuple, level: str) -> object:
+    """Return parameters; make test has one level of the cases with flags."""
+    fast_level = "O1" if task == "classification" else "O0"
+    marks = [pytest.mark.slow] if flags and level != fast_level else []
+    name = f"{task}-{' '.join(map(str, flags)) or 'plain'}-{level}"
+    return pytest.param(task, flags, level, id=name, marks=marks)
+
+
 CASES = [
-    pytest.param(
-        *(task, flags, level),
-        id=f"{task}-{' '.join(map(str, flags)) or 'plain'}-{level}",
-        marks=pytest.mark.slow
-        if flags and level != ("O1" if task == "classification" else "O0")
-        else (),
-    )
+    case(task, flags, level)
     for task, small in BY_NAME.items()
     for flags in (*FLAGS_OF_ALL_TASKS, *small.own_flags)
     for level in LEVELS

@@ -148,8 +148,7 @@ def test_broken_image_is_an_error(project, image_folder, tmp_path, content, work
     refused(project, *SMALL, *flags, saying=(image, "fix or remove"), start=run_two)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("damage", ["torn", "foreign", "weights_alone", "arguments"])
+@pytest.mark.parametrize("damage", mostly_slow(["torn", "foreign", "weights_alone", "arguments"]))
 def test_damaged_or_foreign_checkpoint_is_an_error(project, checkpoint, tmp_path, damage):
     import torch
 

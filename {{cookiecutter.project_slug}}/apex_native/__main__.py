@@ -123,12 +123,12 @@ def explain(error: ImportError | AttributeError) -> None:
 
 def local_rank_arguments(script: Path, arguments: list[str]) -> list[str]:
     """Return ``--local_rank`` as `script` spells it, if it takes it and was not given it."""
-    code = script.read_bytes() if script.is_file() else b""  # it may be compiled, or an archive
-    flag = re.search(rb"""["'](--local[_-]rank)["']""", code)
     given = any(re.match("--local[_-]rank", argument) for argument in arguments)
-    if flag is None or given or "LOCAL_RANK" not in os.environ:
+    if given or "LOCAL_RANK" not in os.environ or not script.is_file():
         return []
-    return [f"{flag[1].decode()}={os.environ['LOCAL_RANK']}"]
+    # In compiled code, a text of 12 characters follows its length.
+    flag = re.search(rb"""["'\x0c](--local[_-]rank)""", script.read_bytes())
+    return [f"{flag[1].decode()}={os.environ['LOCAL_RANK']}"] if flag else []
 
 
 def run(name: str, arguments: list[str], is_module: bool) -> None:

@@ -118,7 +118,11 @@ class Backend:
     ) -> nn.Module:
         """Return `model` with SyncBN, also in place of batch norms that end in an activation."""
         convert = partial(self.apex.parallel.convert_syncbn_model, process_group=process_group)
-        return convert_norms(model, convert)
+        modes = {name: module.training for name, module in model.named_modules()}
+        converted = convert_norms(model, convert)
+        for name, module in converted.named_modules():  # Apex's new norms are in training mode
+            module.training = modes.get(name, module.training)
+        return converted
 
     def memory_format(
         self, channels_last: bool | None, warn: Callable[[str], None]

@@ -75,9 +75,9 @@ def size_type(text: str) -> int:
 
 
 def path(text: str) -> Path:
-    """Convert a path, which is not empty, as a variable of the shell may be."""
+    """Convert a path. An empty one, as of an unset variable of the shell, is an error."""
     if not text:
-        raise argparse.ArgumentTypeError("the path is empty")
+        raise argparse.ArgumentTypeError("the path is empty: name one, or leave the flag out")
     return Path(text)
 
 

@@ -308,15 +308,20 @@ def compare_metrics(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str:
 
 def compare_validation(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str:
     """Return how the validation of the same images has changed, or an empty string."""
-    if "model_options" not in saved:  # older, or of another script
-        return ""
+    images = [one.get("model_options", {}).get("image") for one in (saved, own)]
+    if None in images:  # a model that takes images of any size, or a checkpoint of another script
+        images = [{}, {}]
     theirs, ours = (
-        ImageSpec(**one.get("model_options", {}).get("image", {})).for_eval()._asdict()
+        ImageSpec(**image).for_eval()._asdict()
         | {"eval_size": None, "--flip-tta": one.get("flip_tta", own.get("flip_tta"))}
-        for one in (saved, own)
+        for image, one in zip(images, (saved, own), strict=True)
     )
-    changed = [name for name, value in ours.items() if theirs[name] != value]
-    return f"the validation has another {' and '.join(changed)} now" if changed else ""
+    changed = [
+        f"{name} {value} and not {theirs[name]}"
+        for name, value in ours.items()
+        if theirs[name] != value
+    ]
+    return f"the validation has {', '.join(changed)} now" if changed else ""
 
 
 def compare_images(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str:

@@ -212,6 +212,8 @@ def is_metadata(value: object) -> bool:
     classes, samples = value.get("classes", []), value.get("samples", {})
     frozen = value.get("frozen", [])
     options, fingerprints = value.get("model_options", {}), value.get("fingerprints", {})
+    if not isinstance(value.get("flip_tta", False), bool):
+        return False
     names = ("metric", "metric_mode", "arch", "data", "opt_level", "optimizer")
     texts = [value.get(name, "") for name in names]
     return (

@@ -188,7 +188,8 @@ class ShardWriter:
     def close(self) -> Shard:
         """Complete the tar file; return its entry of the manifest."""
         self.tar.close()
-        name, start = shards.shard_name(self.number), sha256(self.start).hexdigest()
+        name = shards.shard_name(self.number)
+        start = sha256(self.start).hexdigest()
         return Shard(name, self.size, len(self.records), self.digest.hexdigest(), start)
 
 

@@ -242,12 +242,13 @@ def check_files(folder: Path, manifest: Manifest, with_starts: bool = True) -> N
 
 def _check_file(path: Path, size: int, pack_id: str, start_sha256: str = "") -> None:
     with _opening(path) as file:
-        start = file.read(START)
+        start = file.read(START if start_sha256 else 2 * BLOCK)
         found = os.fstat(file.fileno()).st_size
-    is_changed = found == size and start_sha256 not in ("", sha256(start).hexdigest())
+    has_size = found == size
+    is_changed = start_sha256 and has_size and sha256(start).hexdigest() != start_sha256
     if pack_id.encode() not in start[: 2 * BLOCK] or is_changed:
         raise UserError(f"{path} does not belong to the pack of {MANIFEST} beside it; {AGAIN}")
-    if found != size:
+    if not has_size:
         raise UserError(f"{path} has {found} bytes instead of {size}; {AGAIN}")
 
 

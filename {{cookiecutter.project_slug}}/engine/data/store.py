@@ -124,7 +124,11 @@ class Store:
             response.raise_for_status()
             part = response.headers.get("Content-Range", "")
             if headers and part and not part.partition(" ")[2].startswith(f"{start}-"):
-                raise UserError(f"{path}: the server sends {printable(part)}; use another one")
+                asked = headers["Range"].removeprefix("bytes=")
+                raise UserError(
+                    f"{path}: the server answers the request for bytes {asked} with "
+                    f"{printable(part)}; use another one"
+                )
             encoding = response.headers.get("Content-Encoding", "identity")
             if encoding != "identity":
                 raise UserError(

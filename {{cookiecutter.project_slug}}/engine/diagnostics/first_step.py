@@ -281,12 +281,14 @@ def _require_fair_shards(batches: DataLoader | TrainLoader, device: torch.device
     with torch.random.fork_rng(devices=[]):  # a sampler may draw from it
         shard = [list(batch) for batch in batches.batch_sampler or (batches.sampler,)]
     indices = torch.tensor(list(chain.from_iterable(shard)), dtype=torch.int64)
-    own = indices.tolist()
+    # Samples that repeat within a rank, in another order on each, are drawn with replacement. Fewer
+    # repeats than ranks may be a sampler's padding.
+    own = len(indices) - len(indices.unique()), hash(tuple(indices.tolist()))
     all_ranks: list[Any] = [None] * len(lengths)
-    dist.all_gather_object(all_ranks, (len(own) - len(set(own)), hash(tuple(own))))
+    dist.all_gather_object(all_ranks, own)
     repeats, orders = zip(*all_ranks, strict=True)
     if sum(repeats) >= len(lengths) and len(set(orders)) == len(lengths):
-        return  # drawn with replacement, such as classes in equal parts; fewer may be padding
+        return
     total = len(batches.dataset)  # type: ignore[arg-type]  # Dataset has no __len__
     readers = torch.bincount(indices, minlength=total).clamp(max=1).int().to(device)
     dist.all_reduce(readers)

@@ -238,9 +238,8 @@ def redact(text: str) -> str:
         if len(value) > 3:
             text = text.replace(value, "…")
     text = re.sub(r"\b(Basic|Bearer) [\w+/=.~-]+", r"\1 …", text)  # as HTTP sends them
-    return re.sub(
-        r"//[^/\s]+@", "//…@", text
-    )  # up to the last @, as browsers and clients read them
+    # Up to the last @ of an address, as clients read it.
+    return re.sub(r"//[^/\s\"'<>]+@", "//…@", text)
 
 
 def follow(delivery: Delivery, parent: int) -> None:

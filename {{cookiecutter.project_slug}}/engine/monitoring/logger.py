@@ -150,7 +150,7 @@ class Logger(Console):
             table = []
         by_epoch = {int(row["epoch"]): row for row in table}
         by_epoch |= {int(row["epoch"]): row for row in self.rows}
-        # --steps may have ended within the epoch of the last one.
+        # The row of an epoch within which --steps ended is of a later epoch, but of this step.
         return [
             row
             for epoch, row in sorted(by_epoch.items())
@@ -268,7 +268,8 @@ class Logger(Console):
             self._write_event(lambda events: events.add_scalars("epoch", values, position["step"]))
         with self._errors_as_warning(f"rows are missing in {TABLE}"):
             run_files.write_rows(self.output / TABLE, self.rows, self.monitored.name)
-            if self._config and not (self.output / CONFIG).exists():  # the folder was removed
+        if self._config and not (self.output / CONFIG).exists():  # the folder was removed
+            with self._errors_as_warning(f"{CONFIG} is missing"):
                 self._write_config()
         if self.tracking:
             self.tracking.check()

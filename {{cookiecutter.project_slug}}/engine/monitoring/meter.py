@@ -80,8 +80,8 @@ class Meter:
         self.images_per_step = images_per_step
         self.warm_up = warm_up
         self.on_record = on_record
-        self.reserved = reserved
-        # Of all values, and of those since the latest record: a large one hides no later ones.
+        self.reserved = frozenset(reserved)
+        # [0]: of the epoch, [1]: since the latest record, which a difference of totals would round.
         self.sums = {LOSS: torch.zeros(2, device=device)}
         self.counts = {LOSS: 0}  # more than the steps if a stopped run had begun the epoch
         self.nonfinite_losses = torch.zeros((), device=device)  # consecutive ones, across epochs
@@ -108,7 +108,7 @@ class Meter:
 
         Raises UserError if a name is that of another column.
         """
-        if taken := values.keys() & set(self.reserved):
+        if taken := values.keys() & self.reserved:
             raise UserError(
                 f"meter.log({min(taken)}=...): it is a column of metrics.csv; use another name"
             )
@@ -148,7 +148,8 @@ class Meter:
         sums = [both[1] for both in self.sums.values()]
         numbers = torch.stack([self.nonfinite_losses, scale, *sums])
         copy = numbers.to("cpu", non_blocking=True)
-        counts, interval = self._since_record(), self._timed_interval()
+        counts = self._since_record()
+        interval = self._timed_interval()
         self._pending = partial(self._complete, step, lr, counts, copy, interval)
         return self.latest if self.is_asynchronous else self.read()
 
