@@ -315,10 +315,10 @@ class Analysis(Gradients):
         here = self.function(start)
         if not isinstance(here, cst.FunctionDef):
             return
+        callers = [(name, self.function(call)) for name, call in self.calls]
         reached, size = {here.name.value}, 0
         while size != len(reached):
             size = len(reached)
-            callers = [(name, self.function(call)) for name, call in self.calls]
             reached |= {
                 name
                 for name, caller in callers

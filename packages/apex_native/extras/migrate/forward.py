@@ -1,6 +1,7 @@
 """Forward passes: the statements that run a model which amp prepares."""
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 import libcst as cst
@@ -15,16 +16,11 @@ OTHER_METHODS |= {"children", "state_dict", "load_state_dict", "zero_grad", "cud
 OTHER_METHODS |= {"half", "float", "requires_grad_", "no_sync", "share_memory", "named_modules"}
 
 
-def _last(function: cst.BaseExpression) -> str:
-    """Return the last name of ``a.b.c``."""
-    if isinstance(function, cst.Attribute):
-        return function.attr.value
-    return function.value if isinstance(function, cst.Name) else ""
-
-
-def _plain(value: cst.BaseExpression) -> str:
-    """Return the last name of a name or an attribute, "" for other expressions."""
-    return _last(value) if isinstance(value, (cst.Name, cst.Attribute)) else ""
+def _last(value: cst.BaseExpression) -> str:
+    """Return the last name of a name or of ``a.b.c``, "" for other expressions."""
+    if isinstance(value, cst.Attribute):
+        return value.attr.value
+    return value.value if isinstance(value, cst.Name) else ""
 
 
 def _makes_model(call: cst.Call) -> bool:
@@ -76,15 +72,15 @@ class Forward(cst.CSTVisitor):
 
     def _follow(self, target: cst.BaseExpression, value: cst.BaseExpression) -> None:
         items = value.elements if isinstance(value, (cst.List, cst.Tuple)) else ()
-        parts = {_plain(item.value) for item in items} or {_plain(value)}
-        if _plain(target) in self.models:
+        parts = {_last(item.value) for item in items} or {_last(value)}
+        if _last(target) in self.models:
             self.models |= parts - {""}
         elif isinstance(value, cst.Call):
-            given = {_plain(arg.value) for arg in value.args}
+            given = {_last(arg.value) for arg in value.args}
             if _makes_model(value) and given & self.models:
-                self.models.add(_plain(target))
+                self.models.add(_last(target))
         elif parts & self.models:
-            self.models.add(_plain(target))
+            self.models.add(_last(target))
         self.models.discard("")
 
     def _parameters(self, call: cst.Call) -> Iterator[str]:
@@ -93,7 +89,7 @@ class Forward(cst.CSTVisitor):
             names = [param.name.value for param in function.params.params]
             names = names[1:] if names[:1] in (["self"], ["cls"]) else names
             for index, arg in enumerate(call.args):
-                if _plain(arg.value) in self.models and not arg.star:
+                if _last(arg.value) in self.models and not arg.star:
                     yield from [arg.keyword.value] if arg.keyword else names[index : index + 1]
 
     def runs(self, node: cst.CSTNode) -> bool:
@@ -105,10 +101,11 @@ class Forward(cst.CSTVisitor):
         owner = source(call.func.value) if isinstance(call.func, cst.Attribute) else ""
         if owner in self.optimizers or name in OTHER_METHODS:
             return False
-        given = set() if _makes_model(call) else {_plain(arg.value) for arg in call.args}
+        given = set() if _makes_model(call) else {_last(arg.value) for arg in call.args}
         return name in self.runners or bool((names_in(call.func) | given) & self.models)
 
 
+@lru_cache(2**14)  # functions are asked about until nothing changes
 def _calls_in(node: cst.CSTNode) -> list[cst.Call]:
     found: list[Any] = []
 
