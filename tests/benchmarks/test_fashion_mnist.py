@@ -37,7 +37,7 @@ def subset(tmp_path: Path) -> Path:
 
 def test_recipes_of_fashion_mnist_on_a_subset(subset: Path, tmp_path: Path) -> None:
     """Two seeds; a chance accuracy is 0.1."""
-    small = "--arch wrn10_1 --epochs 4 --eval-every 4 --batch-size 32 --workers 1"
+    small = "--arch wrn10_1 --epochs 4 --eval-every 2 --ema 0.9 --batch-size 32 --workers 1"
     small += " --scale-lr 32 --lr 0.01"
     output = tmp_path / "results.csv"
     flags = ("--recipes", "fashion_mnist_wrn", "--opt-levels", "O0", "--seeds", "2")
@@ -56,6 +56,9 @@ def test_recipes_of_fashion_mnist_on_a_subset(subset: Path, tmp_path: Path) -> N
     assert [row["seed"] for row in rows] == ["0", "1"]
     accuracies = [float(row["val_accuracy"]) for row in rows]
     assert min(accuracies) > 0.3
+    for row in rows:
+        assert 0.3 < float(row["val_accuracy_ema"]) <= float(row["best"])
+        assert float(row["val_accuracy"]) <= float(row["best"])
     printed = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert [row["val_accuracy"] for row in printed] == accuracies
     table = [line for line in done.stdout.splitlines() if line.startswith("| fashion_mnist_wrn")]
