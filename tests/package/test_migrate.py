@@ -12,6 +12,7 @@ pytest.importorskip("libcst", reason="needs libcst, which the extra `migrate` in
 
 pytestmark = pytest.mark.xdist_group("package")
 
+STILL_USED = "what this imports from Apex is used in a way that migrate does not rewrite"
 START = """\
 import torch
 from torch import nn
@@ -185,12 +186,36 @@ LEFT = [
         "from apex import amp\nwith amp.scale_loss(loss, o) as s:\n    s.backward()",
         "not in this file",
     ),
+    ("from apex.optimizers import *\no = FusedAdam(p)", STILL_USED),
+    ("import apex\nOPTIMIZERS = {'adam': apex.optimizers.FusedAdam}", STILL_USED),
+    ("import apex\nversion = apex.__version__", STILL_USED),
+    ("from apex.parallel import (\n    LARC as L,\n)\nclass Mine(L):\n    pass", STILL_USED),
 ]
 
 
 def test_report_says_that_zero_grad_drops_gradients(tmp_path):
     script = "from apex.optimizers import FusedSGD\no = FusedSGD(p, lr=0.1)\n"
     assert "2: changed: zero_grad() drops the gradients" in migrate(tmp_path, script)[1]
+
+
+def test_import_that_is_still_used_beside_calls_that_are_rewritten(tmp_path):
+    script = (
+        "from apex.optimizers import FusedAdam, FusedSGD\n"
+        "o = FusedSGD(p, lr=0.1)\nprint(FusedAdam)\n"
+    )
+    code, report = migrate(tmp_path, script, status=1)
+    assert "from apex.optimizers import FusedAdam\n" in code and "FusedSGD(" not in code
+    assert f"1: left: {STILL_USED}" in report
+
+
+def test_imports_alone_are_removed(tmp_path):
+    script = "from apex import amp\nfrom apex.parallel import LARC, Reducer\nx = 1\n"
+    code, report = migrate(tmp_path, script)
+    assert code == "x = 1\n"
+    assert "1: changed: import removed: nothing uses it" in report
+    assert (
+        "2: changed: import removed: nothing uses it" in report and ": 2 changed, 0 left" in report
+    )
 
 
 @pytest.mark.parametrize(("script", "why"), LEFT)
@@ -386,7 +411,7 @@ def test_write_keeps_the_mode(tmp_path):
     ("content", "message"),
     [
         ("print 1\n", "is not valid Python 3"),
-        ("x = 1\n", "does not call Apex"),
+        ("x = 1\n", "does not import Apex"),
         ("# coding: nonsense\nx = 1\n", "unknown encoding"),
         (f"x = {'(' * 50_000}1{')' * 50_000}\n", "too many nested parentheses"),
         (f"x = {'-' * 2000}1\n", "nested too deeply"),

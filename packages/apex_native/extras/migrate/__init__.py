@@ -26,10 +26,10 @@ def migrate(code: bytes, level: str = "", loss_scale: str = "") -> tuple[bytes, 
     nested too deeply.
     """
     import libcst as cst
-    from libcst.metadata import MetadataWrapper
+    from libcst.metadata import MetadataWrapper, PositionProvider
 
     from .amp import Analysis
-    from .imports import clean
+    from .imports import STILL_USED, apex_imports, clean, note_imports
     from .rewrite import Rewrite
 
     with warnings.catch_warnings():
@@ -40,6 +40,14 @@ def migrate(code: bytes, level: str = "", loss_scale: str = "") -> tuple[bytes, 
     analysis = Analysis(level, loss_scale)
     wrapper.visit(analysis)
     module = clean(wrapper.visit(Rewrite(analysis.usage, report)))
+    positions, remaining = wrapper.resolve(PositionProvider), apex_imports(module)
+    imports = apex_imports(wrapper.module)
+    lines = {name: positions[node].start.line for name, node in imports.items()}
+    if remaining and not report.left:
+        report.left += [(line, STILL_USED) for name, line in lines.items() if name in remaining]
+        module = note_imports(module)
+    elif not report.changed and not report.left:
+        report.changed += [(line, "import removed: nothing uses it") for line in lines.values()]
     return module.bytes, report
 
 
@@ -89,7 +97,7 @@ def main(arguments: list[str]) -> int:
     except (cst.ParserSyntaxError, UnicodeDecodeError, SyntaxError) as error:
         return _fail(f"{args.script} is not valid Python 3 (convert Python 2 first): {error}")
     if not report.changed and not report.left:
-        return _fail(f"{args.script} does not call Apex; nothing to migrate")
+        return _fail(f"{args.script} does not import Apex; nothing to migrate")
     if args.write:
         try:
             write(args.script, new)

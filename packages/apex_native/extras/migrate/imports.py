@@ -9,6 +9,11 @@ from libcst.codemod import CodemodContext
 from libcst.codemod.visitors import AddImportsVisitor
 from libcst.helpers import get_full_name_for_node
 
+from .report import PREFIX
+
+STILL_USED = "what this imports from Apex is used in a way that migrate does not rewrite"
+NOTE = cst.Comment(PREFIX + STILL_USED)
+
 
 class _Used(cst.CSTVisitor):
     """The names that a module uses outside its imports."""
@@ -31,6 +36,46 @@ class _Used(cst.CSTVisitor):
 
     def visit_Name(self, node: cst.Name) -> None:
         self.names.add(node.value)
+
+
+def apex_imports(module: cst.CSTNode) -> dict[tuple[str, ...], cst.CSTNode]:
+    """Return the import statements of Apex in `module`, by module, name and local name."""
+    found: dict[tuple[str, ...], cst.CSTNode] = {}
+
+    class Imports(cst.CSTVisitor):
+        def _add(self, node: cst.Import | cst.ImportFrom, module: str = "") -> None:
+            names = [("*", None)]
+            if not isinstance(node.names, cst.ImportStar):
+                names = [(each.evaluated_name, each.evaluated_alias) for each in node.names]
+            for name, local in names:
+                if (module or name).split(".")[0] == "apex":
+                    found[module, name, local or name] = node
+
+        def visit_Import(self, node: cst.Import) -> None:
+            self._add(node)
+
+        def visit_ImportFrom(self, node: cst.ImportFrom) -> None:
+            if node.module and not node.relative:
+                self._add(node, get_full_name_for_node(node.module) or "")
+
+    module.visit(Imports())
+    return found
+
+
+class _Note(cst.CSTTransformer):
+    """Adds a comment above each import of Apex, unless an earlier migration did."""
+
+    def leave_SimpleStatementLine(
+        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
+    ) -> Any:
+        if not apex_imports(original_node):
+            return updated_node
+        lines = [*_without_note(updated_node.leading_lines), cst.EmptyLine(comment=NOTE)]
+        return updated_node.with_changes(leading_lines=lines)
+
+
+def _without_note(lines: Sequence[cst.EmptyLine]) -> list[cst.EmptyLine]:
+    return [line for line in lines if not (line.comment and line.comment.value == NOTE.value)]
 
 
 class _Remove(cst.CSTTransformer):
@@ -104,6 +149,12 @@ def _is_harmless(line: cst.CSTNode) -> bool:
     small = line.body if isinstance(line, cst.SimpleStatementLine) else [line]
     plain = (cst.Expr, cst.Pass, cst.Raise)
     return all(isinstance(each, plain) for each in small) or bool(_flags(line))
+
+
+def note_imports(module: cst.Module) -> cst.Module:
+    """Return `module` with a comment above each import of Apex."""
+    # The comments above the first statement are the module's.
+    return module.with_changes(header=_without_note(module.header)).visit(_Note())
 
 
 def clean(module: cst.Module) -> cst.Module:
