@@ -170,7 +170,11 @@ def test_damaged_or_foreign_checkpoint_is_an_error(project, checkpoint, tmp_path
 
 def test_checkpoint_of_another_model_is_an_error(project, checkpoint, tmp_path):
     flags = ("--resume", checkpoint, "--arch", "resnet18", "--output", tmp_path / "run")
-    refused(project, *flags, saying=("does not fit", "--arch"))
+    refused(
+        project,
+        *flags,
+        saying=("does not fit", "resume with the --arch shufflenet_v2_x0_5, the classes"),
+    )
 
 
 def test_checkpoint_of_another_optimizer_is_an_error(bake, checkpoint, tmp_path):

@@ -64,8 +64,9 @@ def restore(
             state.backend.apex.amp.load_state_dict(scalers)
     except ERRORS as error:  # altered values raise many kinds
         reason = shorten(str(error), 160)
+        arch = f"--arch {entries.get('metadata', {}).get('arch', '')}".rstrip()
         raise UserError(
-            f"--resume {path}: it does not fit this model and optimizer; resume with the --arch, "
+            f"--resume {path}: it does not fit this model and optimizer; resume with the {arch}, "
             "the classes, the --freeze, the --decay-weights-only and the --layer-decay that it was "
             f"made with ({reason})"
         ) from None
