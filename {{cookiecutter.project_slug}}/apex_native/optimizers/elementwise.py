@@ -256,24 +256,12 @@ class FusedAdam(FusedOptimizer):
             counted = [torch.full_like(step, 1e30) for step in steps]
         found_inf = getattr(self, "found_inf", None)
         update = adamw if self.adam_w_mode else adam
-        update(
-            list(values),
-            list(grads),
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
-            [],
-            counted,
-            fused=True,
-            grad_scale=getattr(self, "grad_scale", None),
-            found_inf=found_inf,
-            lr=float(group["lr"]),
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            amsgrad=False,
-            maximize=False,
-        )
+        moments = [[state[name] for state in states] for name in self.moments]
+        options = {name: group[name] for name in ("weight_decay", "eps")}
+        options |= dict(zip(("beta1", "beta2"), group["betas"], strict=True))
+        options |= {"lr": float(group["lr"]), "amsgrad": False, "maximize": False}
+        options |= {"grad_scale": getattr(self, "grad_scale", None), "found_inf": found_inf}
+        update(list(values), list(grads), *moments, [], counted, fused=True, **options)
         if counted is not steps:
             skipped = 0 if found_inf is None else found_inf.to(values[0].device)
             torch._foreach_add_(steps, 1 - skipped)
