@@ -256,12 +256,12 @@ class FusedAdam(FusedOptimizer):
             counted = [torch.full_like(step, 1e30) for step in steps]
         found_inf = getattr(self, "found_inf", None)
         update = adamw if self.adam_w_mode else adam
-        moments = [[state[name] for state in states] for name in self.moments]
-        options = {name: group[name] for name in ("weight_decay", "eps")}
+        means, squares = ([state[name] for state in states] for name in self.moments)
+        options: dict[str, Any] = {name: group[name] for name in ("weight_decay", "eps")}
         options |= dict(zip(("beta1", "beta2"), group["betas"], strict=True))
         options |= {"lr": float(group["lr"]), "amsgrad": False, "maximize": False}
         options |= {"grad_scale": getattr(self, "grad_scale", None), "found_inf": found_inf}
-        update(list(values), list(grads), *moments, [], counted, fused=True, **options)
+        update(list(values), list(grads), means, squares, [], counted, fused=True, **options)
         if counted is not steps:
             skipped = 0 if found_inf is None else found_inf.to(values[0].device)
             torch._foreach_add_(steps, 1 - skipped)

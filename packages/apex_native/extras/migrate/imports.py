@@ -44,7 +44,7 @@ def apex_imports(module: cst.CSTNode) -> dict[tuple[str, ...], cst.CSTNode]:
 
     class Imports(cst.CSTVisitor):
         def _add(self, node: cst.Import | cst.ImportFrom, module: str = "") -> None:
-            names = [("*", None)]
+            names: list[tuple[str, str | None]] = [("*", None)]
             if not isinstance(node.names, cst.ImportStar):
                 names = [(each.evaluated_name, each.evaluated_alias) for each in node.names]
             for name, local in names:
