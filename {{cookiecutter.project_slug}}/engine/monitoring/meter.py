@@ -158,7 +158,7 @@ class Meter:
         counts = {name: count - self._recorded.get(name, 0) for name, count in self.counts.items()}
         self._recorded = dict(self.counts)
         for sums in self.sums.values():
-            sums[1] = 0
+            sums[1].zero_()  # an assigned number would be copied, and the CPU wait for it
         return counts
 
     def read(self) -> LogRecord | None:
