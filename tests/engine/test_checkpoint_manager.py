@@ -1428,7 +1428,7 @@ def on_two_hosts(function: Callable, *args: object) -> object:
         return function(*args)
 
 
-def prepared(folder: Path, steps: dict[int, float]) -> None:
+def prepared(folder: Path, steps: dict[int, float], best: float = 0.5) -> None:
     """Write a checkpoint for each step, at the given age in seconds, whose bias is the step."""
     folder.mkdir(exist_ok=True)
     now = time.time()
@@ -1436,7 +1436,7 @@ def prepared(folder: Path, steps: dict[int, float]) -> None:
         model = nn.Linear(3, 3)
         nn.init.constant_(model.bias, step)
         state = TrainingState(model, torch.optim.SGD(model.parameters()), NATIVE)
-        rest = {"epoch": 0, "step": step, "samples": 0, "best": 0.5, "ranks": []}
+        rest = {"epoch": 0, "step": step, "samples": 0, "best": best, "ranks": []}
         path = folder / f"step-{step}.pt"
         checkpoint.write(path, checkpoint.collect(state) | rest)
         os.utime(path, (now - age, now - age))
@@ -1471,7 +1471,52 @@ def test_the_newest_checkpoint_of_any_host_is_resumed_on_all(
     for path, bias, resumed, said, _ in two_processes(resumed_bias, folders, Path("auto")):
         assert path == str(folders[owner] / f"step-{step}.pt")
         assert bias == resumed == step
-        assert ("from the host of rank 1" in said[-1]) == (owner == 1)
+        moved = ["steps, from the host of rank 1" in text for text in said]
+        assert any(moved) == (owner == 1)
+
+
+def resumed_best(folders: list[Path]) -> tuple[float, list[str]]:
+    """Return the best score after a resumption, and the messages."""
+    manager = manager_of(folders[dist.get_rank()])
+    on_two_hosts(manager.resume, Path("auto"), 10)
+    dist.barrier()
+    return manager.state.progress.best, list(manager.logger)
+
+
+@pytest.mark.parametrize(
+    ("own", "owners", "best", "files"),
+    [
+        (None, 0.6, 0.6, {"best.pt": 6}),
+        (0.2, 0.6, 0.6, {"best.pt": 6, "best-of-step-5.pt": 5}),  # lost steps had it
+        (0.6, 0.6, 0.6, {"best.pt": 5}),
+        (0.6, None, 0.6, {"best.pt": 5}),
+        (0.2, None, -float("inf"), {"best.pt": 5}),
+        (None, None, -float("inf"), {}),
+    ],
+)
+def test_the_best_checkpoint_is_copied_to_the_host_that_rank_0_moved_to(
+    two_processes: Processes,
+    tmp_path: Path,
+    own: float | None,
+    owners: float | None,
+    best: float,
+    files: dict[str, int],
+) -> None:
+    folders = [tmp_path / "0", tmp_path / "1"]
+    prepared(folders[0], {})
+    prepared(folders[1], {9: 0.0}, best=0.6)
+    for folder, step, score in ((folders[0], 5, own), (folders[1], 6, owners)):
+        if score:
+            prepared(folder, {step: 0.0}, score)
+            (folder / f"step-{step}.pt").rename(folder / "best.pt")
+    scores, said = zip(*two_processes(resumed_best, folders), strict=True)
+    assert scores[0] == best
+    found = {path.name: checkpoint.load(path)["step"] for path in folders[0].glob("best*")}
+    assert found == files
+    assert any("copied best.pt from the host of rank 1" in text for text in said[0]) == (
+        6 in files.values()
+    )
+    assert any("no host has the best checkpoint" in text for text in said[0]) == (best < 0)
 
 
 def test_an_invalid_checkpoint_on_another_host_is_skipped(

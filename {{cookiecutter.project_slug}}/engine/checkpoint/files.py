@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from engine import SUFFIX, UserError, link
+from engine import SUFFIX, UserError, link, replacing
 from engine.checkpoint import format, manifest, sharded
 from engine.checkpoint.archive import UnreadableError
 
@@ -84,6 +84,25 @@ def best_of(folder: Path) -> Path | None:
     """Return the path of the checkpoint of the best metric, of either kind, if there is one."""
     best = folder / BEST
     return next((path for path in (best, best.with_suffix("")) if path.exists()), None)
+
+
+def best_score(folder: Path) -> float | None:
+    """Return the score of best.pt in `folder`; None if there is no valid one."""
+    try:
+        return format.load(folder / BEST)["best"]
+    except UserError:
+        return None
+
+
+def replace_best(folder: Path, content: memoryview) -> Path | None:
+    """Write best.pt; return the new path of the one that was there, which is kept."""
+    best, aside = folder / BEST, None
+    if best.exists():
+        aside = _name_aside(best, format.read_step(best))
+        link(best, aside)
+    with replacing(best) as temporary:
+        temporary.write_bytes(content)
+    return aside
 
 
 def prune(folder: Path, keep: int) -> None:

@@ -1,6 +1,7 @@
 """Manager of a run's checkpoints: when to save, and how to resume."""
 
 import math
+import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -132,7 +133,7 @@ class CheckpointManager:
         if not required:
             require_same_frozen(source.path, saved, self.metadata)
         moments_note = restore(source.path, entries, self.state, is_evaluation=required)
-        is_own = all_gather(self._is_own(source.path), self._group)[0]
+        is_own = all_gather(self._is_own(source.path), self._group)[source.rank]
         self._restore_progress(source.path, entries, is_own, required)
         progress = self.state.progress
         train_set = self.data_sets.get("train")
@@ -173,6 +174,10 @@ class CheckpointManager:
         """
         progress = self.state.progress
         is_writer = dist.get_rank() == 0
+        if source.rank:
+            self._fetch_best()
+        elif not all_gather(files.best_of(self.folder), self._group)[0]:
+            progress.best = -math.inf
         own = files.Rewind.to(progress.step, self.folder, is_newest) if is_writer else None
         rewind = all_gather(own, self._group)[0]
         assert rewind is not None  # rank 0's
@@ -191,6 +196,38 @@ class CheckpointManager:
         if entries["samples"] and entries.get("results"):  # its epoch is validated again later
             progress.scores = before
 
+    def _fetch_best(self) -> None:
+        """Copy the best checkpoint to rank 0's host from that which has it; forget it if none has.
+
+        The hosts share no disk, and rank 0 has moved. Its own best.pt may be of steps that the run
+        has lost since.
+        """
+        score = self.state.progress.best
+        is_local_leader = os.environ.get("LOCAL_RANK", "0") == "0"
+        own_score = files.best_score(self.folder) if is_local_leader else None
+        scores = all_gather(own_score, self._group)
+        if score == scores[0] or score == -math.inf:
+            return
+        if score not in scores:
+            self.state.progress.best = -math.inf
+            self.logger.warning(f"no host has the best checkpoint so far, of {score:.4f}")
+            return
+        owner = scores.index(score)
+        content = format.broadcast_file(self.folder / files.BEST, owner, self._group)
+        if dist.get_rank() != 0 or content is None:
+            return
+        try:
+            earlier = files.replace_best(self.folder, content.getbuffer())
+        except OSError as error:
+            self.state.progress.best = -math.inf
+            reason = error.strerror or error
+            self.logger.warning(
+                f"{files.BEST} of the host of rank {owner} can't be copied ({reason})"
+            )
+            return
+        kept = f"; the one that was here is {earlier.name} now" if earlier else ""
+        self.logger.info(f"copied {files.BEST} from the host of rank {owner}{kept}")
+
     def _restore_progress(
         self, path: Path, entries: dict[str, Any], is_own: bool, is_evaluation: bool
     ) -> None:
@@ -200,9 +237,8 @@ class CheckpointManager:
             setattr(progress, name, entries.get(name, value))
         self.logger.rows = entries["history"]
         self.logger.run_id = entries.get("run_id", "")
-        if not (is_own and files.best_of(self.folder)):  # another folder's is not this one's
+        if not is_own:  # another folder's best checkpoint is not this one's
             progress.best = -math.inf
-        if not is_own:
             progress.scores = []
         if is_evaluation and not self.state.ema and format.best_weights(entries) == "ema":
             self.logger.warning(
