@@ -107,6 +107,14 @@ def test_folder_that_was_removed_is_a_whole_run_again(logger):
     assert (logger.output / "metrics.csv").read_text().count("\n") == 3
 
 
+@pytest.mark.usefixtures("no_curves")
+def test_table_without_a_step_in_its_epoch_has_all_columns(logger):
+    """Resumed on more processes, an epoch may have too few samples left for a step."""
+    logger.log_epoch(row(1, images_per_second=0.0))
+    [found] = run_files.read_run(logger.output).rows
+    assert found == {name: value for name, value in row(1).items() if name != "images_per_second"}
+
+
 def test_picture_of_an_evaluation_takes_no_lock(logger, monkeypatch):
     """A training may be running in the folder of the checkpoint."""
     logger.folder_lock.release()

@@ -52,6 +52,13 @@ def test_names_of_the_average_are_no_others():
         MonitoredMetric("accuracy_ema").require({"accuracy": 0.5, "accuracy_ema": 0.6})
 
 
+@pytest.mark.parametrize("value", [[0.5], None, "high", torch.zeros(2)])
+def test_result_that_is_no_number_is_an_error(value):
+    kind = type(value).__name__
+    with pytest.raises(UserError, match=f"returns iou as a {kind} and not as a number"):
+        MonitoredMetric("accuracy").with_suffix({"accuracy": 0.5, "iou": value}, "")
+
+
 def test_unknown_mode_is_an_error():
     with pytest.raises(UserError, match='METRIC_MODE is \'mean\' in task.py: use "max" or "min"'):
         MonitoredMetric("loss", "mean")

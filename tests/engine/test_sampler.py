@@ -216,6 +216,12 @@ def test_images_on_the_device_have_the_memory_format() -> None:
     assert torch.equal(labels, torch.ones(2, 3))
 
 
+def test_samples_with_names_are_an_error() -> None:
+    batch = collate([(torch.zeros(3), "1.png"), (torch.ones(3), "2.png")])
+    with pytest.raises(UserError, match="element 1 of each batch is a .* and not a tensor"):
+        to_device(batch, CPU, torch.channels_last)
+
+
 def test_decoding_on_the_gpu_is_refused_on_the_cpu() -> None:
     data = Numbers()
     data.decode = "gpu"

@@ -1,7 +1,9 @@
 """The files of recipes/: each parses and trains; and the flags that they are made of."""
 
 import json
+import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -139,13 +141,35 @@ def test_growing_images_resume_bit_identically(
     assert (image["size"], image["eval_size"]) == (64, 48)
 
 
-def test_flip_average_needs_logits() -> None:
-    class Two(torch.nn.Module):
-        def forward(self, images: torch.Tensor) -> dict[str, torch.Tensor]:
-            return {"logits": images.mean((2, 3))}
+class Made(torch.nn.Module):
+    """Model that applies a function to the mean of each half of an image: (N, 2)."""
 
-    with pytest.raises(UserError, match=r"--flip-tta needs a model that returns logits.*a dict"):
-        FlipAverage(Two())(torch.zeros(1, 3, 2, 2))
+    def __init__(self, function: Callable) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, images: torch.Tensor) -> object:
+        halves = images.mean((1, 2)).unflatten(1, (2, -1)).mean(2)
+        return self.function(halves)
+
+
+@pytest.mark.parametrize(
+    ("function", "kind"),
+    [(lambda x: {"logits": x}, "a dict"), (lambda x: x[:, :, None, None], r"a \(1, 2, 1, 1\)")],
+    ids=["dict", "masks"],
+)
+def test_flip_average_needs_a_tensor_of_outputs(function: Callable, kind: str) -> None:
+    with pytest.raises(UserError, match=rf"--flip-tta needs a model that returns .*{kind}"):
+        FlipAverage(Made(function))(torch.zeros(1, 3, 2, 2))
+
+
+def test_flip_average_of_outputs_that_are_no_logits() -> None:
+    """One number, as in a regression, and several independent ones."""
+    images = torch.tensor([[1.0, 1.0, 3.0, 3.0]]).expand(3, 4, 4)[None]
+    both = FlipAverage(Made(lambda x: x))(images)
+    assert torch.equal(both, torch.tensor([[2.0, 2.0]]))
+    one = FlipAverage(Made(lambda x: x[:, :1]))(images)
+    assert torch.equal(one, torch.tensor([[2.0]]))
 
 
 @pytest.mark.slow
@@ -164,7 +188,8 @@ def test_flip_average_is_the_mean_of_both_predictions(
         for path, flip in ((file, ()), (mirrored, ()), (file, ("--flip-tta",)))
     )
     assert one["red"] != pytest.approx(other["red"], abs=1e-5)
-    assert both["red"] == pytest.approx((one["red"] + other["red"]) / 2, abs=1e-5)
+    odds = {name: math.sqrt(one[name] * other[name]) for name in one}  # of the mean logits
+    assert both["red"] == pytest.approx(odds["red"] / sum(odds.values()), abs=1e-5)
     losses = []
     for extra in ((), ("--flip-tta",), ("--eval-size", 48)):
         folder = tmp_path / f"eval{len(losses)}"

@@ -163,10 +163,9 @@ def without_compilation() -> Iterator[None]:
 
 
 class FlipAverage(nn.Module):
-    """Classifier whose probabilities are the means of those of an image and of its mirror image.
+    """Model whose outputs, such as logits, are the means of those of an image and its mirror image.
 
-    It returns their logarithms, (N, num_classes), which serve as logits. Raises UserError if the
-    model returns anything but logits.
+    Raises UserError if the model returns anything but a tensor (N,) or (N, outputs).
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -175,13 +174,11 @@ class FlipAverage(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         outputs = [self.model(images), self.model(images.flip(3))]
-        if not isinstance(outputs[0], Tensor):
-            kind = type(outputs[0]).__name__
-            raise UserError(
-                f"--flip-tta needs a model that returns logits (N, classes), not a {kind}"
-            )
-        both = torch.stack(outputs)
-        return both.float().log_softmax(dim=2).logsumexp(dim=0) - math.log(2)
+        if not isinstance(outputs[0], Tensor) or outputs[0].dim() > 2:
+            shape = tuple(getattr(outputs[0], "shape", ()))
+            kind = f"{shape}" if shape else type(outputs[0]).__name__
+            raise UserError(f"--flip-tta needs a model that returns (N, outputs), not a {kind}")
+        return torch.stack(outputs).float().mean(dim=0)
 
 
 class Ema:

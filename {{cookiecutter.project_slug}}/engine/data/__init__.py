@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler, default_collate, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
+from engine import UserError
 from engine.data import images
 from engine.data.remote import WINDOW
 
@@ -213,9 +214,17 @@ def sample_batch(dataset: SizedDataset, count: int) -> list[Tensor]:
 def to_device(
     batch: Sequence[Tensor], device: torch.device, memory_format: torch.memory_format
 ) -> list[Tensor]:
-    """Return the tensors of `batch` on `device`; images, (N, C, H, W), in `memory_format`."""
+    """Return the tensors of `batch` on `device`; images, (N, C, H, W), in `memory_format`.
+
+    Raises UserError if anything else is in it.
+    """
     moved = []
-    for tensor in batch:
+    for index, tensor in enumerate(batch):
+        if not isinstance(tensor, Tensor):
+            raise UserError(
+                f"element {index} of each batch is a {type(tensor).__name__} and not a tensor: "
+                "samples of a data set must be tuples of tensors and numbers, without names"
+            )
         layout = memory_format if tensor.dim() == 4 else torch.preserve_format
         moved.append(tensor.to(device, memory_format=layout, non_blocking=True))
     return moved

@@ -36,15 +36,23 @@ class MonitoredMetric:
     def with_suffix(results: Mapping[str, Any], suffix: str) -> dict[str, float]:
         """Return the results of the task as numbers, under names that end in `suffix`.
 
-        Raises UserError for one that ends in that of the average already.
+        Raises UserError for one that is no number, or ends in the suffix of the average already.
         """
-        for name in results:
+        numbers = {}
+        for name, value in results.items():
             if name.endswith(AVERAGE):
                 raise UserError(
                     f"Metrics.compute in task.py returns {name}: names that end in {AVERAGE} are "
                     "those of --ema; use another one"
                 )
-        return {name + suffix: float(value) for name, value in results.items()}
+            try:
+                numbers[name + suffix] = float(value)
+            except (TypeError, ValueError, RuntimeError):  # the last one for a tensor of several
+                raise UserError(
+                    f"Metrics.compute in task.py returns {name} as a {type(value).__name__} and "
+                    "not as a number: give each number a name of its own"
+                ) from None
+        return numbers
 
     def best(self, results: Mapping[str, float]) -> Best:
         """Return the better one of the model and its average, which there may not be."""

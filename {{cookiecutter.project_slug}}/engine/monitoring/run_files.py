@@ -123,11 +123,9 @@ def main_columns(metric: str) -> list[str]:
 def write_rows(table: Path, rows: Sequence[Mapping[str, Any]], metric: str) -> None:
     """Write metrics.csv as a whole, so that a row that did not fit is written later."""
     with replacing(table) as temporary, temporary.open("w", newline="") as file:
-        names = dict.fromkeys(chain.from_iterable(rows))
-        columns = main_columns(metric)
-        if names:  # the metric's column is there before the first validation
-            columns = [name for name in columns if name in {*names, metric}]
-        columns = list(dict.fromkeys([*columns, *names]))
+        columns = dict.fromkeys([*main_columns(metric), *chain.from_iterable(rows)])
+        if rows and not any("val_loss" in row for row in rows) and metric != "val_loss":
+            del columns["val_loss"]  # the only one that a task may leave out
         writer = csv.DictWriter(file, columns, lineterminator="\n")
         writer.writerow({name: csv_cell(name) for name in columns})
         writer.writerows(rows)
