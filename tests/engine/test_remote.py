@@ -247,6 +247,26 @@ def test_failing_requests_are_repeated(server, packed, tmp_path, monkeypatch):
 
 
 @needs_nginx
+def test_connections_are_closed_when_the_metadata_and_a_shard_are_read(
+    server, tmp_path, monkeypatch
+):
+    """As garbage, they would be collected while another store reads, or at the end."""
+    opened = []
+
+    class Recorded(Store):
+        def __init__(self, url: str) -> None:
+            super().__init__(url)
+            opened.append(self)
+
+    monkeypatch.setattr(remote, "Store", Recorded)
+    mirror = Mirror(RemoteFolder(f"{server.url}/packed", tmp_path / "cache", MANY) / "train")
+    for _ in range(remote.MISSES):
+        mirror.read("shard-00000.tar", 0, 512)
+    assert (mirror.folder / "shard-00000.tar").exists()
+    assert [one.loop.is_closed() for one in opened] == [True, False, True]
+
+
+@needs_nginx
 def test_server_that_stays_away_is_an_error_after_a_limited_number_of_attempts(
     server, tmp_path, capsys
 ):

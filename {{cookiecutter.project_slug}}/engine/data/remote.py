@@ -13,7 +13,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import cached_property, lru_cache
 from hashlib import sha256
 from pathlib import Path
@@ -58,7 +58,10 @@ class RemoteFolder:
         Raises:
             UserError: if there is no pack, it is damaged, or the cache is too small for it.
         """
-        store = Store(self.url)
+        with closing(Store(self.url)) as store:
+            return self._create(store)
+
+    def _create(self, store: Store) -> Path:
         files = self._read_metadata(store)
         digest = sha256(self.url.encode())
         for name, data in files.items():
@@ -182,11 +185,10 @@ class Mirror:
         try:
             with (
                 _naming_cache_errors(self.cache_dir),
+                closing(Store(self.store.url)) as store,  # a store is read by one thread
                 open(regular_only(str(part), os.O_RDWR | os.O_CREAT), "r+b", buffering=0) as file,
             ):
                 if self._reserve(file.fileno(), shard, path, part):
-                    # A store is read by one thread.
-                    store = Store(self.store.url)
                     store.download(shard.name, file.fileno(), shard.bytes, shard.sha256)
                     os.fsync(file.fileno())
                     part.replace(path)

@@ -66,7 +66,8 @@ class Store:
             raise UserError(f"--data {url}: pip install fsspec {package}") from None
         self.loop = asyncio.new_event_loop()
         self.loop.set_default_executor(CallingThread())
-        weakref.finalize(self, _close, self.loop, self.files, os.getpid())
+        # Call it when done: as garbage, it may be collected while the loop of another store runs.
+        self.close = weakref.finalize(self, _close, self.loop, self.files, os.getpid())
 
     def read(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
         """Return the bytes of a file from `start` to before `end`, or to its end if it is shorter.
