@@ -347,16 +347,14 @@ def show(
     pixels, captions = image_grid.sample_evenly(val_set, 8)
     device = next(model.parameters()).device
     inputs, _ = prepare([pixels.to(device), captions.to(device)])
-    own = [bytes(row).rstrip(b"\0") for row in captions.numpy()]
-    choices = sorted({*own})
+    own = [bytes(row).rstrip(b"\0").decode() for row in captions.numpy()]
     with eval_mode(model):
-        texts = embed(model.text_encoder, choices)
-        chosen = similarities(model.image_encoder(inputs[0]), texts).argmax(dim=1).tolist()
+        embeddings, texts = model(inputs)
+    chosen = similarities(embeddings, texts).argmax(dim=1).tolist()
     words = []
     for number, caption in zip(chosen, own, strict=True):
-        is_correct = choices[number] == caption
-        truth = "" if is_correct else f"\nis {caption.decode()}"
-        words.append((f"{choices[number].decode()}{truth}", is_correct))
+        is_correct = own[number] == caption
+        words.append((own[number] if is_correct else f"{own[number]}\nis {caption}", is_correct))
     path = image_grid.image_path(output, epoch)
     image_grid.save_image_grid(path, inputs[0], words)
     return path

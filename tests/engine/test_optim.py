@@ -209,6 +209,16 @@ def test_one_of_two_encoders_can_be_frozen() -> None:
         optim.freeze(model, ["images", "texts"])
 
 
+@pytest.mark.parametrize("opt_level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+def test_frozen_parameters_have_the_same_names_at_every_level(opt_level: str) -> None:
+    """The state dict of a half model has fp32 copies in their place."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1))
+    optim.freeze(model, ["0", "1"])
+    model = amp.initialize(model, opt_level=opt_level, verbosity=0)
+    assert optim.frozen_parameters(model) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    amp.initialize(nn.Linear(1, 1), opt_level="O0", verbosity=0)
+
+
 class FrozenNorms(nn.Sequential):
     """Model whose batch norms stay in eval mode, as detection models have them."""
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import zlib
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -98,13 +99,27 @@ def test_mlflow_has_all_of_a_resumed_run(mlflow, tracked, tmp_path):
     assert run.info.status == "FINISHED"
     assert history(mlflow, run, "step/lr") == [*range(1, 10), 11, 12, 13]
     assert history(mlflow, run, "epoch/val_loss") == [10, 20]
-    assert history(mlflow, run, "epoch/val_é_1_") == [10]
+    assert history(mlflow, run, f"epoch/val_é_1_ {zlib.crc32('val_é(1)'.encode()):08x}") == [10]
     assert run.data.params == {"lr": "0.1", "seed": "0"}
     assert run.data.tags["lr from step 10"] == "0.2"
     assert run.data.tags["processes"] == "1"
     artifacts = {one.path for one in mlflow.list_artifacts(run.info.run_id, "validation")}
     artifacts |= {one.path for one in mlflow.list_artifacts(run.info.run_id)}
     assert artifacts == {"validation", "validation/epoch_001.png", "curves.png"}
+
+
+def test_mlflow_has_each_metric_of_a_class_whatever_its_name(mlflow, tracked, tmp_path):
+    """Names may differ only in characters that it refuses, or be no paths to it."""
+    names = ("<5 mm", ">5 mm", "no//ne", "..", ".", "a/b", "/", "end/", "é: x.y-z_")
+    values = {name: float(index) for index, name in enumerate(names)}
+    logger = open_logger(tmp_path / "run")
+    logger.log_epoch(row(1) | values)
+    logger.close()
+    metrics = the_run(mlflow, tracked).data.metrics
+    found = [value for key, value in metrics.items() if key.removeprefix("epoch/") not in row(1)]
+    assert sorted(found) == sorted(values.values())
+    assert metrics["epoch/a/b"] == values["a/b"]
+    assert metrics["epoch/é: x.y-z_"] == values["é: x.y-z_"]
 
 
 def test_run_on_another_host_continues_without_the_queue(mlflow, tracked, tmp_path):

@@ -199,6 +199,14 @@ def test_contrastive_task_resumes_bit_identically(bake, tmp_path):
     assert parts == {"image_encoder", "text_encoder"}
 
 
+@pytest.mark.slow
+def test_contrastive_task_validates_in_bfloat16(bake, tmp_path):
+    """Its picture is of the outputs of the whole model, which casts their inputs."""
+    project = bake(task="contrastive", ddp="fsdp", opt_level="O5", sync_bn=False)
+    train(project, tmp_path / "run", "--epochs", 1, "--steps", 2)
+    assert (tmp_path / "run" / "validation" / "epoch_001.png").exists()
+
+
 def copy_run(trained, tmp_path):
     shutil.copytree(trained, tmp_path / "run", symlinks=True)
     return tmp_path / "run"

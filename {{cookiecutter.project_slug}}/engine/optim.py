@@ -116,13 +116,9 @@ def freeze(model: nn.Module, names: Sequence[str]) -> str:
 
 
 def frozen_parameters(model: nn.Module) -> list[str]:
-    """Return the names, as in the model's state dict, of the parameters that are not trained."""
-    state = model.state_dict(keep_vars=True)
-    return [
-        name
-        for name, value in state.items()
-        if isinstance(value, nn.Parameter) and not value.requires_grad
-    ]
+    """Return the names of the parameters that are not trained, all names of a shared one."""
+    named = model.named_parameters(remove_duplicate=False)
+    return [name for name, parameter in named if not parameter.requires_grad]
 
 
 def begin_training_mode(model: nn.Module, warning: Callable[[str], None]) -> None:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import os
+import posixpath
 import re
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -124,7 +126,7 @@ class MLflow:
     def log(self, points: Sequence[Mapping[str, Any]]) -> None:
         """Add points to the curves."""
         metrics = [
-            self.entities.Metric(_plain(key), value, round(1000 * point["time"]), point["step"])
+            self.entities.Metric(_accepted(key), value, round(1000 * point["time"]), point["step"])
             for point in points
             for key, value in _values(point).items()
         ]
@@ -252,6 +254,10 @@ def _values(point: Mapping[str, Any]) -> dict[str, float]:
     return {f"{point['group']}/{name}": value for name, value in point["values"].items()}
 
 
-def _plain(name: str) -> str:
-    """Return `name` without characters that MLflow rejects."""
-    return re.sub(r"[^\w\-./: ]", "_", name)
+def _accepted(key: str) -> str:
+    """Return the key of a value, if MLflow accepts it, else one with a checksum of its name."""
+    group, _, name = key.partition("/")
+    plain = re.sub(r"[^\w\-./: ]", "_", name)
+    if posixpath.normpath(plain) != plain or plain.startswith(("/", "..")):  # no path to it
+        plain = re.sub(r"[/.]", "_", plain)
+    return key if plain == name else f"{group}/{plain} {zlib.crc32(name.encode()):08x}"
