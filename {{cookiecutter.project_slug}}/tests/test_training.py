@@ -124,8 +124,14 @@ def test_evaluation_in_one_process_gives_the_same_metric(trained: Path, tmp_path
 def test_predict_reads_an_image_file(trained: Path, tmp_path: Path) -> None:
     image = tmp_path / "image.png"
     save_image(torch.rand(3, 48, 64, generator=torch.Generator().manual_seed(0)), image)
-    command = (sys.executable, PROJECT / "predict.py", trained / "last.pt", image, "--json")
-    done = execute(*command, folder=tmp_path)
+    flags: list[object] = ["--json"]
+    # % if task == "contrastive"
+    captions = tmp_path / "captions.txt"
+    captions.write_text("a photograph\na drawing\n")
+    flags += ["--captions", captions]
+    # % endif
+    command = (sys.executable, PROJECT / "predict.py", trained / "last.pt", image)
+    done = execute(*command, *flags, folder=tmp_path)
     line = json.loads(done.stdout)
     assert line["file"] == str(image)
     assert line["found"]
