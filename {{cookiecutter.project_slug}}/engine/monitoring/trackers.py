@@ -258,6 +258,6 @@ def _accepted(key: str) -> str:
     """Return the key of a value, if MLflow accepts it, else one with a checksum of its name."""
     group, _, name = key.partition("/")
     plain = re.sub(r"[^\w\-./: ]", "_", name)
-    if posixpath.normpath(plain) != plain or plain.startswith(("/", "..")):  # no path to it
+    if posixpath.normpath(f"{group}/{plain}") != f"{group}/{plain}":  # it takes keys for paths
         plain = re.sub(r"[/.]", "_", plain)
     return key if plain == name else f"{group}/{plain} {zlib.crc32(name.encode()):08x}"
