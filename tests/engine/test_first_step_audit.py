@@ -89,6 +89,8 @@ class Run:
             self.model = nn.parallel.DistributedDataParallel(self.model)
         sampler = DistributedSampler(UnreadableDataset(), drop_last=True)
         self.batches = DataLoader(UnreadableDataset(), 4, sampler=sampler, drop_last=True)
+        self.called = self.model
+        self.backward_passes = 1
 
     def parts(self) -> list[nn.Parameter]:
         return [*self.module.conv.parameters(), *self.module.norm.parameters()]
@@ -100,10 +102,12 @@ class Run:
 
     def train(self, audit: FirstStepAudit) -> None:
         for _ in range(2):
-            loss = self.model(torch.randn(2, 3, 8, 8, device=self.device)).float().square().sum()
+            images = torch.randn(2, 3, 8, 8, device=self.device) + dist.get_rank()
+            loss = self.called(images).float().square().sum()
             self.optimizer.zero_grad()
-            with self.apex.amp.scale_loss(loss, self.optimizer) as scaled_loss:
-                scaled_loss.backward()
+            for _ in range(self.backward_passes):
+                with self.apex.amp.scale_loss(loss, self.optimizer) as scaled_loss:
+                    scaled_loss.backward(retain_graph=self.backward_passes > 1)
             audit.check_gradients()
             self.optimizer.step()
 
@@ -157,6 +161,38 @@ def test_correct_run_passes(setting, level, ddp):
     if package == "apex" and level in ("O4", "O5"):
         pytest.skip("NVIDIA's Apex has no such level")
     assert processes(audit_error, None, package, kind, level, ddp) == ["", ""]
+
+
+def bypassed(run: Run) -> None:
+    run.called = run.module
+
+
+def two_backward_passes(run: Run) -> None:
+    run.backward_passes = 2
+
+
+@pytest.mark.parametrize("fault", [bypassed, two_backward_passes])
+@pytest.mark.parametrize("ddp", ["apex", "torch"])
+@pytest.mark.parametrize(
+    ("kind", "processes"),
+    [("cpu", "two_processes"), pytest.param("cuda", "two_gpus", marks=needs_two_gpus)],
+)
+def test_gradients_that_are_not_averaged_are_an_error(request, kind, processes, ddp, fault):
+    """Real Apex fails by itself: it finds a gradient that it has averaged already."""
+    run = request.getfixturevalue(processes)
+    for answer in run(audit_error, fault, "apex_native", kind, "O1", ddp):
+        assert answer.startswith("the gradients of conv.weight") and "not averaged" in answer
+
+
+def overflowing_once(run: Run) -> None:
+    """Have the first backward pass overflow, and no gradient be averaged."""
+    losses = iter([float("inf"), 1.0])
+    run.called = lambda images: run.module(images) * next(losses)
+
+
+def test_gradients_that_overflow_are_compared_a_step_later(two_processes):
+    for answer in two_processes(audit_error, overflowing_once, "apex_native", "cpu", "O1"):
+        assert "not averaged" in answer
 
 
 @pytest.mark.parametrize("level", ["O0", "O2", "O5"])

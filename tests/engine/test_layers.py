@@ -35,7 +35,7 @@ def test_class_token_and_position_embedding_belong_to_the_input() -> None:
     assert numbers["encoder.layers.encoder_layer_0.mlp.0.weight"] == 1
 
 
-def test_learning_rates_decay_from_the_last_layer() -> None:
+def test_learning_rates_decay_from_the_last_layer(capsys: pytest.CaptureFixture) -> None:
     model = build_small_model("wrn10_1", 10)
     groups = optim.param_groups(model, 0.4, decay_weights_only=True, layer_decay=0.5)
     rates = {id(tensor): group["lr"] for group in groups for tensor in group["params"]}
@@ -44,6 +44,8 @@ def test_learning_rates_decay_from_the_last_layer() -> None:
     for name, rate in expected.items():
         assert {rates[id(p)] for p in model.get_submodule(name).parameters()} == {rate}
     assert groups[0]["lr"] == 0.4  # which is logged
+    said = "the first (conv1.weight) has 0.0625 times the learning rate of the last (fc.weight, fc"
+    assert f"--layer-decay: of 5 layers, {said}" in capsys.readouterr().err
     for group in groups:
         dims = {tensor.dim() > 1 for tensor in group["params"]}
         assert dims == {"weight_decay" not in group}

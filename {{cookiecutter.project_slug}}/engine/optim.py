@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from engine import UserError
+from engine import UserError, distributed, summarize
 from engine.backend import local_shard
 from engine.layers import layer_numbers
 
@@ -50,7 +50,10 @@ def param_groups(
     factor = 1.0 if layer_decay is None else layer_decay
     excluded: set[str] = getattr(model, "no_weight_decay", set)()
     parameters = dict(model.named_parameters())
-    numbers = layer_numbers(model) if layer_decay is not None else dict.fromkeys(parameters, 0)
+    numbers = dict.fromkeys(parameters, 0)
+    if layer_decay is not None:
+        numbers = layer_numbers(model)
+        _print_layers(numbers, factor)
     groups: dict[tuple[int, bool], list[Tensor]] = {}
     for name, tensor in parameters.items():
         has_decay = not decay_weights_only or (tensor.dim() > 1 and name not in excluded)
@@ -63,6 +66,17 @@ def param_groups(
         if not has_decay:
             result[-1]["weight_decay"] = 0.0
     return result
+
+
+def _print_layers(numbers: Mapping[str, int], factor: float) -> None:
+    """Print which parameters have the lowest and the highest learning rate."""
+    last = max(numbers.values())
+    ends = ([name for name, number in numbers.items() if number == end] for end in (0, last))
+    first_names, last_names = map(summarize, ends)
+    distributed.print_on_rank_zero(
+        f"--layer-decay: of {last + 1} layers, the first ({first_names}) has {factor**last:.3g} "
+        f"times the learning rate of the last ({last_names})"
+    )
 
 
 def scale_lr(optimizer: Optimizer, factor: float) -> str:
