@@ -31,7 +31,7 @@ ANSWERS = json.loads(
 )
 # A list and not a search: with --overwrite-if-exists the user's own files are in this folder too,
 # where "# %%" starts a notebook cell and « is a quotation mark.
-MARKED = ("main.py", "pyproject.toml", "run.sh")
+MARKED = ("main.py", "pyproject.toml", "run.sh", "tests/test_training.py")
 OF_A_TASK = ("task.py",)
 OTHER_TASKS = ("segmentation", "contrastive")
 CHOSEN = ("project_slug", "task", "opt_level", "ddp", "backend", "license")
