@@ -485,7 +485,7 @@ def train_step(run: Run, batches: list[list[Tensor]], meter: Meter) -> object:
             with scaled as scaled_loss:
                 scaled_loss.backward()
         meter.update(loss)
-    run.audit.check_gradients()  # at the first step only
+    run.audit.check_gradients()  # of the first step, or the first one without an overflow
     if args.clip_grad:
         nn.utils.clip_grad_norm_(amp.master_params(run.optimizer), args.clip_grad)
     run.optimizer.step()  # after an overflow, amp skips the update; the step counts all the same

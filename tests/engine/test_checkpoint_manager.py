@@ -1488,7 +1488,8 @@ def resumed_best(folders: list[Path]) -> tuple[float, list[str]]:
     [
         (None, 0.6, 0.6, {"best.pt": 6}),
         (0.2, 0.6, 0.6, {"best.pt": 6, "best-of-step-5.pt": 5}),  # lost steps had it
-        (0.6, 0.6, 0.6, {"best.pt": 5}),
+        (0.6, 0.6, 0.6, {"best.pt": 6, "best-of-step-5.pt": 5}),
+        ("torn", 0.6, 0.6, {"best.pt": 6}),
         (0.6, None, 0.6, {"best.pt": 5}),
         (0.2, None, -float("inf"), {"best.pt": 5}),
         (None, None, -float("inf"), {}),
@@ -1497,7 +1498,7 @@ def resumed_best(folders: list[Path]) -> tuple[float, list[str]]:
 def test_the_best_checkpoint_is_copied_to_the_host_that_rank_0_moved_to(
     two_processes: Processes,
     tmp_path: Path,
-    own: float | None,
+    own: float | str | None,
     owners: float | None,
     best: float,
     files: dict[str, int],
@@ -1506,7 +1507,9 @@ def test_the_best_checkpoint_is_copied_to_the_host_that_rank_0_moved_to(
     prepared(folders[0], {})
     prepared(folders[1], {9: 0.0}, best=0.6)
     for folder, step, score in ((folders[0], 5, own), (folders[1], 6, owners)):
-        if score:
+        if score == "torn":
+            (folder / "best.pt").write_bytes(b"torn")
+        elif score:
             prepared(folder, {step: 0.0}, score)
             (folder / f"step-{step}.pt").rename(folder / "best.pt")
     scores, said = zip(*two_processes(resumed_best, folders), strict=True)
@@ -1517,6 +1520,43 @@ def test_the_best_checkpoint_is_copied_to_the_host_that_rank_0_moved_to(
         6 in files.values()
     )
     assert any("no host has the best checkpoint" in text for text in said[0]) == (best < 0)
+
+
+def test_the_resumed_checkpoint_is_the_best_one_of_another_host(
+    two_processes: Processes, tmp_path: Path
+) -> None:
+    """Its process was killed before that got the name best.pt."""
+    folders = [tmp_path / "0", tmp_path / "1"]
+    prepared(folders[0], {})
+    prepared(folders[1], {9: 0.0}, best=0.6)
+    path = folders[1] / "step-9.pt"
+    entries = torch.load(path, weights_only=True)
+    checkpoint.write(path, entries | {"scores": [0.5, 0.6], "results": {"val_accuracy": 0.6}})
+    (best, said), _ = two_processes(resumed_best, folders)
+    assert best == 0.6 and "copied best.pt from the host of rank 1" in said
+    assert checkpoint.load(folders[0] / "best.pt")["step"] == 9
+
+
+def test_best_checkpoint_that_can_not_be_read_is_forgotten(
+    two_processes: Processes, tmp_path: Path
+) -> None:
+    folders = [tmp_path / "0", tmp_path / "1"]
+    prepared(folders[0], {})
+    prepared(folders[1], {6: 0.0, 9: 0.0}, best=0.6)
+    (folders[1] / "step-6.pt").rename(folders[1] / "best.pt")
+    (best, said), _ = two_processes(resumed_best_unread, folders)
+    assert best == -float("inf") and "no host has the best checkpoint, of 0.6" in said[-1]
+
+
+def resumed_best_unread(folders: list[Path]) -> tuple[float, list[str]]:
+    """Return what `resumed_best` does if best.pt vanishes before it is read."""
+    read = checkpoint.broadcast_file
+
+    def broadcast_file(path: Path, *args: object) -> object:
+        return None if path.name == "best.pt" else read(path, *args)
+
+    with mock.patch.object(checkpoint, "broadcast_file", broadcast_file):
+        return resumed_best(folders)
 
 
 def test_an_invalid_checkpoint_on_another_host_is_skipped(

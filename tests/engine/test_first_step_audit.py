@@ -184,6 +184,41 @@ def test_gradients_that_are_not_averaged_are_an_error(request, kind, processes, 
         assert answer.startswith("the gradients of conv.weight") and "not averaged" in answer
 
 
+@pytest.mark.parametrize("fault", [bypassed, two_backward_passes])
+def test_gradients_are_compared_where_unused_parameters_are_accepted(two_processes, fault):
+    how = "apex_native", "cpu", "O1"
+    for answer in two_processes(audit_error, fault, *how, accepts_unused=True):
+        assert "not averaged" in answer
+
+
+def norms_of_gradients(rank_has_one: int) -> str:
+    """Return the error for gradients of all kinds, of which one rank may have one more."""
+    parameters = {
+        "half": nn.Parameter(torch.ones(3, dtype=torch.float16)),
+        "complex": nn.Parameter(torch.ones(3, dtype=torch.cfloat)),
+        "sparse": nn.Parameter(torch.ones(3, 2)),
+        "unused": nn.Parameter(torch.ones(3)),
+        "one": nn.Parameter(torch.ones(3)),
+    }
+    for name in ("half", "complex"):
+        parameters[name].grad = torch.ones_like(parameters[name])
+    parameters["sparse"].grad = torch.sparse_coo_tensor([[1, 1]], torch.ones(2, 2), (3, 2))
+    if rank_has_one in (2, dist.get_rank()):
+        parameters["one"].grad = torch.ones(3)
+    try:
+        first_step._require_averaged(parameters)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("rank_has_one", [0, 1, 2])
+def test_gradients_of_all_kinds_are_compared(two_processes, rank_has_one):
+    for answer in two_processes(norms_of_gradients, rank_has_one):
+        assert ("the gradients of one are not averaged" in answer) == (rank_has_one < 2)
+        assert bool(answer) == (rank_has_one < 2)
+
+
 def overflowing_once(run: Run) -> None:
     """Have the first backward pass overflow, and no gradient be averaged."""
     losses = iter([float("inf"), 1.0])

@@ -12,7 +12,7 @@ pytest.importorskip("libcst", reason="needs libcst, which the extra `migrate` in
 
 pytestmark = pytest.mark.xdist_group("package")
 
-STILL_USED = "what this imports from Apex is used in a way that migrate does not rewrite"
+STILL_USED = "what this imports from Apex may be used in a way that migrate does not rewrite"
 START = """\
 import torch
 from torch import nn

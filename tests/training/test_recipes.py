@@ -155,7 +155,10 @@ class Made(torch.nn.Module):
 
 @pytest.mark.parametrize(
     ("function", "kind"),
-    [(lambda x: {"logits": x}, "a dict"), (lambda x: x[:, :, None, None], r"a \(1, 2, 1, 1\)")],
+    [
+        (lambda x: {"logits": x}, "a dict"),
+        (lambda x: x[:, :, None, None], r"a tensor \(1, 2, 1, 1\)"),
+    ],
     ids=["dict", "masks"],
 )
 def test_flip_average_needs_a_tensor_of_outputs(function: Callable, kind: str) -> None:

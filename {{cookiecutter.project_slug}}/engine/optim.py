@@ -185,9 +185,11 @@ class FlipAverage(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         outputs = [self.model(images), self.model(images.flip(3))]
         if not isinstance(outputs[0], Tensor) or outputs[0].dim() > 2:
-            shape = tuple(getattr(outputs[0], "shape", ()))
-            kind = f"{shape}" if shape else type(outputs[0]).__name__
-            raise UserError(f"--flip-tta needs a model that returns (N, outputs), not a {kind}")
+            shape = getattr(outputs[0], "shape", None)
+            kind = f"tensor {tuple(shape)}" if shape else type(outputs[0]).__name__
+            raise UserError(
+                f"--flip-tta needs a model that returns a tensor (N, outputs), not a {kind}"
+            )
         return torch.stack(outputs).float().mean(dim=0)
 
 

@@ -86,19 +86,20 @@ def best_of(folder: Path) -> Path | None:
     return next((path for path in (best, best.with_suffix("")) if path.exists()), None)
 
 
-def best_score(folder: Path) -> float | None:
-    """Return the score of best.pt in `folder`; None if there is no valid one."""
+def identify_best(folder: Path) -> tuple[float, int] | None:
+    """Return the score and the step of best.pt in `folder`; None if there is no valid one."""
     try:
-        return format.load(folder / BEST)["best"]
+        entries = format.load(folder / BEST)
     except UserError:
         return None
+    return entries["best"], entries["step"] or 0
 
 
 def replace_best(folder: Path, content: memoryview) -> Path | None:
-    """Write best.pt; return the new path of the one that was there, which is kept."""
+    """Write best.pt; return the new path of the one that was there, if that is valid."""
     best, aside = folder / BEST, None
-    if best.exists():
-        aside = _name_aside(best, format.read_step(best))
+    if found := identify_best(folder):
+        aside = _name_aside(best, found[1])
         link(best, aside)
     with replacing(best) as temporary:
         temporary.write_bytes(content)

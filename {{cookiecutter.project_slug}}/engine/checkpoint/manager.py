@@ -1,5 +1,6 @@
 """Manager of a run's checkpoints: when to save, and how to resume."""
 
+import io
 import math
 import os
 import signal
@@ -174,8 +175,12 @@ class CheckpointManager:
         """
         progress = self.state.progress
         is_writer = dist.get_rank() == 0
+        # A process may have been killed between writing a checkpoint and naming it best.pt.
+        *before, score = progress.scores or [-math.inf]
+        is_best = score == entries["best"] > max(before, default=-math.inf)
+        is_best = is_best and bool(entries.get("results"))
         if source.rank:
-            self._fetch_best()
+            self._fetch_best(source if is_best else None)
         elif not all_gather(files.best_of(self.folder), self._group)[0]:
             progress.best = -math.inf
         own = files.Rewind.to(progress.step, self.folder, is_newest) if is_writer else None
@@ -184,10 +189,7 @@ class CheckpointManager:
         if rewind.best_step >= 0:
             progress.best = -math.inf
             self.logger.warning(rewind.describe(self.folder))
-        # A process may have been killed between writing a checkpoint and naming it best.pt.
-        *before, score = progress.scores or [-math.inf]
-        is_best = score == entries["best"] > max(before, default=-math.inf)
-        if is_best and entries.get("results") and source.rank == 0:
+        if is_best and source.rank == 0:
             progress.best = score
             rewind.best = source.path.resolve()
             if is_writer and rewind.replaces_nothing:
@@ -196,37 +198,49 @@ class CheckpointManager:
         if entries["samples"] and entries.get("results"):  # its epoch is validated again later
             progress.scores = before
 
-    def _fetch_best(self) -> None:
+    def _fetch_best(self, source: Source | None) -> None:
         """Copy the best checkpoint to rank 0's host from that which has it; forget it if none has.
 
         The hosts share no disk, and rank 0 has moved. Its own best.pt may be of steps that the run
         has lost since.
+
+        Args:
+            source: of the best checkpoint, if it is the resumed one.
         """
-        score = self.state.progress.best
-        is_local_leader = os.environ.get("LOCAL_RANK", "0") == "0"
-        own_score = files.best_score(self.folder) if is_local_leader else None
-        scores = all_gather(own_score, self._group)
-        if score == scores[0] or score == -math.inf:
+        progress = self.state.progress
+        if progress.best == -math.inf:
             return
-        if score not in scores:
-            self.state.progress.best = -math.inf
-            self.logger.warning(f"no host has the best checkpoint so far, of {score:.4f}")
-            return
-        owner = scores.index(score)
-        content = format.broadcast_file(self.folder / files.BEST, owner, self._group)
-        if dist.get_rank() != 0 or content is None:
-            return
+        if source is None:
+            is_local_leader = os.environ.get("LOCAL_RANK", "0") == "0"
+            found = files.identify_best(self.folder) if is_local_leader else None
+            own, *others = all_gather(found, self._group)
+            owners = [
+                (n, best) for n, best in enumerate(others, 1) if best and best[0] == progress.best
+            ]
+            owner, best = (owners or [(0, own)])[0]
+            if best == own and own and own[0] == progress.best:
+                return
+            source = Source(self.folder / files.BEST, owner) if owners else None
+        content = source and format.broadcast_file(source.path, source.rank, self._group)
+        if source is None or content is None:
+            self.logger.warning(
+                f"no host has the best checkpoint, of {progress.best:.4g}: the next validation "
+                "replaces best.pt"
+            )
+            progress.best = -math.inf
+        elif dist.get_rank() == 0:
+            self._write_best(content, source.rank)
+
+    def _write_best(self, content: io.BytesIO, owner: int) -> None:
+        """Write best.pt of the host of rank `owner`; on a full disk, forget it."""
         try:
             earlier = files.replace_best(self.folder, content.getbuffer())
         except OSError as error:
             self.state.progress.best = -math.inf
-            reason = error.strerror or error
-            self.logger.warning(
-                f"{files.BEST} of the host of rank {owner} can't be copied ({reason})"
-            )
-            return
-        kept = f"; the one that was here is {earlier.name} now" if earlier else ""
-        self.logger.info(f"copied {files.BEST} from the host of rank {owner}{kept}")
+            self.logger.warning(f"{files.BEST} can't be written ({error.strerror or error})")
+        else:
+            kept = f"; the one that was here is {earlier.name} now" if earlier else ""
+            self.logger.info(f"copied {files.BEST} from the host of rank {owner}{kept}")
 
     def _restore_progress(
         self, path: Path, entries: dict[str, Any], is_own: bool, is_evaluation: bool

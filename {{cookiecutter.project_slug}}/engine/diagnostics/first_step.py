@@ -138,7 +138,7 @@ def _owners_line(error: BaseException) -> str:
 
 
 class FirstStepAudit:
-    """Checks of what is about to train and, once, of the gradients after a backward pass.
+    """Checks of what is about to train and, once they are finite, of the gradients.
 
     Every rank constructs an audit before its loop. That passes over the weights and over the
     epoch's indices, and reads no data: on two CPU cores it takes 0.04 s for a ResNet-50, and 0.9 s
@@ -165,8 +165,9 @@ class FirstStepAudit:
         self.model = model
         self.module = unwrap(model)
         self.logger = logger
-        self.is_done = any(
-            getattr(model, flag, False)  # parameters without a gradient are accepted
+        self.is_done = False
+        self.accepts_unused = any(
+            getattr(model, flag, False)
             for flag in ("find_unused_parameters", "delay_allreduce")  # torch's name, Apex's name
         )
         device = next(self.module.parameters()).device
@@ -187,19 +188,18 @@ class FirstStepAudit:
 
         Call it after each backward pass. A parameter without a gradient makes torch's
         DistributedDataParallel raise in the next step; Apex's hangs or averages wrongly as soon as
-        these parameters differ between ranks. Gradients that overflowed are checked a step later.
+        these parameters differ between ranks. After an overflow, the next step is checked.
 
         Raises UserError with their names. With a single rank, it is a warning.
         """
         if self.is_done:
             return
-        grads = {name: p.grad for name, p in self.module.named_parameters() if p.requires_grad}
-        if unused := [name for name, grad in grads.items() if grad is None]:
+        trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        unused = [name for name, parameter in trained.items() if parameter.grad is None]
+        if unused and not self.accepts_unused:
             self._report_unused(unused)
-        if dist.get_world_size() == 1 or is_sharded(self.module):
-            self.is_done = True
-        else:
-            self.is_done = _require_averaged({n: g for n, g in grads.items() if g is not None})
+        is_alone = dist.get_world_size() == 1 or is_sharded(self.module)
+        self.is_done = is_alone or _require_averaged(trained)
 
     def _report_unused(self, names: list[str]) -> None:
         fix = "use them in the loss, set their requires_grad to False"
@@ -214,27 +214,36 @@ class FirstStepAudit:
         raise UserError(f"{problem}, or accept it with {flag}")
 
 
-def _require_averaged(grads: dict[str, Tensor]) -> bool:
+def _require_averaged(parameters: dict[str, nn.Parameter]) -> bool:
     """Raise UserError if gradients differ between the ranks; return False if any is not finite."""
-    values = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads.values()]
-    norms = torch.stack([torch.linalg.vector_norm(each, dtype=torch.float32) for each in values])
-    finite = norms.isfinite().all().float()
-    highest = torch.cat([norms.nan_to_num(posinf=0), finite[None]])
-    lowest = highest.clone()
-    dist.all_reduce(lowest, dist.ReduceOp.MIN)
-    dist.all_reduce(highest, dist.ReduceOp.MAX)
-    if not lowest[-1]:
+    norms = torch.stack([_gradient_norm(parameter) for parameter in parameters.values()])
+    overflowed = (~norms.isfinite()).any().float()
+    norms = norms.nan_to_num(posinf=0)
+    bounds = torch.cat([norms, -norms, overflowed[None]])
+    dist.all_reduce(bounds, dist.ReduceOp.MAX)
+    if bounds[-1]:
         return False
+    highest, negated_lowest = bounds[:-1].chunk(2)
     # GPUs of other kinds round in other ways; gradients of other samples differ by far more.
-    indices = (highest - lowest > MAX_DIFFERENCE * highest).nonzero().flatten().tolist()
-    if indices:
-        names = list(grads)
+    is_different = highest + negated_lowest > MAX_DIFFERENCE * highest
+    names = list(parameters)
+    if different := [names[index] for index in is_different.nonzero().flatten().tolist()]:
         raise UserError(
-            f"the gradients of {summarize([names[index] for index in indices])} are not averaged "
-            "over the processes: call the wrapped model, run.model, once for each backward pass "
-            "(if other gradients in each process are wanted, leave check_gradients out)"
+            f"the gradients of {summarize(different)} are not averaged over the processes: call "
+            "run.model, not a model inside it, and backward() once for what it returns (if each "
+            "process is to have gradients of its own, leave check_gradients out)"
         )
     return True
+
+
+def _gradient_norm(parameter: nn.Parameter) -> Tensor:
+    """Return the norm of a gradient in fp32; 0 without one."""
+    grad = parameter.grad
+    if grad is None:
+        return torch.zeros((), device=parameter.device)
+    values = grad.coalesce().values() if grad.is_sparse else grad
+    values = torch.view_as_real(values) if values.is_complex() else values
+    return torch.linalg.vector_norm(values, dtype=torch.float32)
 
 
 def device_identity(device: torch.device) -> str:

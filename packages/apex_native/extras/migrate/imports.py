@@ -11,7 +11,7 @@ from libcst.helpers import get_full_name_for_node
 
 from .report import PREFIX
 
-STILL_USED = "what this imports from Apex is used in a way that migrate does not rewrite"
+STILL_USED = "what this imports from Apex may be used in a way that migrate does not rewrite"
 NOTE = cst.Comment(PREFIX + STILL_USED)
 
 
