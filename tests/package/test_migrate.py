@@ -288,6 +288,36 @@ HELPERS = {
         "adaptive(model.parameters())",
         "adaptive is given the parameters before the step, and may read their gradients",
     ),
+    "alias": (
+        "from torch.nn.utils import clip_grad_norm_ as limit\nall = [*model.parameters()]\n",
+        "limit(all, 1.0)",
+        "limit is given the parameters before the step",
+    ),
+    "assigned": (
+        "limit = nn.utils.clip_grad_norm_\ngroups = [model.parameters()]\nfirst = groups[0]\n",
+        "limit(first, 1.0)",
+        "limit is given the parameters before the step",
+    ),
+    "autograd": (
+        "from torch.autograd import backward as run\n",
+        "run(model(x).sum())",
+        "run(model(x).sum()) is not scaled",
+    ),
+    "lambda": (
+        "limit = lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n",
+        "limit()",
+        "a lambda reads gradients",
+    ),
+    "method": (
+        CLIPPER.replace("NAME", "step"),
+        "clipper.step(model)",
+        "step reads gradients",
+    ),
+    "nested": (
+        "",
+        "def limit():\n        nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n    limit()",
+        "limit reads gradients",
+    ),
     "property": (
         CLIPPER.replace("def NAME", "@property\n    def norm"),
         "print(clipper.norm)",
@@ -303,6 +333,33 @@ def test_helper_that_grad_scaler_would_change_is_left(tmp_path, helper, line, wh
     code, report = migrate(tmp_path, script, status=1)
     assert why in report
     assert "with amp.scale_loss(loss, optimizer)" in code
+
+
+def test_clipping_in_a_loop_without_the_step_is_left(tmp_path):
+    loop = """
+for step in range(5):
+    optimizer.zero_grad()
+    for part in range(2):
+        loss = criterion(model(x), y)
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
+    optimizer.step()
+"""
+    start = TRAIN.replace("LEVEL", "O1").partition("for step")[0]
+    script = f"{START}optimizer = {OPTIMIZERS[0]}{start}{loop}"
+    code, report = migrate(tmp_path, script, status=1)
+    assert "gradients are clipped in a loop without step()" in report
+    assert "GradScaler" not in re.sub("#.*", "", code)
+
+
+@pytest.mark.parametrize("line", ["{}; n = 1", "if True: {}"])
+def test_initialize_in_a_line_with_others_is_left_as_a_whole(tmp_path, line):
+    call = 'model, optimizer = amp.initialize(model, optimizer, opt_level="O1")'
+    train = TRAIN.replace("LEVEL", "O1").replace(call, line.format(call))
+    code, report = migrate(tmp_path, f"{START}optimizer = {OPTIMIZERS[0]}{train}", status=1)
+    assert "amp.initialize shares its line with another statement" in report
+    assert "with amp.scale_loss(loss, optimizer)" in code and "GradScaler" not in code
 
 
 def test_autograd_in_a_forward_pass_is_no_reason(tmp_path):

@@ -87,7 +87,7 @@ class Analysis(Gradients):
             texts = [source(arg.value).strip("\"'") for arg in node.args if arg.keyword is None]
             self.flags |= {text.lstrip("-").replace("-", "_") for text in texts}
         elif "clip_grad" in source(node.func):
-            self.readers.append((self.statement(node), ""))
+            self._add_reader(node, "")
         if not name.startswith("apex.amp."):
             return
         short = name.removeprefix("apex.amp.")
@@ -100,7 +100,7 @@ class Analysis(Gradients):
         elif short == "scale_loss":
             self._scale_loss(node)
         elif short == "master_params":
-            self.readers.append((self.statement(node), ""))
+            self._add_reader(node, "")
         elif short != "disable_casts":
             self.states.append(node)
 
@@ -115,7 +115,11 @@ class Analysis(Gradients):
         is_reset = isinstance(parent, cst.AssignTarget) or source(parent).endswith(".grad.zero_")
         is_function = source(node).endswith("autograd.grad")
         if not is_reset and not is_function:
-            self.readers.append((self.statement(node), source(node)))
+            self._add_reader(node, source(node))
+
+    def _add_reader(self, node: cst.CSTNode, grad: str) -> None:
+        self.readers.append((self.statement(node), grad))
+        self.has_lambda |= any(isinstance(each, cst.Lambda) for each in self.parents(node))
 
     def visit_Name(self, node: cst.Name) -> None:
         """Find amp as a value, and names that may be those of scaled losses."""
@@ -128,6 +132,9 @@ class Analysis(Gradients):
 
     def visit_FunctionDef(self, node: cst.FunctionDef) -> None:
         self.defined.add(node.name.value)
+
+    def visit_Assign(self, node: cst.Assign) -> None:
+        self.assigned.append(node)
 
     def visit_Return(self, node: cst.Return) -> None:
         self.returns.append(node)
@@ -159,6 +166,9 @@ class Analysis(Gradients):
     def _initialize(self, node: cst.Call) -> None:
         usage, parts = self.usage, split(expand(self, node))
         self.starts.append(node)
+        line = self.parent(self.parent(node))
+        if len(getattr(line, "body", [])) != 1 or isinstance(line, cst.SimpleStatementSuite):
+            usage.reasons.append("amp.initialize shares its line with another statement")
         if isinstance(parts, str):
             usage.reasons.append(parts)
             return

@@ -1,16 +1,19 @@
 """Gradients: the steps of the optimizers, and where the gradients are unscaled before them."""
 
+import builtins
 import re
 from collections.abc import Iterator
 from typing import Any
 
 import libcst as cst
-from libcst.metadata import PositionProvider
+from libcst.metadata import PositionProvider, QualifiedNameProvider
 
-from .places import new_name, source
+from .places import names_in, new_name, source
 from .tree import Tree
 from .usage import Loss, Usage
 
+# Bases of classes whose ``step`` GradScaler calls.
+OPTIMIZER = re.compile(r"Optim|SGD|Adam|LAMB|LARS|LARC|Adagrad|NovoGrad|RMSprop|Rprop")
 NAMELESS = ("__call__", "__enter__", "__exit__", "forward")  # methods called without their names
 
 
@@ -36,6 +39,8 @@ class Gradients(Tree):
         self.calls: list[tuple[str, cst.Call]] = []  # of functions and methods, by name
         self.values: set[str] = set()  # names that are passed on or assigned
         self.defined: set[str] = set()  # functions of this file
+        self.assigned: list[cst.Assign] = []
+        self.has_lambda = False  # which reads gradients
 
     def name_scalers(self, module: cst.Module) -> None:
         """Name a GradScaler for each optimizer."""
@@ -73,6 +78,8 @@ class Gradients(Tree):
                 if step.args or not is_alone or not isinstance(self.parent(step), cst.Expr):
                     self.usage.reasons.append(f"{optimizer}.step() is not a statement of its own")
                 covered |= self._place_unscale(optimizer, step)
+        if self.has_lambda:
+            self.usage.reasons.append("a lambda reads gradients, which GradScaler scales")
         for loss in self.usage.losses:
             for statement, grad in self.readers:
                 if not self._follows(statement, loss):
@@ -87,9 +94,12 @@ class Gradients(Tree):
 
     def _check_imported(self) -> None:
         """Require that no function of another file is given the parameters before a step."""
+        parameters = self._names_of_parameters()
         for name, call in self.calls:
-            is_given = any(".parameters()" in source(arg) for arg in call.args)
-            if not is_given or name in self.defined or "clip_grad" in name:
+            given = {each for arg in call.args for each in names_in(arg)} & parameters
+            is_given = given or any(".parameters()" in source(arg) for arg in call.args)
+            is_harmless = name in self.defined or "clip_grad" in name or hasattr(builtins, name)
+            if not is_given or is_harmless:
                 continue
             steps = [step for _, step in self.steps if self.function(step) is self.function(call)]
             ends = [self.get_metadata(PositionProvider, step).start.line for step in steps]
@@ -102,24 +112,45 @@ class Gradients(Tree):
                     "gradients, which GradScaler scales"
                 )
 
+    def _names_of_parameters(self) -> set[str]:
+        """Return the names of what is computed from parameters, except for optimizers."""
+        optimizers = {owner.removeprefix("self.") for owner, _ in self.steps}
+        found: set[str] = set()
+        for line in self.assigned:
+            if ".parameters()" in source(line.value) or names_in(line.value) & found:
+                found |= {name for each in line.targets for name in names_in(each.target)}
+                found -= optimizers
+        return found
+
     def _check_helpers(self, covered: set[cst.CSTNode]) -> None:
         """Require that no function which a training step calls reads gradients.
 
         Methods of optimizers that the script defines are called by GradScaler, or after it.
         """
         readers = {self.function(each) for each, _ in self.readers if each not in covered}
-        helpers = {each for each in readers if _name(each) not in ("step", "zero_grad")}
+        helpers = {each for each in readers if not self._is_of_optimizer(each)}
         for name, call in self._uses(helpers):
             here = self._losses_beside(call)
             if not here or any(self._follows(call, loss) for loss in here):
                 self.usage.reasons.append(f"{name} reads gradients, which GradScaler scales")
+
+    def _is_of_optimizer(self, function: cst.CSTNode) -> bool:
+        """Return whether a function is ``step`` or ``zero_grad`` of an optimizer's class."""
+        around = function
+        while not isinstance(around, (cst.Module, cst.ClassDef)):
+            around = self.parent(around)
+        bases = around.bases if isinstance(around, cst.ClassDef) else ()
+        is_optimizer = any(OPTIMIZER.search(source(base)) for base in bases)
+        return is_optimizer and _name(function) in ("step", "zero_grad")
 
     def _check_unscaled(self) -> None:
         """Require that all losses of a training step are scaled, or none."""
         backward = [
             call
             for name, call in self.calls
-            if name == "backward" and isinstance(call.func, cst.Attribute)
+            if name == "backward"
+            and isinstance(call.func, cst.Attribute)
+            or self._is_named(call, "torch.autograd.backward")
         ]
         training = self._training()
         uses: list[tuple[str, cst.CSTNode]] = [
@@ -134,6 +165,10 @@ class Gradients(Tree):
                     f"{what} is not scaled; GradScaler would unscale its gradients, too, "
                     "if the same step uses them"
                 )
+
+    def _is_named(self, call: cst.Call, name: str) -> bool:
+        names = self.get_metadata(QualifiedNameProvider, call.func, set())
+        return any(each.name == name for each in names)
 
     def _training(self) -> set[cst.CSTNode]:
         """Return the functions with a scaled loss or a step of its optimizer."""
@@ -195,7 +230,7 @@ class Gradients(Tree):
         for statement, grad in self.readers:
             around = {statement, *self.parents(statement)}
             index = next((i for i, line in enumerate(block.body) if line in around), None)
-            if grad or index is None:
+            if grad or index is None or self.function(statement) is not self.function(step):
                 continue
             covered.add(statement)
             losses = [each for each in self.usage.losses if each.optimizer == optimizer]
@@ -206,6 +241,10 @@ class Gradients(Tree):
             here = [each for each in losses if self.function(each.statement) is self.function(step)]
             if here and not any(self._follows(statement, each) for each in here):
                 continue
+            around_step = set(self.parents(step))
+            loops = [each for each in around if isinstance(each, (cst.For, cst.While))]
+            if inside and not around_step.issuperset(loops):
+                self.usage.reasons.append("gradients are clipped in a loop without step()")
             self.usage.unscale[statement if inside else block.body[index]] = optimizer
         return covered
 
