@@ -12,7 +12,7 @@ from .places import names_in, new_name, source
 from .tree import Tree
 from .usage import Loss, Usage
 
-# Bases of classes whose ``step`` GradScaler calls.
+# In the name of a class whose ``step`` GradScaler calls.
 OPTIMIZER = re.compile(r"Optim|SGD|Adam|LAMB|LARS|LARC|Adagrad|NovoGrad|RMSprop|Rprop")
 NAMELESS = ("__call__", "__enter__", "__exit__", "forward")  # methods called without their names
 
@@ -114,13 +114,14 @@ class Gradients(Tree):
 
     def _names_of_parameters(self) -> set[str]:
         """Return the names of what is computed from parameters, except for optimizers."""
-        optimizers = {owner.removeprefix("self.") for owner, _ in self.steps}
         found: set[str] = set()
         for line in self.assigned:
+            called = source(line.value.func) if isinstance(line.value, cst.Call) else ""
+            if OPTIMIZER.search(called) or called.endswith("initialize"):
+                continue
             if ".parameters()" in source(line.value) or names_in(line.value) & found:
                 found |= {name for each in line.targets for name in names_in(each.target)}
-                found -= optimizers
-        return found
+        return found - {owner.removeprefix("self.") for owner, _ in self.steps}
 
     def _check_helpers(self, covered: set[cst.CSTNode]) -> None:
         """Require that no function which a training step calls reads gradients.

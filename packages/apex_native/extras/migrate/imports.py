@@ -13,6 +13,12 @@ from .report import PREFIX
 
 STILL_USED = "what this imports from Apex may be used in a way that migrate does not rewrite"
 NOTE = cst.Comment(PREFIX + STILL_USED)
+# What ``from apex.fp16_utils import *`` imports, which many scripts have without need.
+FP16_UTILS = re.compile(
+    r"BN_convert_float|network_to_half|prep_param_lists|model_grads_to_master_grads|tofp16|"
+    r"master_params_to_model_params|to_python_float|clip_grad_norm|convert_(module|network)|"
+    r"FP16Model|FP16_Optimizer|(Dynamic)?LossScaler|fp16util|fp16_optimizer|loss_scaler"
+)
 
 
 class _Used(cst.CSTVisitor):
@@ -95,8 +101,11 @@ class _Remove(cst.CSTTransformer):
 
     def leave_ImportFrom(self, original_node: cst.ImportFrom, updated_node: cst.ImportFrom) -> Any:
         module = get_full_name_for_node(original_node.module) if original_node.module else None
-        if isinstance(original_node.names, cst.ImportStar) or original_node.relative or not module:
+        if original_node.relative or not module:
             return updated_node
+        if isinstance(original_node.names, cst.ImportStar):
+            is_used = module != "apex.fp16_utils" or any(map(FP16_UTILS.fullmatch, self.used))
+            return updated_node if is_used else cst.RemoveFromParent()
         return _with_names(updated_node, self._keep(original_node.names, module))
 
     def leave_Try(self, original_node: cst.Try, updated_node: cst.Try) -> Any:
