@@ -212,15 +212,14 @@ class CheckpointManager:
             return
         if source is None:
             is_local_leader = os.environ.get("LOCAL_RANK", "0") == "0"
-            found = files.identify_best(self.folder) if is_local_leader else None
-            own, *others = all_gather(found, self._group)
-            owners = [
-                (n, best) for n, best in enumerate(others, 1) if best and best[0] == progress.best
-            ]
-            owner, best = (owners or [(0, own)])[0]
-            if best == own and own and own[0] == progress.best:
+            own = files.identify_best(self.folder) if is_local_leader else None
+            found = all_gather(own, self._group)
+            scores = [best and best[0] for best in found]
+            ranks = (*range(1, len(found)), 0)  # rank 0's own may be of lost steps
+            owner = next((rank for rank in ranks if scores[rank] == progress.best), None)
+            if owner is not None and found[owner] == found[0]:
                 return
-            source = Source(self.folder / files.BEST, owner) if owners else None
+            source = None if owner is None else Source(self.folder / files.BEST, owner)
         content = source and format.broadcast_file(source.path, source.rank, self._group)
         if source is None or content is None:
             self.logger.warning(
