@@ -595,6 +595,7 @@ MANIFESTS = {
     "classes that are no strings": lambda manifest: manifest.update(classes=[1, 2]),
     "classes that can't be hashed": lambda manifest: manifest.update(classes=[{}, []]),
     "class that is there twice": lambda manifest: manifest.update(classes=["cat", "cat"]),
+    "class that is half a surrogate pair": lambda manifest: manifest.update(classes=["\ud800"]),
     "options of another type": lambda manifest: manifest.update(options=5),
 }
 

@@ -99,6 +99,7 @@ class Manifest:
             and manifest.samples == sum(shard.samples for shard in entries)
         ):
             raise ValueError
+        "".join(manifest.classes).encode(errors="surrogateescape")  # half a surrogate pair is none
         return manifest
 
     @property
