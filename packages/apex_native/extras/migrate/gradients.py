@@ -27,6 +27,11 @@ def _is_property(function: cst.CSTNode) -> bool:
     return any("property" in source(each) for each in decorators)
 
 
+def _is_computed_from(node: cst.CSTNode, parameters: set[str]) -> bool:
+    """Return whether parameters are in `node`, of a model or under these names."""
+    return ".parameters()" in source(node) or bool(names_in(node) & parameters)
+
+
 class Gradients(Tree):
     """Finds a place for the calls of GradScaler, in what a visit of the module has found."""
 
@@ -96,8 +101,7 @@ class Gradients(Tree):
         """Require that no function of another file is given the parameters before a step."""
         parameters = self._names_of_parameters()
         for name, call in self.calls:
-            given = {each for arg in call.args for each in names_in(arg)} & parameters
-            is_given = given or any(".parameters()" in source(arg) for arg in call.args)
+            is_given = any(_is_computed_from(arg, parameters) for arg in call.args)
             is_harmless = name in self.defined or "clip_grad" in name or hasattr(builtins, name)
             if not is_given or is_harmless:
                 continue
@@ -119,7 +123,7 @@ class Gradients(Tree):
             called = source(line.value.func) if isinstance(line.value, cst.Call) else ""
             if OPTIMIZER.search(called) or called.endswith("initialize"):
                 continue
-            if ".parameters()" in source(line.value) or names_in(line.value) & found:
+            if _is_computed_from(line.value, found):
                 found |= {name for each in line.targets for name in names_in(each.target)}
         return found - {owner.removeprefix("self.") for owner, _ in self.steps}
 
