@@ -9,7 +9,7 @@ import copy
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain
+from itertools import chain, compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -217,17 +217,13 @@ class FirstStepAudit:
 def _require_averaged(parameters: dict[str, nn.Parameter]) -> bool:
     """Raise UserError if gradients differ between the ranks; return False if any is not finite."""
     norms = torch.stack([_gradient_norm(parameter) for parameter in parameters.values()])
-    overflowed = (~norms.isfinite()).any().float()
-    norms = norms.nan_to_num(posinf=0)
-    bounds = torch.cat([norms, -norms, overflowed[None]])
-    dist.all_reduce(bounds, dist.ReduceOp.MAX)
-    if bounds[-1]:
+    is_finite = norms.isfinite().all().float()
+    lowest, highest = _bounds(torch.cat([norms.nan_to_num(posinf=0), is_finite[None]]))
+    if not lowest[-1]:
         return False
-    highest, negated_lowest = bounds[:-1].chunk(2)
     # GPUs of other kinds round in other ways; gradients of other samples differ by far more.
-    is_different = highest + negated_lowest > MAX_DIFFERENCE * highest
-    names = list(parameters)
-    if different := [names[index] for index in is_different.nonzero().flatten().tolist()]:
+    is_different = highest - lowest > MAX_DIFFERENCE * highest
+    if different := list(compress(parameters, is_different.tolist())):
         raise UserError(
             f"the gradients of {summarize(different)} are not averaged over the processes: call "
             "run.model, not a model inside it, and backward() once for what it returns (if each "
@@ -272,15 +268,21 @@ def _require_equal_weights(module: nn.Module) -> None:
     names, weights = zip(*module.named_parameters(), strict=True)
     # Sums of the bits as integers: exact, in any order, and without a copy of the weights.
     sums = torch.stack([w.detach().view(INTEGER_TYPES[w.element_size()]).sum() for w in weights])
-    lowest = sums.clone()
-    dist.all_reduce(lowest, dist.ReduceOp.MIN)
-    dist.all_reduce(sums, dist.ReduceOp.MAX)
-    different = [names[index] for index in (lowest != sums).nonzero().flatten().tolist()]
+    lowest, highest = _bounds(sums)
+    different = list(compress(names, (lowest != highest).tolist()))
     if different:
         fix = "wrap the model in DistributedDataParallel, and resume from the same file everywhere"
         raise UserError(
             f"the processes start with different weights ({summarize(different)}): {fix}"
         )
+
+
+def _bounds(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the lowest and the highest of each value over all ranks."""
+    lowest, highest = values.clone(), values.clone()
+    dist.all_reduce(lowest, dist.ReduceOp.MIN)
+    dist.all_reduce(highest, dist.ReduceOp.MAX)
+    return lowest, highest
 
 
 def _describe_shards(module: nn.Module, optimizer: Optimizer) -> str:
