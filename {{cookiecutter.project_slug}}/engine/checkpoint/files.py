@@ -88,18 +88,17 @@ def best_of(folder: Path) -> Path | None:
 
 def identify_best(folder: Path) -> tuple[float, int] | None:
     """Return the score and the step of best.pt in `folder`; None if there is no valid one."""
-    try:
+    with suppress(UserError):
         entries = format.load(folder / BEST)
-    except UserError:
-        return None
-    return entries["best"], entries["step"] or 0
+        return entries["best"], entries["step"] or 0
+    return None
 
 
-def replace_best(folder: Path, content: memoryview) -> Path | None:
-    """Write best.pt; return the new path of the one that was there, if that is valid."""
+def replace_best(folder: Path, content: memoryview, step: int | None) -> Path | None:
+    """Write best.pt; return the new path of the one that was there, if it has a `step`."""
     best, aside = folder / BEST, None
-    if found := identify_best(folder):
-        aside = _name_aside(best, found[1])
+    if step is not None:
+        aside = _name_aside(best, step)
         link(best, aside)
     with replacing(best) as temporary:
         temporary.write_bytes(content)

@@ -1,8 +1,6 @@
 """Manager of a run's checkpoints: when to save, and how to resume."""
 
-import io
 import math
-import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -210,9 +208,8 @@ class CheckpointManager:
         progress = self.state.progress
         if progress.best == -math.inf:
             return
+        own = files.identify_best(self.folder) if distributed.is_local_leader() else None
         if source is None:
-            is_local_leader = os.environ.get("LOCAL_RANK", "0") == "0"
-            own = files.identify_best(self.folder) if is_local_leader else None
             found = all_gather(own, self._group)
             scores = [best and best[0] for best in found]
             ranks = (*range(1, len(found)), 0)  # rank 0's own may be of lost steps
@@ -228,12 +225,12 @@ class CheckpointManager:
             )
             progress.best = -math.inf
         elif dist.get_rank() == 0:
-            self._write_best(content, source.rank)
+            self._write_best(content.getbuffer(), source.rank, own[1] if own else None)
 
-    def _write_best(self, content: io.BytesIO, owner: int) -> None:
-        """Write best.pt of the host of rank `owner`; on a full disk, forget it."""
+    def _write_best(self, content: memoryview, owner: int, own_step: int | None) -> None:
+        """Write best.pt of rank `owner`, keep that of `own_step`; on a full disk, forget it."""
         try:
-            earlier = files.replace_best(self.folder, content.getbuffer())
+            earlier = files.replace_best(self.folder, content, own_step)
         except OSError as error:
             self.state.progress.best = -math.inf
             self.logger.warning(f"{files.BEST} can't be written ({error.strerror or error})")

@@ -69,7 +69,7 @@ def check_settings(
 
 def _exec_preflight() -> NoReturn:
     """Replace this process, of ``python main.py`` or torchrun, with the preflight of run.sh."""
-    if int(os.environ.get("LOCAL_RANK", "0")) > 0:
+    if not distributed.is_local_leader():
         sys.exit()  # rank 0 checks for all
     num_ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
     project = Path(__file__).parent.parent.parent

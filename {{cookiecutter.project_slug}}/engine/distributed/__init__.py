@@ -40,6 +40,11 @@ def is_rank_zero() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+def is_local_leader() -> bool:
+    """Return whether this process is the first one of its host."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
 def print_on_rank_zero(message: str) -> None:
     """Print a line on standard error if this process has rank 0."""
     if is_rank_zero():

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import platform
 import socket
 import sys
@@ -15,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from engine import UserError, fingerprint
+from engine import UserError, distributed, fingerprint
 
 MAX_CLOCK_DIFFERENCE_S = 5.0  # torchrun's rendezvous takes a host that is 15 s behind for lost
 HOST_SETTINGS = (  # may differ between hosts
@@ -82,7 +81,7 @@ def require_same_facts(store: dist.Store, rank: int, world_size: int, facts: Fac
     if difference:
         raise UserError(difference)
     problem = clock_problem(rank_0_time, "rank 0's")  # all processes have waited for this
-    if problem and os.environ.get("LOCAL_RANK", "0") == "0":
+    if problem and distributed.is_local_leader():
         print(f"warning: {problem}", file=sys.stderr, flush=True)
 
 

@@ -14,7 +14,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from engine import EXIT_USAGE, UserError
+from engine import EXIT_USAGE, UserError, distributed
 from engine.distributed.network import keep_alive, listen, read_words, send
 from engine.launch import LAUNCHER, USAGE_SIGNAL
 
@@ -161,8 +161,7 @@ class PeerMonitor(threading.Thread):
         if event == "failed":
             exit_process(int(detail))
         time.sleep(LINGER_S)
-        is_local_leader = os.environ.get("LOCAL_RANK", "0") == "0"
-        if self.rank == 0 or (rank == "0" and (self.rank == 1 or is_local_leader)):
+        if self.rank == 0 or (rank == "0" and (self.rank == 1 or distributed.is_local_leader())):
             print(
                 f"error: rank {rank} on {detail} has ended without a message, or is out of reach",
                 file=sys.stderr,
