@@ -514,6 +514,15 @@ def test_another_pack_at_the_url_has_another_mirror(server, packed, tmp_path, ru
 
 
 @needs_nginx
+def test_page_of_a_proxy_in_place_of_a_manifest_is_an_error_with_its_url(server, packed, tmp_path):
+    (packed / "train" / "pack.json").write_text("<html>Please log in</html>")
+    data = RemoteFolder(f"{server.url}/packed", tmp_path / "cache", MANY)
+    with pytest.raises(UserError, match=f"{data.url}/train/pack.json is damaged"):
+        datasets(data)
+    assert not (tmp_path / "cache").exists()
+
+
+@needs_nginx
 def test_index_of_another_pack_is_an_error(server, packed, tmp_path):
     (packed / "train" / "index.bin").write_bytes((packed / "val" / "index.bin").read_bytes())
     with pytest.raises(UserError, match="train/index.bin is damaged or was changed"):

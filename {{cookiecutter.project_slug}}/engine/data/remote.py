@@ -85,6 +85,7 @@ class RemoteFolder:
             for name in [f"{split}/{MANIFEST}" for split in splits]:
                 with suppress(FileNotFoundError):
                     files[name] = store.read(name)
+                    shards.parse_manifest(files[name], f"{self.url}/{name}")
             if files:
                 break
         else:

@@ -214,15 +214,20 @@ def read_manifest(folder: Path) -> Manifest:
             f"{folder} is not packed completely: run the command that packed it again, which "
             "continues it"
         )
+    with _opening(path, MAX_BYTES) as file:  # not read to its end: some files have none
+        return parse_manifest(file.read(os.fstat(file.fileno()).st_size), path)
+
+
+def parse_manifest(content: bytes, name: object) -> Manifest:
+    """Return the manifest in a file's `content`. Raises UserError, with its `name`, if invalid."""
     try:
-        with _opening(path, MAX_BYTES) as file:  # not read to its end: some files have none
-            manifest = Manifest.parse(file.read(os.fstat(file.fileno()).st_size))
+        manifest = Manifest.parse(content)
         if not manifest.samples:
             raise ValueError
     except ValueError:
-        raise UserError(f"{path} is damaged, or of another version; {AGAIN}") from None
+        raise UserError(f"{name} is damaged, or of another version; {AGAIN}") from None
     if manifest.format != FORMAT:
-        raise UserError(f"{path} has format {manifest.format}, not {FORMAT}; pack anew")
+        raise UserError(f"{name} has format {manifest.format}, not {FORMAT}; pack anew")
     return manifest
 
 
