@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import random
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -654,6 +655,33 @@ def test_best_is_the_best_checkpoint_on_the_disk(two_processes: Processes, tmp_p
         "{'arch': 'linear', 'by_shard': False, 'samples': {}, 'fingerprints': {}, "
         "'optimizer': 'SGD'}"
     )
+
+
+def best_after_the_folder_was_removed(folder: str) -> tuple[float, int, list[str]]:
+    manager = manager_of(folder)
+    for step, metric in enumerate((0.9, 0.5, 0.4), 1):
+        manager.state.progress.step = step
+        manager.save()
+        manager.wait()
+        manager.state.progress.scores.append(metric)
+        manager.save({"val_accuracy": metric})
+        manager.finish()
+        dist.barrier()
+        if metric == 0.9 and dist.get_rank() == 0:
+            shutil.rmtree(folder)
+            Path(folder).mkdir()
+        dist.barrier()
+    best = torch.load(Path(folder, "best.pt"), weights_only=True)
+    return manager.state.progress.best, best["step"], manager.logger
+
+
+def test_best_is_replaced_after_the_folder_was_removed(
+    two_processes: Processes, tmp_path: Path
+) -> None:
+    (score, step, said), _ = two_processes(best_after_the_folder_was_removed, str(tmp_path))
+    assert (score, step) == (0.5, 2)
+    (message,) = said
+    assert message.endswith("/best.pt was removed: the next validation replaces it")
 
 
 def results_during_a_write(folder: str) -> tuple[float, float, list[bool], bool]:

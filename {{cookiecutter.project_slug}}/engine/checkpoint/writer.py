@@ -1,5 +1,6 @@
 """Thread that writes a run's checkpoints while the training continues."""
 
+import math
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -96,6 +97,7 @@ class CheckpointWriter:
     def _write(self, entries: dict[str, Any], copied: torch.cuda.Event | None) -> None:
         """Write `entries`; `copied` is recorded after their copies from the GPU."""
         path = self.folder / f"step-{entries['step']}{'' if self.group else '.pt'}"
+        self._forget_missing_best(entries)
         # The one before, which was still being written when this was saved, may be better.
         entries["best"] = max(entries["best"], self.progress.best)
         try:
@@ -124,6 +126,14 @@ class CheckpointWriter:
             reason = text.splitlines()[0]
             self.problem = f"{path} could not be written ({reason})"
             self.warn(f"{self.problem}; the run goes on, the checkpoints before it are kept")
+
+    def _forget_missing_best(self, entries: dict[str, Any]) -> None:
+        """Have the next validation replace best.pt, if it is gone, such as with the folder."""
+        is_expected = dist.get_rank() == 0 and self.progress.best > -math.inf and not self.rewind
+        if is_expected and not files.best_of(self.folder):
+            self.progress.best = -math.inf
+            entries["best"] = entries["scores"][-1] if entries["results"] else -math.inf
+            self.warn(f"{self.folder / BEST} was removed: the next validation replaces it")
 
     def _prepare(self) -> None:
         """Remove what a killed process left incomplete; keep the best of what is replaced."""
