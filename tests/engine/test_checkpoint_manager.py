@@ -1372,6 +1372,19 @@ def test_a_restart_continues_the_run_of_another_host(
     assert all(is_continued for _, is_continued in found)
 
 
+def test_a_restart_ignores_the_older_run_on_another_host(
+    two_processes: Processes, tmp_path: Path
+) -> None:
+    for rank, launch in enumerate(("ours", "older")):
+        (tmp_path / str(rank)).mkdir()
+        config = SETTINGS | {"LAUNCH": {LAUNCH_ID: launch}}
+        (tmp_path / str(rank) / "config.json").write_text(json.dumps(config))
+    prepared(tmp_path / "0", {2: 0.0})
+    prepared(tmp_path / "1", {9: 0.0})
+    found = two_processes(resumed_in_launch, str(tmp_path), {LAUNCH_ID: "ours"}, True)
+    assert [path.name for path, _ in found] == ["step-2.pt"] * 2
+
+
 @pytest.mark.parametrize(
     "content", ["{", "[1]", "1", "[" * 100_000], ids=["torn", "list", "number", "nested"]
 )

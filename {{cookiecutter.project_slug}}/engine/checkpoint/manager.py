@@ -400,11 +400,13 @@ class CheckpointManager:
     def _find(self, choice: Path | None, required: bool) -> Source | None:
         """Return the checkpoint to resume from, which is the same on all ranks."""
         is_restart = distributed.is_restart() and not required
+        is_searched = True
         if is_restart and choice != AUTO:
-            begun = all_gather(was_begun(self.folder, self.settings), self._group)
+            is_searched = was_begun(self.folder, self.settings)
+            begun = all_gather(is_searched, self._group)
             is_restart = self.logger.is_restart = any(begun)
         first = AUTO if is_restart else choice
-        source = find(self.folder, first, self.logger.warning, self._group)
+        source = find(self.folder, first, self.logger.warning, self._group, is_searched)
         if source or not is_restart:
             return source
         if choice in (AUTO, None):

@@ -35,9 +35,15 @@ class Source(NamedTuple):
 
 
 def find(
-    folder: Path, choice: Path | None, warn: Callable[[str], None], group: dist.ProcessGroup
+    folder: Path,
+    choice: Path | None,
+    warn: Callable[[str], None],
+    group: dist.ProcessGroup,
+    is_searched: bool = True,
 ) -> Source | None:
     """Return the checkpoint `choice`, or for AUTO the newest in `folder`; None if there is none.
+
+    `is_searched` is false on a host whose folder holds another run.
 
     The result is the same on all ranks, which call this together. `choice` may not exist: reading
     it is an error.
@@ -47,7 +53,7 @@ def find(
     if choice is None:
         return None
     if choice == AUTO:
-        source = newest(folder, warn, group)
+        source = newest(folder, warn, group, is_searched)
     else:
         has_file = all_gather(choice.is_file() or choice.is_dir(), group)
         source = Source(choice, has_file.index(True) if any(has_file) else 0)
@@ -62,7 +68,10 @@ def find(
 
 
 def newest(
-    folder: Path, warn: Callable[[str], None], group: dist.ProcessGroup | None = None
+    folder: Path,
+    warn: Callable[[str], None],
+    group: dist.ProcessGroup | None = None,
+    is_searched: bool = True,
 ) -> Source | None:
     """Return the newest valid checkpoint in `folder`, on any host; None if there is none at all.
 
@@ -70,15 +79,17 @@ def newest(
     of a folder have others. On a shared disk the result has rank 0, and each file is read once.
 
     Args:
-        folder: searched on all hosts.
+        folder: searched on the hosts where `is_searched` is true.
         warn: called with a message for each invalid checkpoint.
         group: all ranks, which call this together and get the same result; None for one process.
+        is_searched: on this rank's host.
 
     Raises UserError if there are checkpoints, but no valid one, or the system can't read one that
     may be the newest.
     """
     rank = dist.get_rank(group) if group else 0
-    own = [(step, file, Source(path, rank)) for step, file, path in _list_checkpoints(folder)]
+    listed = _list_checkpoints(folder) if is_searched else []
+    own = [(step, file, Source(path, rank)) for step, file, path in listed]
     candidates = sorted(chain(*all_gather(own, group)), key=lambda one: one[0], reverse=True)
     sources: dict[File, Source] = {}
     for _, file, source in candidates:
