@@ -6,6 +6,7 @@ from itertools import product
 import pytest
 import task
 import torch
+from engine import UserError
 from engine.data import SeededDataset, augmentation, images
 from engine.data.augmentation import AutoAugmentedDataset, MixedDataset, mix
 from torch.nn import functional as F
@@ -35,6 +36,17 @@ def mixed_batch(mixup=0.0, cutmix=0.0, random_erasing=0.0, seed=0):
     data = SeededDataset(MixedDataset(Constant(), mixup, cutmix, random_erasing), seed)
     pixels, labels, *extra = torch.utils.data.default_collate(data.__getitems__(list(range(8))))
     return mix(pixels, labels, extra)
+
+
+@pytest.mark.parametrize("third", [3, 0.5, True])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_third_element_of_own_data_is_not_taken_for_a_weight(third, mixed):
+    data = [(*Constant()[index], third) for index in range(8)]
+    images, labels, *extra = batch_of(MixedDataset(data, 1.0, 0.0, 0.0) if mixed else data)
+    with pytest.raises(
+        UserError, match=r"a float32 tensor, and not of torch\.(int64|float64|bool)"
+    ):
+        mix(images, labels, extra)
 
 
 def test_mixup_blends_with_the_image_before_by_the_weights_of_the_labels():

@@ -164,6 +164,23 @@ def test_gloo_listens_on_the_loopback_interface_on_a_single_host(monkeypatch, ad
     assert os.environ["GLOO_SOCKET_IFNAME"] == name
 
 
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "10.1.2.3"}, True),
+        ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}, False),
+        # Launchers of one process per host, such as Kubeflow's, set no LOCAL_WORLD_SIZE.
+        ({"WORLD_SIZE": "2", "MASTER_ADDR": "10.1.2.3"}, False),
+        ({"WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}, True),
+        ({"WORLD_SIZE": "1", "MASTER_ADDR": "10.1.2.3"}, True),
+        ({}, True),
+    ],
+)
+def test_single_host_is_recognized(monkeypatch, variables, expected):
+    monkeypatch.setattr(os, "environ", variables)
+    assert distributed.is_single_host() == expected
+
+
 def test_gloo_does_not_use_the_loopback_interface_on_several_hosts(monkeypatch) -> None:
     variables = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.1.1"}
     monkeypatch.setattr(os, "environ", variables)

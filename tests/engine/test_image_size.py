@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -98,6 +99,13 @@ def test_loader_yields_the_size_of_each_epoch(monkeypatch, workers: int) -> None
         shapes = {tuple(images.shape[1:]) for images, _ in loader}
         size = (64, 64, 96, 128)[epoch]
         assert shapes == {(3, size, size)}
+
+
+def test_data_set_learns_the_epoch() -> None:
+    files = Files()
+    files.set_epoch = partial(setattr, files, "epoch")
+    SeededDataset(ProgressiveDataset(files, SizeSchedule(64, 128, epochs=4)), 0)[0]
+    assert files.epoch == 0
 
 
 def test_data_set_of_tensors_is_an_error() -> None:

@@ -68,6 +68,16 @@ def test_own_flags_may_lack_help_and_take_lists_of_numbers(monkeypatch, file):
     assert "--hidden" not in parser.format_help()
 
 
+def test_own_flags_may_be_required_beside_a_file(monkeypatch, file):
+    monkeypatch.setattr(distributed, "stop", pytest.fail)
+    parser = cli.ConfigurableParser("main.py", "training")
+    add = parser.group("own").add_argument
+    add("--note", required=True)
+    add("--width", type=int, default=3)
+    given = parser.parse_args(["--note", "a", "--config", str(file({"width": 4, "note": "b"}))])
+    assert (given.note, given.width) == ("a", 4)
+
+
 @pytest.mark.parametrize("flags", [(), SOME])
 def test_saved_config_round_trip(parse, file, flags):
     settings = cli.settings(parse(*flags))

@@ -183,9 +183,11 @@ def test_weighted_loss_is_the_mean_of_that_of_parts(project: Project) -> None:
     assert whole.item() == pytest.approx(torch.stack(losses).mean().item())
 
 
-def test_data_without_labels_has_no_class_weights() -> None:
+@pytest.mark.parametrize("labels", [None, ["cat", "dog", "cat"]])
+def test_data_without_labels_has_no_class_weights(labels: list[str] | None) -> None:
+    data = type("Data", (list,), {} if labels is None else {"labels": labels})(range(3))
     with pytest.raises(UserError, match="--class-weights: the training data needs an attribute"):
-        WeightedDataset(range(3))
+        WeightedDataset(data)
 
 
 def test_weighted_dataset_has_the_attributes_of_its_data_set(

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torchvision.transforms import v2
 
+from engine import UserError
 from engine.data import DatasetWrapper, SizedDataset, decode_crops
 
 POLICIES = {"randaugment": v2.RandAugment, "trivialaugment": v2.TrivialAugmentWide}
@@ -108,10 +109,17 @@ def mix(images: Tensor, labels: Tensor, extra: list[Tensor]) -> tuple[Tensor, Te
         labels: (N,).
         extra: the further elements of the samples: none, weights (N,), or weights and the random
             numbers (N, 9) of `MixedDataset`.
+
+    Raises UserError if the weights are not float32: they are something else, such as indices.
     """
     if not extra:
         return images, labels
     weights, *drawn = extra
+    if weights.dtype != torch.float32:
+        raise UserError(
+            "the third element of a training sample is the weight of its loss, a float32 tensor, "
+            f"and not of {weights.dtype}: return (image, label) from the data set"
+        )
     if not drawn:
         return images, [(labels, weights)]
     own, box, erased = drawn[0].split([1, 4, 4], dim=1)

@@ -22,18 +22,18 @@ def balanced_weights(labels: Sequence[int] | Tensor) -> Tensor:
 class WeightedDataset(DatasetWrapper):
     """`dataset` with the weight of each sample, a float32 scalar, as its last element.
 
-    Raises UserError if it has no attribute ``labels``.
+    Raises UserError if it has no attribute ``labels``, or that is no list of numbers.
     """
 
     def __init__(self, dataset: SizedDataset) -> None:
         super().__init__(dataset)
-        labels = getattr(dataset, "labels", None)
-        if labels is None:
+        try:
+            self.weights = balanced_weights(getattr(dataset, "labels", None))
+        except (TypeError, ValueError, RuntimeError):  # None is no tensor either
             raise UserError(
                 "--class-weights: the training data needs an attribute .labels, the list of the "
-                "labels of all samples"
-            )
-        self.weights = balanced_weights(labels)
+                "labels of all samples, as numbers"
+            ) from None
 
     def __getitem__(self, index: int) -> tuple[Any, ...]:
         return (*self.dataset[index], self.weights[index])

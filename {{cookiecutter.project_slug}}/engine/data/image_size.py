@@ -74,6 +74,8 @@ class ProgressiveDataset(DatasetWrapper):
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, on which the size depends; SeededDataset calls it."""
         self.size = self.schedule.at(epoch)
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
 
     def __getitem__(self, index: int) -> tuple[Any, ...]:
         encoded, *rest = self.dataset[index]

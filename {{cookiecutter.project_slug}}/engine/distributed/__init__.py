@@ -20,7 +20,7 @@ from torch import nn
 
 from engine import EXIT_USAGE, UserError, end_with_parent
 from engine.distributed import consistency
-from engine.distributed.network import local_address, select_interface, serve_store
+from engine.distributed.network import is_loopback, local_address, select_interface, serve_store
 from engine.distributed.peers import (
     PeerMonitor,
     announce_failure,
@@ -52,9 +52,13 @@ def print_on_rank_zero(message: str) -> None:
 
 
 def is_single_host() -> bool:
-    """Return whether all processes of the run are on this host."""
+    """Return whether all processes of the run are on this host.
+
+    Some launchers don't say how many are: then the address at which all of them meet decides.
+    """
     world_size = os.environ.get("WORLD_SIZE", "1")
-    return os.environ.get("LOCAL_WORLD_SIZE", world_size) == world_size
+    is_local = world_size == "1" or is_loopback(os.environ.get("MASTER_ADDR", "127.0.0.1"))
+    return os.environ.get("LOCAL_WORLD_SIZE", world_size if is_local else "") == world_size
 
 
 def is_restart() -> bool:

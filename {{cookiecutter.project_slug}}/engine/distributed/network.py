@@ -35,7 +35,7 @@ def local_address(target: str) -> str:
     127.0.1.1 that some systems give their own name; then the one by which it reaches others.
     """
     own = _source_address(target)
-    if _is_loopback(own):
+    if is_loopback(own):
         with contextlib.suppress(OSError):  # there is no other network
             return _source_address("192.0.2.1")  # reserved for documentation: any outside address
     return own
@@ -98,7 +98,7 @@ def serve_store(address: str, port: int, timeout: timedelta = STORE_TIMEOUT) -> 
         UserError: if the port is in use.
     """
     try:
-        if socket.gethostbyname(address).startswith("127.") and not _is_loopback(address):
+        if socket.gethostbyname(address).startswith("127.") and not is_loopback(address):
             address = ""  # to the others, this name is another address
         listener = listen(address, port)
     except OSError as error:
@@ -121,7 +121,8 @@ def serve_store(address: str, port: int, timeout: timedelta = STORE_TIMEOUT) -> 
     )
 
 
-def _is_loopback(address: str) -> bool:
+def is_loopback(address: str) -> bool:
+    """Return whether only this host can reach `address`, as far as its text says."""
     return address == "localhost" or address.startswith("127.")
 
 
