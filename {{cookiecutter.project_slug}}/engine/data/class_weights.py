@@ -27,8 +27,9 @@ class WeightedDataset(DatasetWrapper):
 
     def __init__(self, dataset: SizedDataset) -> None:
         super().__init__(dataset)
+        labels: Any = getattr(dataset, "labels", None)
         try:
-            self.weights = balanced_weights(getattr(dataset, "labels", None))
+            self.weights = balanced_weights(labels)
         except (TypeError, ValueError, RuntimeError):  # None is no tensor either
             raise UserError(
                 "--class-weights: the training data needs an attribute .labels, the list of the "
