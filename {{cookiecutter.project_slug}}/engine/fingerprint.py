@@ -28,15 +28,21 @@ def of_data_set(data_set: Any) -> Fingerprint:
             'it must be a dict of texts, such as {"captions": "0a1b"}'
         )
     digests = {str(part): str(value) for part, value in found.items()}
-    labels: Any = getattr(data_set, "labels", None)
-    if hasattr(labels, "tolist"):  # an array or a tensor
-        labels = labels.tolist() if labels.ndim == 1 else None
-    if isinstance(labels, Sequence) and len(labels) == len(data_set):
+    if (labels := labels_of(data_set)) is not None:
         names = dict(enumerate(getattr(data_set, "classes", ())))
         digests["labels"] = digest(
             names.get(label, label) if isinstance(label, int) else label for label in labels
         )
     return digests
+
+
+def labels_of(data_set: Any) -> Sequence[Any] | None:
+    """Return the labels of all samples of a data set, of any type; None if it has none."""
+    labels: Any = getattr(data_set, "labels", None)
+    if hasattr(labels, "tolist"):  # an array or a tensor
+        labels = labels.tolist() if labels.ndim == 1 else None
+    is_complete = isinstance(labels, Sequence) and len(labels) == len(data_set)
+    return labels if is_complete else None
 
 
 def of_files(folder: object, samples: Sequence[tuple]) -> Fingerprint:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from engine import UserError, distributed, fingerprint
 
 MAX_CLOCK_DIFFERENCE_S = 5.0  # torchrun's rendezvous takes a host that is 15 s behind for lost
+IGNORED = -100  # label without a loss, by default, in torch's
 HOST_SETTINGS = (  # may differ between hosts
     "local_rank",
     "data",
@@ -136,6 +137,20 @@ def find_difference(facts_by_rank: dict[int, tuple[str, Facts]]) -> str:
     return ""
 
 
+def _require_positions(data_set: Sized, split: str, num_classes: int) -> None:
+    """Raise UserError if labels are no positions in the list of classes, such as 1 to N.
+
+    A loss on a GPU ends the process for such a label, without a message about it.
+    """
+    labels = fingerprint.labels_of(data_set) or ()
+    numbers = {label for label in labels if type(label) is int} - {IGNORED}
+    if num_classes and numbers and not 0 <= min(numbers) <= max(numbers) < num_classes:
+        raise UserError(
+            f"the labels of the {split} data are {min(numbers)} to {max(numbers)}, but must be 0 "
+            f"to {num_classes - 1}, the positions in its list of {num_classes} classes"
+        )
+
+
 def require_same_data(train_set: Sized, val_set: Sized) -> None:
     """Raise UserError, in all processes, if the data sets differ between two of them.
 
@@ -150,6 +165,8 @@ def require_same_data(train_set: Sized, val_set: Sized) -> None:
                 f"class {index} is {one} in the training data and {other} in the validation data: "
                 "give both the same list of classes"
             )
+    _require_positions(train_set, "training", len(classes))
+    _require_positions(val_set, "validation", len(classes))
     facts = {
         "the number of samples to train on": str(len(train_set)),
         "the number of samples to validate on": str(len(val_set)),
