@@ -31,10 +31,10 @@ from engine.checkpoint.compatibility import (
 )
 from engine.checkpoint.format import TrainingState
 from engine.checkpoint.restore import optimizer_name, restore, restore_average, restore_ranks
-from engine.checkpoint.selection import AUTO, Source, all_gather, find
+from engine.checkpoint.selection import AUTO, Source, find
 from engine.checkpoint.writer import CheckpointWriter
 from engine.data import get_rng_state
-from engine.distributed import slurm
+from engine.distributed import all_gather, slurm
 from engine.distributed.watchdog import StopSignals
 from engine.monitoring.logger import Logger
 from engine.monitoring.meter import Meter, Sums

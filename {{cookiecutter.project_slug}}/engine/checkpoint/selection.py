@@ -5,7 +5,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -14,8 +14,8 @@ from engine.checkpoint import files, format
 from engine.checkpoint.archive import UnreadableError
 from engine.checkpoint.files import BEST, LAST
 from engine.checkpoint.format import load_state
+from engine.distributed import all_gather
 
-T = TypeVar("T")
 PAUSES_S = (1.0, 4.0)  # before reading again, such as after a disk's server has failed
 AUTO = Path("auto")  # value of --resume for the newest checkpoint
 
@@ -146,12 +146,3 @@ def _list_checkpoints(folder: Path) -> list[tuple[float, File, Path]]:
 def _identify(path: Path) -> File:
     status = path.stat()
     return File(status.st_mtime_ns, status.st_ino)
-
-
-def all_gather(value: T, group: dist.ProcessGroup | None) -> list[T]:
-    """Return the `value` of each rank of `group`; without a group, that of this process alone."""
-    values = [value]
-    if group:
-        values *= dist.get_world_size(group)
-        dist.all_gather_object(values, value, group)
-    return values

@@ -26,6 +26,7 @@ from engine.backend import local_shard
 from engine.checkpoint import manifest, validation
 from engine.checkpoint.archive import read as read_file
 from engine.checkpoint.manifest import INDEX, MANIFEST
+from engine.distributed import all_gather
 
 if TYPE_CHECKING:
     from engine.checkpoint.tensor_storage import Entry
@@ -132,8 +133,7 @@ def _write(path: Path, temporary: Path, entries: dict[str, Any], group: dist.Pro
         own = {
             one.name: manifest.describe(one) for one in sorted(temporary.glob(f"__{rank}_*.distcp"))
         }
-    files: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(files, own, group)
+    files = all_gather(own, group)
     with _together(group):
         if rank == 0:
             _complete(path, temporary, entries, {k: v for one in files for k, v in one.items()})
@@ -289,13 +289,11 @@ def _has_nan(value: Tensor) -> bool:
 @contextmanager
 def _together(group: dist.ProcessGroup) -> Iterator[None]:
     """Context after which all ranks of `group` raise the first error of any of them."""
-    own = None
+    own: Exception | None = None
     try:
         yield
     except Exception as error:
         own = error
-    errors: list[Exception | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(errors, own, group)
-    first = next(filter(None, errors), None)
+    first = next(filter(None, all_gather(own, group)), None)
     if first:
         raise first from None

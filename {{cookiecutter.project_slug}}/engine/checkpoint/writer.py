@@ -13,7 +13,7 @@ from engine import SUFFIX
 from engine.checkpoint import files, sharded, validation
 from engine.checkpoint.files import BEST, LAST
 from engine.checkpoint.format import Progress
-from engine.checkpoint.selection import all_gather
+from engine.distributed import all_gather
 from engine.distributed.peers import SHARD_WRITER, WRITER
 
 

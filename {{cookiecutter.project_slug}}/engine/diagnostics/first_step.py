@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, compress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -256,9 +256,7 @@ def find_shared_gpu(devices: list[str]) -> str:
 
 
 def _require_own_device(device: torch.device) -> None:
-    devices: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(devices, device_identity(device))
-    shared = find_shared_gpu(devices)
+    shared = find_shared_gpu(distributed.all_gather(device_identity(device), dist.group.WORLD))
     if shared:
         fix = "call torch.cuda.set_device(local_rank) before init_process_group"
         raise UserError(f"{shared}: {fix}")
@@ -312,8 +310,7 @@ def _require_fair_shards(batches: DataLoader | TrainLoader, device: torch.device
         )
         fix = f"use at most {max(1, num_samples)}, or fewer processes"
         raise UserError(f"{problem} of each process: {fix}")
-    lengths = [0] * dist.get_world_size()
-    dist.all_gather_object(lengths, len(batches))
+    lengths = distributed.all_gather(len(batches), dist.group.WORLD)
     if len(set(lengths)) > 1:
         problem = f"one process has {min(lengths)} batches and another {max(lengths)}"
         fix = "give the DataLoader a DistributedSampler, and drop_last=True"
@@ -324,9 +321,7 @@ def _require_fair_shards(batches: DataLoader | TrainLoader, device: torch.device
     # Samples that repeat within a rank, in another order on each, are drawn with replacement. Fewer
     # repeats than ranks may be a sampler's padding.
     own = len(indices) - len(indices.unique()), hash(tuple(indices.tolist()))
-    all_ranks: list[Any] = [None] * len(lengths)
-    dist.all_gather_object(all_ranks, own)
-    repeats, orders = zip(*all_ranks, strict=True)
+    repeats, orders = zip(*distributed.all_gather(own, dist.group.WORLD), strict=True)
     if sum(repeats) >= len(lengths) and len(set(orders)) == len(lengths):
         return
     total = len(batches.dataset)  # type: ignore[arg-type]  # Dataset has no __len__

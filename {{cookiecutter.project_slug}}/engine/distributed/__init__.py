@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ from engine.distributed.peers import (
 from engine.launch import LAUNCH_ID, LAUNCHER, RESTART, SIGNALS
 from engine.text import one_message
 
+T = TypeVar("T")
 MAX_PORT = 2**16 - 1
 PATIENCE_S = 5.0  # in which a launcher ends all processes of a job that failed
 SETTLE_S = 3.0  # in which the peer monitor learns of another process's failure
@@ -43,6 +44,15 @@ def is_rank_zero() -> bool:
 def is_local_leader() -> bool:
     """Return whether this process is the first one of its host."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def all_gather(value: T, group: dist.ProcessGroup | None) -> list[T]:
+    """Return the `value` of each rank of `group`; without a group, that of this process alone."""
+    values = [value]
+    if group:
+        values *= dist.get_world_size(group)
+        dist.all_gather_object(values, value, group)
+    return values
 
 
 def print_on_rank_zero(message: str) -> None:

@@ -180,7 +180,7 @@ def require_same_data(train_set: Sized, val_set: Sized) -> None:
     own = (socket.gethostname(), facts)
     reference = [own]
     dist.broadcast_object_list(reference)
-    differences = [""] * dist.get_world_size()
-    dist.all_gather_object(differences, find_difference({0: reference[0], rank: own}))
+    difference = find_difference({0: reference[0], rank: own})
+    differences = distributed.all_gather(difference, dist.group.WORLD)
     if any(differences):
         raise UserError(next(filter(None, differences)))

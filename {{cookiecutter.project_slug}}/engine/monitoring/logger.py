@@ -290,8 +290,7 @@ class Logger(Console):
                 f"meter.log({min(taken)}=...) in the loop and Metrics.compute in task.py use the "
                 "same name: rename one"
             )
-        everywhere: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everywhere, results)
+        everywhere = distributed.all_gather(results, dist.group.WORLD)
         for name, value in results.items():
             others = [one.get(name, math.nan) for one in everywhere]
             if name not in self._differing and not all(_is_close(value, one) for one in others):

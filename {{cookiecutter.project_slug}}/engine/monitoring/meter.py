@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine import UserError
+from engine.distributed import all_gather
 from engine.monitoring.metric import COLUMNS
 
 Timestamp = Any  # a torch.cuda.Event on a GPU, otherwise seconds
@@ -184,8 +185,7 @@ class Meter:
 
         The mean of no values is nan: a checkpoint may be at the end of an epoch of smaller data.
         """
-        states: list[Sums] = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(states, self.state_dict())  # ranks may have values of other names
+        states = all_gather(self.state_dict(), dist.group.WORLD)  # with values of other names, too
         names = dict.fromkeys(chain.from_iterable(states))
         results = {}
         for name in names:
