@@ -379,7 +379,9 @@ def wrap_model(
     return nn.DataParallel(model), optimizer
     # % elif ddp == "fsdp"
     if args.compile:
-        model.compile()
+        from engine.distributed.sharding import compile_sharded
+
+        compile_sharded(model)
     return model, optimizer  # whose gradients FSDP averages
     # % else
     if args.compile or args.cuda_graphs:

@@ -1,5 +1,6 @@
 """FSDP against DistributedDataParallel on the CPU: losses, gradients, averages, what is sharded."""
 
+from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
@@ -291,3 +292,40 @@ def test_activation_checkpointing_refuses_batch_norms():
         checkpoint_activations(nn.Sequential(Block(), Block()))
     with pytest.raises(UserError, match="no repeated blocks"):
         checkpoint_activations(nn.Linear(2, 2))
+
+
+class Block(nn.Module):
+    """Residual block (N, 8) -> (N, 8) of its own width."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, 8))
+
+    def forward(self, inputs):
+        return inputs + self.layers(inputs)
+
+
+def compiled_graphs():
+    """Return how many graphs are compiled for training and validation of 12 different blocks."""
+    from engine.distributed.sharding import Sharding, compile_sharded
+
+    model = nn.Sequential(*(Block(width) for width in range(4, 16)))
+    Sharding(torch.device("cpu"), "O0").apply(model, ["Block"])
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compile_quickly = partial(model.compile, backend=backend, dynamic=False)
+    with mock.patch.object(model, "compile", compile_quickly):
+        compile_sharded(model)
+    model(torch.ones(2, 8)).sum().backward()
+    with torch.no_grad():
+        model.eval()(torch.ones(2, 8))
+    return len(graphs)
+
+
+def test_all_blocks_are_compiled(two_processes):
+    """torch runs those after the eighth uncompiled by default."""
+    assert two_processes(compiled_graphs) == [24, 24]

@@ -1,6 +1,7 @@
 """Fully sharded data parallelism (torch's FSDP2): a model of which each process holds a shard."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
+    FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
@@ -118,6 +120,19 @@ class Sharding:
         if value.is_meta:
             return torch.empty_like(value, device=self.device)
         return value.detach().to(self.device)
+
+
+def compile_sharded(model: nn.Module) -> None:
+    """Compile a sharded model in place, each block by itself: weights are gathered in between.
+
+    Blocks of a class share their forward's code, of which torch compiles up to 8 forms, and runs
+    others uncompiled. A block may have one for training and one for validation.
+    """
+    num_sharded = sum(isinstance(module, FSDPModule) for module in model.modules())
+    with suppress(AttributeError):  # only newer versions of torch.compile take it
+        config = torch._dynamo.config
+        config.recompile_limit = max(config.recompile_limit, 4 * num_sharded)
+    model.compile()
 
 
 def _copy_shard(own: Any, whole: Tensor) -> None:
