@@ -118,8 +118,7 @@ def no_gradient_message(names: Iterable[str]) -> str:
     """Return the error message for parameters that a backward pass left without gradient."""
     return (
         f"These parameters got no gradient in the last backward pass: {', '.join(names)}. Use "
-        "them, set their requires_grad to False before the model is wrapped, or pass "
-        "delay_allreduce=True."
+        "them, freeze them before the model is wrapped, or pass delay_allreduce=True."
     )
 
 
