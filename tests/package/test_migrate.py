@@ -314,6 +314,11 @@ HELPERS = {
         "clipper.step(model)",
         "step reads gradients",
     ),
+    "getattr": (
+        "",
+        'print(getattr(model[0].weight, "grad").norm())',
+        'getattr(model[0].weight, "grad") is read',
+    ),
     "nested": (
         "",
         "def limit():\n        nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n    limit()",

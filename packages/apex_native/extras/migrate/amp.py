@@ -117,6 +117,13 @@ class Analysis(Gradients):
         if not is_reset and not is_function:
             self._add_reader(node, source(node))
 
+    def visit_SimpleString(self, node: cst.SimpleString) -> None:
+        """Find gradients that are read by ``getattr(parameter, "grad")``."""
+        call = self.parent(self.parent(node))
+        is_getattr = isinstance(call, cst.Call) and source(call.func) == "getattr"
+        if is_getattr and node.evaluated_value == "grad":
+            self._add_reader(call, source(call))
+
     def _add_reader(self, node: cst.CSTNode, grad: str) -> None:
         self.readers.append((self.statement(node), grad))
         self.has_lambda |= any(isinstance(each, cst.Lambda) for each in self.parents(node))
