@@ -83,6 +83,14 @@ def test_validation_data_of_other_classes_is_an_error() -> None:
         consistency.require_same_data(train_set, val_set)
 
 
+def test_validation_data_without_classes_is_an_error() -> None:
+    """Such as a torch.utils.data.Subset."""
+    train_set = Samples()
+    train_set.classes = "ab"
+    with pytest.raises(UserError, match="class 0 is a in the training data and missing in the val"):
+        consistency.require_same_data(train_set, Samples())
+
+
 @pytest.mark.parametrize("labels", [[1, 2, 3], torch.tensor([0, 1, -1]), [0, 3, -100]])
 def test_labels_that_are_no_positions_are_an_error(labels: list[int] | torch.Tensor) -> None:
     train_set, val_set = Samples(range(3)), Samples(range(3))

@@ -158,7 +158,7 @@ def require_same_data(train_set: Sized, val_set: Sized) -> None:
     be the same. The two sets must have the same classes, since a label is a position in the list.
     """
     classes = [str(name) for name in getattr(train_set, "classes", ())]
-    val_classes = [str(name) for name in getattr(val_set, "classes", classes)]
+    val_classes = [str(name) for name in getattr(val_set, "classes", ())]
     for index, (one, other) in enumerate(zip_longest(classes, val_classes, fillvalue="missing")):
         if one != other:
             raise UserError(
