@@ -684,6 +684,60 @@ def test_best_is_replaced_after_the_folder_was_removed(
     assert message.endswith("/best.pt was removed: the next validation replaces it")
 
 
+def best_that_was_removed_during_a_write(folder: str) -> tuple[int, float]:
+    """Return step and score of best.pt, which is removed while a validation's save waits."""
+    manager = manager_of(folder)
+    is_removed = threading.Event()
+
+    def slow_write(path: Path, entries: dict, *_: object) -> None:
+        is_removed.wait(20)
+        checkpoint.write(path, entries)
+
+    def save(step: int, results: dict[str, float] | None = None) -> None:
+        manager.state.progress.step = step
+        manager.save(results)
+
+    save(1, {"val_accuracy": 0.9})
+    manager.wait()
+    with mock.patch.object(files, "write_or_make_room", slow_write):
+        save(2)
+        save(2, {"val_accuracy": 0.5})
+        if dist.get_rank() == 0:
+            Path(folder, "best.pt").unlink()
+        threading.Timer(0.5, is_removed.set).start()
+        save(3)
+        manager.finish()
+    dist.barrier()
+    best = torch.load(Path(folder, "best.pt"), weights_only=True)
+    return best["step"], best["best"]
+
+
+def test_save_that_waits_while_best_is_removed_does_not_replace_it(
+    two_processes: Processes, tmp_path: Path
+) -> None:
+    assert two_processes(best_that_was_removed_during_a_write, str(tmp_path)) == [(2, 0.5)] * 2
+
+
+def saved_without_an_answer_of_the_disk(folder: str) -> tuple[float, list[str]]:
+    manager = manager_of(folder)
+    manager.save({"val_accuracy": 0.9})
+    manager.wait()
+    manager.state.progress.step = 1
+    best_of = mock.Mock(wraps=files.best_of, side_effect=[OSError(errno.ESTALE, ""), mock.DEFAULT])
+    with mock.patch.object(files, "best_of", best_of):
+        manager.save({"val_accuracy": 0.5})
+        manager.finish()
+    dist.barrier()
+    assert Path(folder, "step-1.pt").exists()
+    return torch.load(Path(folder, "best.pt"), weights_only=True)["best"], manager.logger
+
+
+def test_disk_that_does_not_answer_about_best_costs_no_save(
+    two_processes: Processes, tmp_path: Path
+) -> None:
+    assert two_processes(saved_without_an_answer_of_the_disk, str(tmp_path)) == [(0.9, [])] * 2
+
+
 def results_during_a_write(folder: str) -> tuple[float, float, list[bool], bool]:
     """Train on after a validation that ended before its epoch's checkpoint was written."""
     model = nn.Linear(3, 3)

@@ -355,7 +355,7 @@ class CheckpointManager:
         values["history"] = self.logger.rows
         if self.logger.run_id:
             values["run_id"] = self.logger.run_id
-        values |= {"results": results or {}, "best": max(progress.best, best.score)}
+        values |= {"results": results or {}, "best": best.score}  # CheckpointWriter compares it
         values = format.to_cpu(values) | {"ranks": ranks}
         if not self._writer.amend(values):
             self.wait()

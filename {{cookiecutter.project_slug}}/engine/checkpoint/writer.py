@@ -3,6 +3,7 @@
 import math
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -97,8 +98,8 @@ class CheckpointWriter:
     def _write(self, entries: dict[str, Any], copied: torch.cuda.Event | None) -> None:
         """Write `entries`; `copied` is recorded after their copies from the GPU."""
         path = self.folder / f"step-{entries['step']}{'' if self.group else '.pt'}"
-        self._forget_missing_best(entries)
-        # The one before, which was still being written when this was saved, may be better.
+        self._forget_missing_best()
+        # One before, which may have been written only after this was saved, may be better.
         entries["best"] = max(entries["best"], self.progress.best)
         try:
             if copied:
@@ -127,13 +128,13 @@ class CheckpointWriter:
             self.problem = f"{path} could not be written ({reason})"
             self.warn(f"{self.problem}; the run goes on, the checkpoints before it are kept")
 
-    def _forget_missing_best(self, entries: dict[str, Any]) -> None:
+    def _forget_missing_best(self) -> None:
         """Have the next validation replace best.pt, if it is gone, such as with the folder."""
         is_expected = dist.get_rank() == 0 and self.progress.best > -math.inf and not self.rewind
-        if is_expected and not files.best_of(self.folder):
-            self.progress.best = -math.inf
-            entries["best"] = entries["scores"][-1] if entries["results"] else -math.inf
-            self.warn(f"{self.folder / BEST} was removed: the next validation replaces it")
+        with suppress(OSError):  # the disk does not answer just now: it may be there
+            if is_expected and not files.best_of(self.folder):
+                self.progress.best = -math.inf
+                self.warn(f"{self.folder / BEST} was removed: the next validation replaces it")
 
     def _prepare(self) -> None:
         """Remove what a killed process left incomplete; keep the best of what is replaced."""
