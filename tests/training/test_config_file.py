@@ -74,8 +74,10 @@ def test_own_flags_may_be_required_beside_a_file(monkeypatch, file):
     add = parser.group("own").add_argument
     add("--note", required=True)
     add("--width", type=int, default=3)
-    given = parser.parse_args(["--note", "a", "--config", str(file({"width": 4, "note": "b"}))])
-    assert (given.note, given.width) == ("a", 4)
+    add("--tags", nargs="+", action="extend")
+    path = str(file({"width": 4, "note": "b", "tags": ["c"]}))
+    given = parser.parse_args(["--note", "a", "--tags", "d", "--config", path])
+    assert (given.note, given.width, given.tags) == ("a", 4, ["c", "d"])
 
 
 @pytest.mark.parametrize("flags", [(), SOME])

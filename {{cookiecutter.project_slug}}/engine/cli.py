@@ -12,7 +12,7 @@ import shutil
 import sys
 from argparse import BooleanOptionalAction
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from difflib import get_close_matches
 from functools import partial
@@ -214,16 +214,16 @@ class ConfigurableParser(ArgumentParser):
     def __init__(self, prog: str, description: str) -> None:
         super().__init__(prog=prog, usage=f"{prog} [flags]", description=description)
         self.error_prefix = ""
-        self.words: Sequence[str] = ()  # of the command line
         add = self.group("configuration").add_argument
         add("--config", type=Path, metavar="FILE", help="JSON file with defaults for these flags")
         add("--print-config", action="store_true", help="print all flags as such a file, and exit")
 
     def parse_args(self, args=None, namespace=None):  # type: ignore[override]  # as argparse's
         """Return the parsed flags; stop the program with one error message if one is invalid."""
-        self.words = sys.argv[1:] if args is None else args
         given = super().parse_args(args, namespace)
         if given.config is not None:
+            for action in self.actions:
+                action.required = False  # those that are required have been given
             self.set_defaults(**self._read(given.config))
             given = super().parse_args(args, namespace)
         if given.print_config:
@@ -285,8 +285,7 @@ class ConfigurableParser(ArgumentParser):
             self.error(f"{action.dest} is {json.dumps(value)}, but must be {expected}")
         if not all(map(_is_argument, words)):
             self.error(f"{action.dest} is {json.dumps(value)}, which no command line can hold")
-        # After the command line, which has the flags that are required.
-        return getattr(self.parse_known_args([*self.words, *words])[0], action.dest)
+        return getattr(self.parse_known_args(words)[0], action.dest)
 
     def error(self, message: str) -> NoReturn:
         """Stop the program with one error message, which names the file if it is in one."""
