@@ -165,8 +165,6 @@ def require_same_data(train_set: Sized, val_set: Sized) -> None:
                 f"class {index} is {one} in the training data and {other} in the validation data: "
                 "give both the same list of classes"
             )
-    _require_positions(train_set, "training", len(classes))
-    _require_positions(val_set, "validation", len(classes))
     facts = {
         "the number of samples to train on": str(len(train_set)),
         "the number of samples to validate on": str(len(val_set)),
@@ -174,6 +172,7 @@ def require_same_data(train_set: Sized, val_set: Sized) -> None:
         **{f"class {index}": name for index, name in enumerate(classes)},
     }
     for split, data_set in (("training", train_set), ("validation", val_set)):
+        _require_positions(data_set, split, len(classes))
         for part, value in fingerprint.of_data_set(data_set).items():
             facts[f"the digest of the {part} of the {split} data"] = value
     rank = dist.get_rank()
