@@ -126,7 +126,8 @@ def compile_sharded(model: nn.Module) -> None:
     """Compile a sharded model in place, each block by itself: weights are gathered in between.
 
     Blocks of a class share their forward's code, of which torch compiles up to 8 forms, and runs
-    others uncompiled. A block may have one for training and one for validation.
+    others uncompiled. A block may have one for training and one for validation, and twice as many
+    if the last batch is smaller.
     """
     num_sharded = sum(isinstance(module, FSDPModule) for module in model.modules())
     with suppress(AttributeError):  # only newer versions of torch.compile take it
