@@ -38,14 +38,26 @@ def mixed_batch(mixup=0.0, cutmix=0.0, random_erasing=0.0, seed=0):
     return mix(pixels, labels, extra)
 
 
-@pytest.mark.parametrize("third", [3, 0.5, True])
+WEIGHT = torch.tensor(1.0)
+
+
+@pytest.mark.parametrize(
+    "further",
+    [
+        [3],
+        [0.5],
+        [True],
+        [torch.ones(1)],
+        [torch.ones(2)],
+        [WEIGHT, WEIGHT],
+        [WEIGHT, torch.ones(8)],
+    ],
+)
 @pytest.mark.parametrize("mixed", [False, True])
-def test_third_element_of_own_data_is_not_taken_for_a_weight(third, mixed):
-    data = [(*Constant()[index], third) for index in range(8)]
+def test_further_elements_of_own_data_are_not_taken_for_a_weight(further, mixed):
+    data = [(*Constant()[index], *further) for index in range(8)]
     images, labels, *extra = batch_of(MixedDataset(data, 1.0, 0.0, 0.0) if mixed else data)
-    with pytest.raises(
-        UserError, match=r"a float32 tensor, and not of torch\.(int64|float64|bool)"
-    ):
+    with pytest.raises(UserError, match="third element of a training sample is the weight of its"):
         mix(images, labels, extra)
 
 

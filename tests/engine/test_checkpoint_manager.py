@@ -438,16 +438,21 @@ def test_a_best_checkpoint_that_is_damaged_is_replaced(
         assert warning.endswith("best.pt can't be read: the next validation replaces it")
 
 
-def resume_after_a_kill(folder: str, metrics: list[float]) -> tuple[float, float, int]:
+def resume_after_a_kill(
+    folder: str, metrics: list[float], is_removed: bool
+) -> tuple[float, float, int]:
     """Return the best score of a resumed run, and the score and the step of its best.pt.
 
-    The run was killed when the last checkpoint was written, and was not best.pt yet.
+    The run was killed when the last checkpoint was written, and was not best.pt yet. The best.pt
+    before it may have been removed.
     """
     manager = manager_of(folder)
     alias, progress = files.alias, manager.state.progress
     for step, accuracy in enumerate(metrics, 1):
         is_last = step == len(metrics)
         kept = mock.Mock() if is_last else alias
+        if is_last and is_removed and dist.get_rank() == 0:
+            Path(folder, "best.pt").unlink()
         progress.step = step
         progress.scores.append(accuracy)
         with mock.patch.object(files, "alias", kept):
@@ -462,14 +467,24 @@ def resume_after_a_kill(folder: str, metrics: list[float]) -> tuple[float, float
 
 
 @pytest.mark.parametrize(
-    ("metrics", "expected"),
-    [([0.5], (0.5, 0.5, 1)), ([0.5, 0.9], (0.9, 0.9, 2)), ([0.5, 0.5], (0.5, 0.5, 1))],
-    ids=["first", "better", "equal"],
+    ("metrics", "is_removed", "expected"),
+    [
+        ([0.5], False, (0.5, 0.5, 1)),
+        ([0.5, 0.9], False, (0.9, 0.9, 2)),
+        ([0.5, 0.5], False, (0.5, 0.5, 1)),
+        ([0.9, 0.5], True, (0.5, 0.5, 2)),
+    ],
+    ids=["first", "better", "equal", "removed"],
 )
 def test_a_kill_before_the_best_checkpoint_has_its_name_loses_nothing(
-    two_processes: Processes, tmp_path: Path, metrics: list[float], expected: tuple
+    two_processes: Processes,
+    tmp_path: Path,
+    metrics: list[float],
+    is_removed: bool,
+    expected: tuple,
 ) -> None:
-    assert two_processes(resume_after_a_kill, str(tmp_path), metrics) == [expected] * 2
+    found = two_processes(resume_after_a_kill, str(tmp_path), metrics, is_removed)
+    assert found == [expected] * 2
 
 
 def two_layers(frozen: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -1437,6 +1452,19 @@ def test_a_restart_ignores_the_older_run_on_another_host(
     prepared(tmp_path / "1", {9: 0.0})
     found = two_processes(resumed_in_launch, str(tmp_path), {LAUNCH_ID: "ours"}, True)
     assert [path.name for path, _ in found] == ["step-2.pt"] * 2
+
+
+def test_a_restart_does_not_replace_the_older_run_on_the_host_of_rank_0(
+    two_processes: Processes, tmp_path: Path
+) -> None:
+    for rank, launch in enumerate(("older", "ours")):
+        (tmp_path / str(rank)).mkdir()
+        config = SETTINGS | {"LAUNCH": {LAUNCH_ID: launch}}
+        (tmp_path / str(rank) / "config.json").write_text(json.dumps(config))
+    prepared(tmp_path / "0", {9: 0.0})
+    prepared(tmp_path / "1", {2: 0.0})
+    with pytest.raises(AssertionError, match="on the host of rank 0 holds an older run: move it"):
+        two_processes(resumed_in_launch, str(tmp_path), {LAUNCH_ID: "ours"}, True)
 
 
 @pytest.mark.parametrize(

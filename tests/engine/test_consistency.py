@@ -8,6 +8,7 @@ import sys
 import time
 from datetime import timedelta
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -92,18 +93,32 @@ def test_validation_data_without_classes_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("labels", "found"),
-    [([1, 2, 3], "1 to 3"), (torch.tensor([0, 1, -1]), "-1 to 1"), ([0, 3, -100], "0 to 3")],
+    ("labels", "wrong"),
+    [
+        ([1, 2, 3], 3),
+        (torch.tensor([0, 1, -1]), -1),
+        ([0, 3, -100], 3),
+        (list(np.array([0, 1, 255])), 255),
+        (list(torch.tensor([0, 1, 3])), 3),
+    ],
+    ids=["from 1", "negative", "ignored", "NumPy", "tensors"],
 )
 def test_labels_that_are_no_positions_are_an_error(
-    labels: list[int] | torch.Tensor, found: str
+    labels: list[int] | torch.Tensor, wrong: int
 ) -> None:
     train_set, val_set = Samples(range(3)), Samples(range(3))
     train_set.classes = val_set.classes = "abc"
     train_set.labels, val_set.labels = [0, -100, 2], labels
-    message = f"the labels of the validation data are {found}, but must be 0 to 2"
+    message = f"label {wrong} of the validation data must be one of 0 to 2, .*, or -100 for a"
     with pytest.raises(UserError, match=message):
         consistency.require_same_data(train_set, val_set)
+
+
+@pytest.mark.parametrize("labels", [["a", "x", "z"], torch.ones(3, 4), list(torch.ones(3, 4))])
+def test_labels_that_are_no_integers_are_not_compared(labels: object) -> None:
+    data_set = Samples(range(3))
+    data_set.labels = labels
+    consistency._require_positions(data_set, "training", 2)
 
 
 @pytest.mark.parametrize(

@@ -288,6 +288,35 @@ def save_after_a_copy(folder: str) -> list[str]:
     return list(manager.logger)
 
 
+def best_after_the_folder_was_removed(folder: str) -> tuple[str, float, list[str]]:
+    """Return name and score of the best, removed between a save and its validation; messages."""
+    manager = manager_of(Path(folder))
+    for step, metric in enumerate((0.9, 0.5), 1):
+        manager.state.progress.step = step
+        manager.save()
+        manager.wait()
+        dist.barrier()
+        if step == 2 and dist.get_rank() == 0:
+            shutil.rmtree(folder)
+            Path(folder).mkdir()
+        dist.barrier()
+        manager.save({"val_accuracy": metric})
+        manager.finish()
+    dist.barrier()
+    best = (Path(folder) / "best").resolve()
+    manifest.validate(best)
+    return best.name, checkpoint.load(best)["best"], list(manager.logger)
+
+
+def test_folder_removed_before_the_validation_is_written_again(
+    two_processes: Processes, tmp_path: Path
+) -> None:
+    results = two_processes(best_after_the_folder_was_removed, str(tmp_path / "run"))
+    assert [result[:2] for result in results] == [("step-2", 0.5)] * 2
+    (message,) = results[0][2]
+    assert message.endswith("/best was removed: the next validation replaces it")
+
+
 def save_results_during_a_write(folder: str) -> tuple[float, list[float]]:
     """Return the best score on the disk, and the switch intervals during the writes of tensors."""
     manager = manager_of(Path(folder))

@@ -36,7 +36,7 @@ from engine.checkpoint.writer import CheckpointWriter
 from engine.data import get_rng_state
 from engine.distributed import all_gather, slurm
 from engine.distributed.watchdog import StopSignals
-from engine.monitoring.logger import Logger
+from engine.monitoring.logger import Logger, has_checkpoints
 from engine.monitoring.meter import Meter, Sums
 from engine.monitoring.metric import AVERAGE
 from engine.optim import frozen_parameters
@@ -175,11 +175,12 @@ class CheckpointManager:
         is_writer = dist.get_rank() == 0
         # A process may have been killed between writing a checkpoint and naming it best.pt.
         *before, score = progress.scores or [-math.inf]
-        is_best = score == entries["best"] > max(before, default=-math.inf)
-        is_best = is_best and bool(entries.get("results"))
+        has_best = bool(all_gather(files.best_of(self.folder), self._group)[0])
+        is_best = score == entries["best"] and bool(entries.get("results"))
+        is_best = is_best and (score > max(before, default=-math.inf) or not has_best)
         if source.rank:
             self._fetch_best(source if is_best else None)
-        elif not all_gather(files.best_of(self.folder), self._group)[0]:
+        elif not has_best:
             progress.best = -math.inf
         own = files.Rewind.to(progress.step, self.folder, is_newest) if is_writer else None
         rewind = all_gather(own, self._group)[0]
@@ -405,6 +406,8 @@ class CheckpointManager:
             is_searched = was_begun(self.folder, self.settings)
             begun = all_gather(is_searched, self._group)
             is_restart = self.logger.is_restart = any(begun)
+            if is_restart and not begun[0]:
+                self._require_free()  # of an older run, whose checkpoints the next save removes
         first = AUTO if is_restart else choice
         source = find(self.folder, first, self.logger.warning, self._group, is_searched)
         if source or not is_restart:
@@ -413,6 +416,14 @@ class CheckpointManager:
             self.logger.info(f"{self.folder} has no checkpoint: the run starts over")
             return None
         return find(self.folder, choice, self.logger.warning, self._group)
+
+    def _require_free(self) -> None:
+        """Raise UserError, on all ranks, if the folder of rank 0's host holds checkpoints."""
+        if all_gather(has_checkpoints(self.folder), self._group)[0]:
+            raise UserError(
+                f"{self.folder} on the host of rank 0 holds an older run: move it away, and start "
+                "this one again with --resume auto"
+            )
 
     def _load(self, source: Source, with_optimizer: bool) -> dict[str, Any]:
         """Return the entries of a checkpoint, which its host sends to all others."""

@@ -134,7 +134,8 @@ class CheckpointWriter:
         with suppress(OSError):  # the disk does not answer just now: it may be there
             if is_expected and not files.best_of(self.folder):
                 self.progress.best = -math.inf
-                self.warn(f"{self.folder / BEST} was removed: the next validation replaces it")
+                best = (self.folder / BEST).with_suffix("" if self.group else ".pt")
+                self.warn(f"{best} was removed: the next validation replaces it")
 
     def _prepare(self) -> None:
         """Remove what a killed process left incomplete; keep the best of what is replaced."""
@@ -148,7 +149,8 @@ class CheckpointWriter:
 
     def _write_shards(self, path: Path, entries: dict[str, Any], group: dist.ProcessGroup) -> None:
         """Write a folder; all ranks call it. Its tensors are not written again at the same step."""
-        is_written = self.written_step == entries["step"]
+        is_there = self.written_step == entries["step"] and sharded.is_checkpoint(path)
+        is_written = all_gather(is_there, group)[0]  # rank 0's: it removes and renames files
         if dist.get_rank() == 0:
             try:
                 self._prepare()

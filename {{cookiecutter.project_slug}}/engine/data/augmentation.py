@@ -110,15 +110,16 @@ def mix(images: Tensor, labels: Tensor, extra: list[Tensor]) -> tuple[Tensor, Te
         extra: the further elements of the samples: none, weights (N,), or weights and the random
             numbers (N, 9) of `MixedDataset`.
 
-    Raises UserError if the weights are not float32: they are something else, such as indices.
+    Raises UserError if they are something else, such as indices.
     """
     if not extra:
         return images, labels
     weights, *drawn = extra
-    if weights.dtype != torch.float32:
+    is_weight = weights.dtype == torch.float32 and weights.shape == labels.shape
+    if not is_weight or any(numbers.shape[1:] != (9,) for numbers in drawn) or len(drawn) > 1:
         raise UserError(
-            "the third element of a training sample is the weight of its loss, a float32 tensor, "
-            f"and not of {weights.dtype}: return (image, label) from the data set"
+            "the third element of a training sample is the weight of its loss, such as "
+            "torch.tensor(1.0), and there is no fourth: return nothing else from the data set"
         )
     if not drawn:
         return images, [(labels, weights)]

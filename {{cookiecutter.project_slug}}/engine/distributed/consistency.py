@@ -7,8 +7,10 @@ import socket
 import sys
 import time
 from collections.abc import Sized
+from contextlib import suppress
 from importlib.metadata import version
 from itertools import zip_longest
+from operator import index
 from pathlib import Path
 
 import torch
@@ -143,11 +145,16 @@ def _require_positions(data_set: Sized, split: str, num_classes: int) -> None:
     A loss on a GPU ends the process for such a label, without a message about it.
     """
     labels = fingerprint.labels_of(data_set) or ()
-    numbers = {label for label in labels if type(label) is int} - {IGNORED}
-    if num_classes and numbers and not 0 <= min(numbers) <= max(numbers) < num_classes:
+    positions = set()
+    for label in labels:
+        with suppress(TypeError):  # it is a text or a vector
+            positions.add(index(label))
+    wrong = positions.difference([IGNORED, *range(num_classes)])
+    if num_classes and wrong:
         raise UserError(
-            f"the labels of the {split} data are {min(numbers)} to {max(numbers)}, but must be 0 "
-            f"to {num_classes - 1}, the positions in its list of {num_classes} classes"
+            f"label {max(wrong)} of the {split} data must be one of 0 to {num_classes - 1}, the "
+            f"positions in its list of {num_classes} classes, or {IGNORED} for a sample without a "
+            "loss"
         )
 
 
@@ -159,17 +166,17 @@ def require_same_data(train_set: Sized, val_set: Sized) -> None:
     """
     classes = [str(name) for name in getattr(train_set, "classes", ())]
     val_classes = [str(name) for name in getattr(val_set, "classes", ())]
-    for index, (one, other) in enumerate(zip_longest(classes, val_classes, fillvalue="missing")):
+    for number, (one, other) in enumerate(zip_longest(classes, val_classes, fillvalue="missing")):
         if one != other:
             raise UserError(
-                f"class {index} is {one} in the training data and {other} in the validation data: "
+                f"class {number} is {one} in the training data and {other} in the validation data: "
                 "give both the same list of classes"
             )
     facts = {
         "the number of samples to train on": str(len(train_set)),
         "the number of samples to validate on": str(len(val_set)),
         "the number of classes": str(len(classes)),
-        **{f"class {index}": name for index, name in enumerate(classes)},
+        **{f"class {number}": name for number, name in enumerate(classes)},
     }
     for split, data_set in (("training", train_set), ("validation", val_set)):
         _require_positions(data_set, split, len(classes))
