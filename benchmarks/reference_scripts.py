@@ -1,12 +1,12 @@
 """The recipe fashion_mnist_resnet18 by main.py and by the scripts of torchvision and timm.
 
     python benchmarks/reference_scripts.py --torchvision vision/references/classification \\
-        --timm pytorch-image-models/train.py --gpus 3
+        --timm pytorch-image-models/train.py --gpus 3 --seeds 0 1 2
 
 Model, crops and values of the recipe (SGD) are the same; the scripts read the images as PNG files
 and use their own loaders, precision (fp16) and training loops. Each runs in one process on a GPU
-and a share of the cores of its own, all at the same time, with as many GPUs as there are scripts.
-The accuracy is that of the last epoch, and the seconds are those of the whole command.
+and a share of the cores of its own, as many at the same time as there are GPUs. The accuracy is
+that of the last epoch, and the seconds are those of the whole command.
 """
 
 import argparse
@@ -21,12 +21,14 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from pathlib import Path
+from queue import Queue
 
 from fashion_mnist import DATA, generate
 from flags import file_name, whole_number
 from PIL import Image
 
 HERE = Path(__file__).resolve().parent
+Job = tuple[str, int, list[str], Path]  # script, seed, command, its output folder
 MEAN, STD = ("0.485", "0.456", "0.406"), ("0.229", "0.224", "0.225")
 # The scripts' models and crops are replaced: they have neither for images of 28 pixels.
 PREPARE = """
@@ -66,13 +68,13 @@ def write_images(project: Path, data: Path, folder: Path) -> None:
 
 
 def commands(
-    args: argparse.Namespace, project: Path, images: Path, output: Path
+    args: argparse.Namespace, project: Path, images: Path, output: Path, seed: int
 ) -> dict[str, list[str]]:
     """Return the command of each script."""
     recipe = json.loads((project / "recipes/fashion_mnist_resnet18.json").read_text())
     epochs = str(args.epochs or recipe["epochs"])
     every = str(recipe["eval_every"])
-    workers, seed = str(args.workers), str(args.seed)
+    workers = str(args.workers)
     shared = ["--epochs", epochs, "--lr", str(recipe["lr"]), "--momentum", str(recipe["momentum"])]
     shared += ["--weight-decay", str(recipe["weight_decay"]), "--workers", workers]
     shared += ["--model", "resnet18_cifar", "--amp", "--batch-size", str(recipe["batch_size"])]
@@ -86,9 +88,18 @@ def commands(
     timm += ["--warmup-epochs", recipe["warmup_epochs"], "--warmup-lr", 0, "--color-jitter", 0]
     timm += ["--reprob", recipe["random_erasing"], "--remode", "const", "--smoothing", 0]
     timm += ["--channels-last", "--val-interval", every, "--checkpoint-hist", 1]
-    timm += ["--output", output, "--experiment", "timm", "--seed", seed]
+    timm += ["--output", output, "--experiment", "timm", "--seed", str(seed)]
     own = ["--config", "recipes/fashion_mnist_resnet18.json", "--data", args.data.resolve()]
-    own += ["--epochs", epochs, "--seed", seed, "--workers", workers, "--output", output / "own"]
+    own += [
+        "--epochs",
+        epochs,
+        "--seed",
+        str(seed),
+        "--workers",
+        workers,
+        "--output",
+        output / "own",
+    ]
     result = {"main.py": [sys.executable, "main.py", *map(str, own)]}
     scripts = {
         "torchvision": (args.torchvision and args.torchvision / "train.py", OF_TORCHVISION, tv),
@@ -118,17 +129,18 @@ def accuracy(name: str, output: Path, text: str) -> float:
     return float(last["val_accuracy"]) if name == "main.py" else float(last["eval_top1"]) / 100
 
 
-def run(job: tuple[int, str, list[str]], project: Path, output: Path, gpus: int) -> tuple:
-    """Return name, accuracy and seconds of a script, run on a GPU and a share of the cores.
+def run(job: Job, project: Path, gpus: int, free: Queue[int]) -> tuple:
+    """Return name, seed, accuracy and seconds of a script, run on one of the `free` GPUs.
 
-    The accuracy is nan if the script fails, which does not end the others.
+    It has a share of the cores. The accuracy is nan if the script fails, which does not end the
+    others.
     """
-    number, name, command = job
+    name, seed, command, output = job
+    gpu = free.get()
     cores = sorted(os.sched_getaffinity(0))
     share = max(1, len(cores) // gpus)
-    own = cores[number % gpus * share :][:share]
-    command = ["taskset", "-c", ",".join(map(str, own)), *command]
-    variables = {"CUDA_VISIBLE_DEVICES": str(number % gpus), "OMP_NUM_THREADS": "1"}
+    command = ["taskset", "-c", ",".join(map(str, cores[gpu * share :][:share])), *command]
+    variables = {"CUDA_VISIBLE_DEVICES": str(gpu), "OMP_NUM_THREADS": "1"}
     start = time.perf_counter()
     done = subprocess.run(
         command,
@@ -140,12 +152,13 @@ def run(job: tuple[int, str, list[str]], project: Path, output: Path, gpus: int)
         check=False,
     )
     seconds = time.perf_counter() - start
+    free.put(gpu)
     try:
         done.check_returncode()
-        return name, accuracy(name, output, done.stdout), seconds
+        return name, seed, accuracy(name, output, done.stdout), seconds
     except (subprocess.CalledProcessError, OSError, LookupError):
         print(f"{name} failed:\n{done.stdout[-3000:]}", file=sys.stderr)
-        return name, float("nan"), seconds
+        return name, seed, float("nan"), seconds
 
 
 def main() -> None:
@@ -158,7 +171,7 @@ def main() -> None:
     add("--data", type=Path, default=DATA, metavar="DIR", help="folder of the IDX files")
     add("--epochs", type=whole_number, help="default: the recipe's")
     add("--workers", type=whole_number, default=12)
-    add("--seed", type=int, default=0)
+    add("--seeds", type=int, nargs="+", default=[0], metavar="N")
     add("--gpus", type=whole_number, default=1)
     add("--project", type=Path, metavar="DIR", help="a generated project (default: a new one)")
     add("--output", type=file_name, default=HERE / "reference_scripts.csv", metavar="FILE")
@@ -167,20 +180,26 @@ def main() -> None:
         folder = Path(name)
         project = args.project or generate(name, ["fused_adam=false"])
         write_images(project, args.data, folder / "images")
-        jobs = commands(args, project.resolve(), folder / "images", folder)
-        numbered = [(number, *job) for number, job in enumerate(jobs.items())]
+        jobs: list[Job] = []
+        for seed in args.seeds:
+            output = folder / str(seed)
+            found = commands(args, project.resolve(), folder / "images", output, seed)
+            jobs += [(script, seed, command, output) for script, command in found.items()]
+        free: Queue[int] = Queue()
+        for gpu in range(args.gpus):
+            free.put(gpu)
         with ThreadPoolExecutor(args.gpus) as pool:
-            rows = list(pool.map(lambda job: run(job, project, folder, args.gpus), numbered))
-    print(f"{date.today()}, seed {args.seed}\n\n| script | accuracy | seconds |\n|---|---|---|")
-    for script, value, seconds in rows:
-        print(f"| {script} | {value:.4f} | {seconds:.0f} |")
+            rows = list(pool.map(lambda job: run(job, project, args.gpus, free), jobs))
+    print(f"{date.today()}\n\n| script | seed | accuracy | seconds |\n|---|---|---|---|")
+    for script, seed, value, seconds in rows:
+        print(f"| {script} | {seed} | {value:.4f} | {seconds:.0f} |")
     is_new = not args.output.exists()
     with args.output.open("a", newline="") as file:
         writer = csv.writer(file)
         if is_new:
             writer.writerow(("date", "script", "seed", "accuracy", "seconds"))
-        for script, value, seconds in rows:
-            row = (date.today(), script, args.seed, f"{value:.4f}", f"{seconds:.1f}")
+        for script, seed, value, seconds in rows:
+            row = (date.today(), script, seed, f"{value:.4f}", f"{seconds:.1f}")
             writer.writerow(row)
 
 
