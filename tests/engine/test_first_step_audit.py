@@ -386,6 +386,45 @@ def test_unused_parameters_in_one_process_are_a_warning(one_process):
     assert len(printed.splitlines()) == 1
 
 
+class Centred(nn.Module):
+    """Layer that subtracts a running mean of its inputs, of this rank or of all."""
+
+    def __init__(self, is_averaged: bool) -> None:
+        super().__init__()
+        self.is_averaged = is_averaged
+        self.register_buffer("centre", torch.zeros(2))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        mean = inputs.detach().mean(0)
+        if self.is_averaged:
+            dist.all_reduce(mean)
+        self.centre.lerp_(mean, 0.5)
+        return inputs - self.centre
+
+
+def buffer_warnings(ddp: str, is_averaged: bool) -> str:
+    """Return the audit's output for a model with a buffer that each step updates."""
+
+    def centred(run: Run) -> None:
+        run.module.head = nn.Sequential(run.module.head, Centred(is_averaged))
+
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert audit_error(centred, "apex_native", "cpu", "O0", ddp) == ""
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("ddp", "is_averaged", "is_warned"),
+    [("apex", False, True), ("apex", True, False), ("torch", False, False)],
+)
+def test_buffers_that_differ_between_processes_are_a_warning(
+    two_processes, ddp, is_averaged, is_warned
+):
+    expected = "warning: the buffers head.1.centre of the model differ between the processes"
+    for printed in two_processes(buffer_warnings, ddp, is_averaged):
+        assert printed.startswith(expected) if is_warned else printed == ""
+
+
 def padded(run: Run) -> None:
     sampler = DistributedSampler(UnreadableDataset())
     run.batches = DataLoader(UnreadableDataset(), 4, sampler=sampler)

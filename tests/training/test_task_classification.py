@@ -190,6 +190,19 @@ def test_data_without_labels_has_no_class_weights(labels: list[str] | None) -> N
         WeightedDataset(data)
 
 
+def test_samples_with_weights_of_their_own_have_no_class_weights() -> None:
+    data = type("Data", (list,), {"labels": [0, 1]})([(torch.zeros(3), 0, torch.tensor(2.0))] * 2)
+    with pytest.raises(UserError, match="--class-weights: the training samples have weights of"):
+        WeightedDataset(data)[0]
+
+
+def test_weights_of_samples_to_validate_on_are_an_error(project: Project) -> None:
+    metrics = project.task.Metrics(2, torch.device("cpu"), Namespace(report=False))
+    batch = [torch.zeros(2, 3, 8, 8), torch.tensor([0, 1]), torch.tensor([1.0, 2.0])]
+    with pytest.raises(UserError, match=r"a sample to validate on is \(image, label\), without a"):
+        metrics.update(torch.zeros(2, 2), project.task.prepare(batch)[1])
+
+
 def test_weighted_dataset_has_the_attributes_of_its_data_set(
     project: Project, image_folder: Path
 ) -> None:

@@ -302,3 +302,19 @@ def test_variables_that_no_launcher_sets_are_errors(monkeypatch, variables, mess
     assert not distributed.is_rank_zero() or variables.get("RANK", "0") == "0"
     with pytest.raises(UserError, match=message):
         distributed.resolve_ranks(None)
+
+
+@pytest.mark.parametrize(
+    ("variables", "missing"),
+    [
+        ({"RANK": "0", "MASTER_PORT": "1"}, "RANK, MASTER_PORT but not WORLD_SIZE, MASTER_ADDR"),
+        ({"WORLD_SIZE": "4"}, "WORLD_SIZE but not RANK, MASTER_ADDR, MASTER_PORT"),
+    ],
+)
+def test_variables_that_are_incomplete_are_an_error(monkeypatch, variables, missing):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=f"the environment has {missing}: start with ./run.sh"):
+        distributed.resolve_ranks(None)

@@ -37,4 +37,10 @@ class WeightedDataset(DatasetWrapper):
             ) from None
 
     def __getitem__(self, index: int) -> tuple[Any, ...]:
-        return (*self.dataset[index], self.weights[index])
+        image, label, *further = self.dataset[index]
+        if further:
+            raise UserError(
+                "--class-weights: the training samples have weights of their own: leave it out, or "
+                "multiply them by balanced_weights (engine/data/class_weights.py)"
+            )
+        return image, label, self.weights[index]

@@ -35,6 +35,7 @@ INTEGER_TYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64} 
 PROJECT = Path(__file__).resolve().parents[2]
 # Of a model or a loss that does not fit the batch.
 ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AssertionError, AttributeError)
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # no step of training uses them
 MAX_NONFINITE_LOSSES = 10  # consecutive
 MAX_DIFFERENCE = 1e-3  # between the norms of a gradient in two processes, of the larger one
 MIN_LOSS_SCALE = 2.0**-16  # 32 overflows below the initial dynamic scale
@@ -200,6 +201,27 @@ class FirstStepAudit:
             self._report_unused(unused)
         is_alone = dist.get_world_size() == 1 or is_sharded(self.module)
         self.is_done = is_alone or _require_averaged(trained)
+        if self.is_done and dist.get_world_size() > 1:
+            self._report_own_buffers()
+
+    def _report_own_buffers(self) -> None:
+        is_from_torch = type(self.model) is nn.parallel.DistributedDataParallel
+        if is_from_torch and self.model.broadcast_buffers:  # before each forward pass
+            return
+        saved = self.module.state_dict().keys()
+        different = _different(
+            {
+                name: buffer
+                for name, buffer in self.module.named_buffers()
+                if name in saved and name.rpartition(".")[2] not in STATISTICS
+            }
+        )
+        if different:
+            self.logger.warning(
+                f"the buffers {summarize(different)} of the model differ between the processes, "
+                "and each validation and checkpoint makes them those of rank 0: all-reduce what "
+                "updates them"
+            )
 
     def _report_unused(self, names: list[str]) -> None:
         fix = "use them in the loss, set their requires_grad to False"
@@ -263,16 +285,22 @@ def _require_own_device(device: torch.device) -> None:
 
 
 def _require_equal_weights(module: nn.Module) -> None:
-    names, weights = zip(*module.named_parameters(), strict=True)
-    # Sums of the bits as integers: exact, in any order, and without a copy of the weights.
-    sums = torch.stack([w.detach().view(INTEGER_TYPES[w.element_size()]).sum() for w in weights])
-    lowest, highest = _bounds(sums)
-    different = list(compress(names, (lowest != highest).tolist()))
-    if different:
+    if different := _different(dict(module.named_parameters())):
         fix = "wrap the model in DistributedDataParallel, and resume from the same file everywhere"
         raise UserError(
             f"the processes start with different weights ({summarize(different)}): {fix}"
         )
+
+
+def _different(tensors: dict[str, Tensor]) -> list[str]:
+    """Return the names of those that differ between the ranks."""
+    if not tensors:
+        return []
+    # Sums of the bits as integers: exact, in any order, and without a copy of the tensors.
+    values = [tensor.detach() for tensor in tensors.values()]
+    sums = torch.stack([value.view(INTEGER_TYPES[value.element_size()]).sum() for value in values])
+    lowest, highest = _bounds(sums)
+    return list(compress(tensors, (lowest != highest).tolist()))
 
 
 def _bounds(values: Tensor) -> tuple[Tensor, Tensor]:

@@ -107,8 +107,9 @@ def resolve_ranks(local_rank: int | None) -> tuple[int, int, int]:
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in names if name not in os.environ]
     start = "start with ./run.sh or torchrun, which set them all, or unset them"
-    if "RANK" in os.environ and missing:
-        raise UserError(f"RANK is set in the environment but not {', '.join(missing)}: {start}")
+    if missing and ("RANK" in os.environ or os.environ.get("WORLD_SIZE", "1") != "1"):
+        given = ", ".join(name for name in names if name not in missing)
+        raise UserError(f"the environment has {given} but not {', '.join(missing)}: {start}")
     if missing:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
