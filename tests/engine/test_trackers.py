@@ -21,7 +21,7 @@ from engine.monitoring import tracking
 from engine.monitoring.curves import BackgroundProcess
 from engine.monitoring.logger import Logger
 from engine.monitoring.metric import MonitoredMetric
-from engine.monitoring.trackers import FOLDER, QUEUE
+from engine.monitoring.trackers import FOLDER, QUEUE, read_state
 from engine.monitoring.tracking import Tracking
 from mlflow_server import mlflow_server
 from PIL import Image
@@ -122,6 +122,18 @@ def test_mlflow_has_each_metric_of_a_class_whatever_its_name(mlflow, tracked, tm
     assert metrics["epoch/é: x.y-z_"] == values["é: x.y-z_"]
 
 
+def test_password_in_the_address_is_kept_nowhere(mlflow, tracked, tmp_path, monkeypatch):
+    uri = mlflow.tracking_uri.replace("://", "://bob:s3cr3t-w0rd@")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    logger = open_logger(tmp_path / "run")
+    log_step(logger, 1)
+    logger.close()
+    assert the_run(mlflow, tracked).info.status == "FINISHED"
+    assert "://…@" in (tmp_path / "run" / "trackers" / "mlflow.log").read_text()  # MLflow prints it
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert not [path for path in files if b"s3cr3t-w0rd" in path.read_bytes()]
+
+
 def test_run_on_another_host_continues_without_the_queue(mlflow, tracked, tmp_path):
     """The checkpoint has the run's id and its rows; MLflow knows which of them it has."""
     first = open_logger(tmp_path / "run")
@@ -168,7 +180,7 @@ def test_tracker_that_is_down_gets_everything_later(mlflow, tracked, tmp_path, m
         log_step(logger, step)
         longest = max(longest, (time.perf_counter_ns() - started) / 1e9)
     assert longest < 0.1
-    wait_until(lambda: logger.tracking._state("mlflow").get("problem"))
+    wait_until(lambda: read_state(logger.output, "mlflow").get("problem"))
     for epoch in (1, 2):
         logger.log_epoch(row(epoch))
     warnings = [one for one in capsys.readouterr().out.splitlines() if "warning:" in one]
@@ -214,7 +226,7 @@ def test_wrong_key_is_reported_and_kept_nowhere(mlflow, tracked, tmp_path, monke
     output = tmp_path / "run"
     logger = open_logger(output)
     log_step(logger, 1)
-    wait_until(lambda: logger.tracking._state("mlflow").get("problem"))
+    wait_until(lambda: read_state(logger.output, "mlflow").get("problem"))
     logger.log_epoch(row(1))
     started = time.monotonic()
     logger.close()
@@ -534,8 +546,8 @@ def test_wandb_rejects_a_wrong_key(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("WANDB_API_KEY", "s3cr3t" * 7)
     logger = open_logger(tmp_path / "run", trackers=["wandb"])
     log_step(logger, 1)
-    wait_until(lambda: logger.tracking._state("wandb").get("problem"))
-    assert "in use" not in logger.tracking._state("wandb")["problem"]
+    wait_until(lambda: read_state(logger.output, "wandb").get("problem"))
+    assert "in use" not in read_state(logger.output, "wandb")["problem"]
     logger.log_epoch(row(1))
     time.sleep(10)  # for another attempt
     logger.close()

@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from io import TextIOWrapper
 from itertools import groupby
 from pathlib import Path
 from threading import Thread
@@ -242,6 +243,16 @@ def redact(text: str) -> str:
     return re.sub(r"//[^/\s\"'<>]+@", "//…@", text)
 
 
+class RedactedStream(TextIOWrapper):
+    """Stream without secrets: the packages of trackers print addresses, passwords included."""
+
+    def __init__(self, stream: Any) -> None:
+        super().__init__(stream.buffer, stream.encoding, "replace", line_buffering=True)
+
+    def write(self, text: str) -> int:
+        return super().write(redact(text))
+
+
 def follow(delivery: Delivery, parent: int) -> None:
     """Send the records of the run with the process id `parent` until it has ended."""
     delay = POLL_S
@@ -342,4 +353,5 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    sys.stdout, sys.stderr = RedactedStream(sys.stdout), RedactedStream(sys.stderr)
     main()
