@@ -90,16 +90,8 @@ def commands(
     timm += ["--channels-last", "--val-interval", every, "--checkpoint-hist", 1]
     timm += ["--output", output, "--experiment", "timm", "--seed", str(seed)]
     own = ["--config", "recipes/fashion_mnist_resnet18.json", "--data", args.data.resolve()]
-    own += [
-        "--epochs",
-        epochs,
-        "--seed",
-        str(seed),
-        "--workers",
-        workers,
-        "--output",
-        output / "own",
-    ]
+    own += ["--epochs", epochs, "--workers", workers]
+    own += ["--seed", seed, "--output", output / "own"]
     result = {"main.py": [sys.executable, "main.py", *map(str, own)]}
     scripts = {
         "torchvision": (args.torchvision and args.torchvision / "train.py", OF_TORCHVISION, tv),
@@ -129,16 +121,14 @@ def accuracy(name: str, output: Path, text: str) -> float:
     return float(last["val_accuracy"]) if name == "main.py" else float(last["eval_top1"]) / 100
 
 
-def run(job: Job, project: Path, gpus: int, free: Queue[int]) -> tuple:
-    """Return name, seed, accuracy and seconds of a script, run on one of the `free` GPUs.
+def run(job: Job, project: Path, gpu: int, num_gpus: int) -> tuple:
+    """Return name, seed, accuracy and seconds of a script, run on a GPU and a share of the cores.
 
-    It has a share of the cores. The accuracy is nan if the script fails, which does not end the
-    others.
+    The accuracy is nan if the script fails, which does not end the others.
     """
     name, seed, command, output = job
-    gpu = free.get()
     cores = sorted(os.sched_getaffinity(0))
-    share = max(1, len(cores) // gpus)
+    share = max(1, len(cores) // num_gpus)
     command = ["taskset", "-c", ",".join(map(str, cores[gpu * share :][:share])), *command]
     variables = {"CUDA_VISIBLE_DEVICES": str(gpu), "OMP_NUM_THREADS": "1"}
     start = time.perf_counter()
@@ -152,7 +142,6 @@ def run(job: Job, project: Path, gpus: int, free: Queue[int]) -> tuple:
         check=False,
     )
     seconds = time.perf_counter() - start
-    free.put(gpu)
     try:
         done.check_returncode()
         return name, seed, accuracy(name, output, done.stdout), seconds
@@ -188,8 +177,16 @@ def main() -> None:
         free: Queue[int] = Queue()
         for gpu in range(args.gpus):
             free.put(gpu)
+
+        def run_on_free_gpu(job: Job) -> tuple:
+            gpu = free.get()
+            try:
+                return run(job, project, gpu, args.gpus)
+            finally:
+                free.put(gpu)
+
         with ThreadPoolExecutor(args.gpus) as pool:
-            rows = list(pool.map(lambda job: run(job, project, args.gpus, free), jobs))
+            rows = list(pool.map(run_on_free_gpu, jobs))
     print(f"{date.today()}\n\n| script | seed | accuracy | seconds |\n|---|---|---|---|")
     for script, seed, value, seconds in rows:
         print(f"| {script} | {seed} | {value:.4f} | {seconds:.0f} |")
