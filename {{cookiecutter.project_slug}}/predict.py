@@ -140,10 +140,11 @@ def main() -> None:
             status = 1
             continue
         if args.json:
-            print(json_line({"file": str(file), "found": found}))
+            line = json_line({"file": str(file), "found": found})
         else:
             names = ", ".join(f"{name} {value:.3f}" for name, value in found)
-            print(printable(f"{file}: {names}"))
+            line = printable(f"{file}: {names}")
+        print(line, flush=True)  # at once, so that a full disk is an error here
     sys.exit(status)
 
 

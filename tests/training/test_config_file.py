@@ -187,15 +187,29 @@ def test_contradicting_settings_in_a_config_file_are_refused(parse, file):
 @pytest.mark.parametrize(
     ("flags", "saying"),
     [
-        (["--output", ""], "--output: the path is empty"),
-        (["--data", ""], "--data: the path is empty"),
-        (["--resume", ""], "--resume: the path is empty"),
+        (["--output", ""], "--output: it is empty"),
+        (["--data", ""], "--data: it is empty"),
+        (["--resume", ""], "--resume: it is empty"),
+        (["--weights", ""], "--weights: it is empty"),
         (["--layer-decay", "0"], "--layer-decay: '0' is not a number above 0 and less than 1"),
     ],
 )
 def test_values_without_a_meaning_are_errors(parse, flags, saying):
     with pytest.raises(UserError, match=saying):
         parse(*flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "folder"),
+    [
+        ((), "runs/ddp_training"),
+        (("--resume", "auto"), "runs/ddp_training"),
+        (("--resume", "elsewhere/best.pt"), "elsewhere"),
+        (("--resume", "elsewhere/best.pt", "--output", "runs/ddp_training"), "runs/ddp_training"),
+    ],
+)
+def test_evaluation_writes_beside_its_checkpoint_unless_told_otherwise(parse, flags, folder):
+    assert parse("--eval-only", *flags).output == Path(folder)
 
 
 @pytest.mark.parametrize(

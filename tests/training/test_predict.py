@@ -131,6 +131,22 @@ def test_script_ends_silently_when_its_output_is_closed(
     assert (ended.returncode, b"Error" in ended.stderr) == (-signal.SIGPIPE, False)
 
 
+@pytest.mark.slow
+def test_full_disk_of_the_output_is_an_error(
+    shared_project: Callable, tmp_path: Path, images: Path
+) -> None:
+    project = load_project(shared_project(task="classification"))
+    model = Model(project)
+    path = model.save(tmp_path / "best.pt", model.build(1).state_dict())
+    command = [sys.executable, "predict.py", path, images / "a.jpg"]
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(
+            command, cwd=project.folder, stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert ended.returncode == 2
+    assert ended.stderr == "error: a file can't be read or written (No space left on device)\n"
+
+
 def test_predicts_with_ema_weights_if_saved(
     predicted: Predicted, model: Model, checkpoint: Path, images: Path
 ) -> None:

@@ -74,11 +74,16 @@ def size_type(text: str) -> int:
     return int(found[1]) * UNITS[found[2]]
 
 
-def path(text: str) -> Path:
-    """Convert a path. An empty one, as of an unset variable of the shell, is an error."""
+def not_empty(text: str) -> str:
+    """Return `text`. An empty one, as of an unset variable of the shell, is an error."""
     if not text:
-        raise argparse.ArgumentTypeError("the path is empty: name one, or leave the flag out")
-    return Path(text)
+        raise argparse.ArgumentTypeError("it is empty: name something, or leave the flag out")
+    return text
+
+
+def path(text: str) -> Path:
+    """Convert a path, which is not empty."""
+    return Path(not_empty(text))
 
 
 def local_path(text: str) -> Path:

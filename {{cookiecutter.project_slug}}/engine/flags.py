@@ -16,6 +16,7 @@ from engine.cli import (
     loss_scale,
     non_negative_float,
     non_negative_int,
+    not_empty,
     path,
     positive_int,
     size_type,
@@ -47,7 +48,11 @@ def add_data_arguments(parser: ArgumentParser, layout: str) -> None:
 def add_model_arguments(parser: ArgumentParser) -> None:
     """Add --weights, --freeze and --channels-last."""
     add = parser.group("model").add_argument
-    add("--weights", help="initial weights: a file, or torchvision's name, such as DEFAULT")
+    add(
+        "--weights",
+        type=not_empty,
+        help="initial weights: a file, or torchvision's name, such as DEFAULT",
+    )
     add("--freeze", nargs="+", metavar="MODULE", help="submodules not to train, such as layer1")
     yes_or_no = BooleanOptionalAction
     add("--channels-last", action=yes_or_no, help="NHWC, fast for convolutions (default: yes)")
@@ -99,8 +104,10 @@ def add_optimization_arguments(parser: ArgumentParser, warmup_epochs: float) -> 
     add("--warmup-epochs", type=non_negative_float, default=warmup_epochs, help="linear warm-up")
     add("--accumulate", type=positive_int, default=1, help="batches per step")
     add("--label-smoothing", type=fraction, default=0.0, help="in the training loss")
-    add("--clip-grad", type=non_negative_float, metavar="NORM", help="maximum gradient norm")
-    add("--ema", type=fraction, metavar="DECAY", help="also validate and save a moving average")
+    help = "maximum gradient norm; 0: none"
+    add("--clip-grad", type=non_negative_float, metavar="NORM", help=help)
+    help = "also validate and save a moving average; 0: none"
+    add("--ema", type=fraction, metavar="DECAY", help=help)
 
 
 def add_precision_arguments(parser: ArgumentParser, opt_level: str, backend: str) -> None:
@@ -121,7 +128,7 @@ def add_run_arguments(parser: ArgumentParser, output: Path) -> None:
     add = parser.group("distributed").add_argument
     add("--timeout", type=positive_int, default=600, help="seconds for a step or a start phase")
     add = parser.group("run").add_argument
-    add("--output", type=path, default=output, help="folder of checkpoints and metrics")
+    add("--output", type=path, help=f"folder of checkpoints and metrics (default: {output})")
     add("--resume", type=path, help="a checkpoint, or 'auto' for the newest in --output, if any")
     add("--save-every", type=interval, help="steps or minutes between checkpoints")
     add("--eval-every", type=positive_int, default=1, help="epochs between validations")
@@ -170,8 +177,9 @@ def complete_arguments(
         )
     if ddp != "dataparallel" and args.cuda_graphs and args.accumulate > 1:
         parser.error("--accumulate: --cuda-graphs keep no gradients from one batch to the next")
-    if args.eval_only and args.output == output and args.resume not in (None, Path("auto")):
-        args.output = args.resume.parent
+    if args.output is None:
+        is_beside = args.eval_only and args.resume not in (None, Path("auto"))
+        args.output = args.resume.parent if is_beside else output
     for name in () if args.eval_only else args.tracker:
         if name != TENSORBOARD and find_spec(name) is None:
             parser.error(f"--tracker {name}: its package is missing: pip install {name}")

@@ -1,5 +1,6 @@
 """Start and end of a process: its rank, its device, its process group, its exit status."""
 
+import errno
 import os
 import re
 import signal
@@ -32,6 +33,7 @@ from engine.text import one_message
 
 T = TypeVar("T")
 MAX_PORT = 2**16 - 1
+CORRECTABLE = (errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT)  # by the user
 PATIENCE_S = 5.0  # in which a launcher ends all processes of a job that failed
 SETTLE_S = 3.0  # in which the peer monitor learns of another process's failure
 
@@ -319,11 +321,11 @@ def run(main: Callable[[], None]) -> None:
         main()
     except UserError as error:
         stop(str(error))
-    except PermissionError as error:
-        stop(f"{error.filename} can't be read or written: correct its permissions")
     except KeyboardInterrupt:
         exit_process(128 + signal.SIGINT)
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in CORRECTABLE:
+            stop(f"{error.filename or 'a file'} can't be read or written ({error.strerror})")
         # A process that ends breaks the connections of the others, which is a RuntimeError there:
         # the peer monitor ends them meanwhile, so that only the cause is logged.
         if isinstance(error, RuntimeError) and int(os.environ.get("WORLD_SIZE", "1")) > 1:
