@@ -57,7 +57,9 @@ WEIGHT = torch.tensor(1.0)
 def test_further_elements_of_own_data_are_not_taken_for_a_weight(further, mixed):
     data = [(*Constant()[index], *further) for index in range(8)]
     images, labels, *extra = batch_of(MixedDataset(data, 1.0, 0.0, 0.0) if mixed else data)
-    with pytest.raises(UserError, match="third element of a training sample is the weight of its"):
+    with pytest.raises(
+        UserError, match=r"perhaps with the weight of its loss, a float32 scalar such as"
+    ):
         mix(images, labels, extra)
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import json
+import math
 import os
 import random
 import shutil
@@ -462,8 +463,9 @@ def resume_after_a_kill(
     again = manager_of(folder)
     again.resume(Path("auto"), 10)
     dist.barrier()
-    best = checkpoint.load(Path(folder, "best.pt"))
-    return again.state.progress.best, best["best"], best["step"]
+    path = Path(folder, "best.pt")
+    best = checkpoint.load(path) if path.exists() else {}
+    return again.state.progress.best, best.get("best"), best.get("step")
 
 
 @pytest.mark.parametrize(
@@ -473,8 +475,9 @@ def resume_after_a_kill(
         ([0.5, 0.9], False, (0.9, 0.9, 2)),
         ([0.5, 0.5], False, (0.5, 0.5, 1)),
         ([0.9, 0.5], True, (0.5, 0.5, 2)),
+        ([math.nan], False, (-math.inf, None, None)),
     ],
-    ids=["first", "better", "equal", "removed"],
+    ids=["first", "better", "equal", "removed", "nan"],
 )
 def test_a_kill_before_the_best_checkpoint_has_its_name_loses_nothing(
     two_processes: Processes,
@@ -1454,6 +1457,34 @@ def test_a_restart_ignores_the_older_run_on_another_host(
     assert [path.name for path, _ in found] == ["step-2.pt"] * 2
 
 
+def best_after_a_restart(folder: str) -> float:
+    """Return the best score of a run that is restarted on hosts with folders of their own."""
+    manager = manager_of(f"{folder}/{dist.get_rank()}", settings=SETTINGS)
+    variables = {"TORCHELASTIC_RESTART_COUNT": "1", LAUNCH_ID: "ours"}
+    with mock.patch.dict(os.environ, variables):
+        on_two_hosts(manager.resume, None, 10)
+    return manager.state.progress.best
+
+
+@pytest.mark.parametrize("is_copy", [True, False])
+def test_a_restart_takes_best_from_its_own_run_alone(
+    two_processes: Processes, tmp_path: Path, is_copy: bool
+) -> None:
+    """Rank 0's host has no config.json yet: its best.pt is a copy, or that of an older run."""
+    config = SETTINGS | {"LAUNCH": {LAUNCH_ID: "ours"}}
+    prepared(tmp_path / "0", {5: 0.0}, best=0.6)
+    prepared(tmp_path / "1", {6: 0.0, 9: 0.0}, best=0.6)
+    (tmp_path / "1" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "0" / "step-5.pt").rename(tmp_path / "0" / "best.pt")
+    (tmp_path / "1" / "step-6.pt").rename(tmp_path / "1" / "best.pt")
+    if is_copy:
+        shutil.copy(tmp_path / "1" / "best.pt", tmp_path / "0" / "best.pt")
+    else:
+        (tmp_path / "1" / "best.pt").unlink()
+    best = 0.6 if is_copy else -math.inf
+    assert two_processes(best_after_a_restart, str(tmp_path))[0] == best
+
+
 def test_a_restart_does_not_replace_the_older_run_on_the_host_of_rank_0(
     two_processes: Processes, tmp_path: Path
 ) -> None:
@@ -1645,19 +1676,21 @@ def test_the_best_checkpoint_is_copied_to_the_host_that_rank_0_moved_to(
     assert any("no host has the best checkpoint" in text for text in said[0]) == (best < 0)
 
 
+@pytest.mark.parametrize(("before", "step"), [(0.5, 9), (0.6, 6)], ids=["better", "equal"])
 def test_the_resumed_checkpoint_is_the_best_one_of_another_host(
-    two_processes: Processes, tmp_path: Path
+    two_processes: Processes, tmp_path: Path, before: float, step: int
 ) -> None:
     """Its process was killed before that got the name best.pt."""
     folders = [tmp_path / "0", tmp_path / "1"]
     prepared(folders[0], {})
-    prepared(folders[1], {9: 0.0}, best=0.6)
+    prepared(folders[1], {6: 0.0, 9: 0.0}, best=0.6)
+    (folders[1] / "step-6.pt").rename(folders[1] / "best.pt")
     path = folders[1] / "step-9.pt"
     entries = torch.load(path, weights_only=True)
-    checkpoint.write(path, entries | {"scores": [0.5, 0.6], "results": {"val_accuracy": 0.6}})
+    checkpoint.write(path, entries | {"scores": [before, 0.6], "results": {"val_accuracy": 0.6}})
     (best, said), _ = two_processes(resumed_best, folders)
     assert best == 0.6 and "copied best.pt from the host of rank 1" in said
-    assert checkpoint.load(folders[0] / "best.pt")["step"] == 9
+    assert checkpoint.load(folders[0] / "best.pt")["step"] == step
 
 
 def test_best_checkpoint_that_can_not_be_read_is_forgotten(

@@ -1,5 +1,6 @@
 """engine.fingerprint: what two data sets of the same size and classes differ in."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -33,10 +34,12 @@ def test_labels_are_the_same_in_any_container() -> None:
     assert found == found[:1] * 4
 
 
-def test_labels_count_by_the_names_of_their_classes() -> None:
+@pytest.mark.parametrize("kind", [int, np.int64, torch.tensor])
+def test_labels_count_by_the_names_of_their_classes(kind: Callable) -> None:
     """So that a checkpoint's order of the classes, and its further classes, change nothing."""
     one = fingerprint.of_data_set(Samples([0, 1], classes=["cat", "dog"]))
-    assert one == fingerprint.of_data_set(Samples([2, 0], classes=["dog", "owl", "cat"]))
+    other = Samples([kind(2), kind(0)], classes=["dog", "owl", "cat"])
+    assert one == fingerprint.of_data_set(other)
     assert one != fingerprint.of_data_set(Samples([0, 1], classes=["dog", "cat"]))
 
 

@@ -190,6 +190,11 @@ def test_data_without_labels_has_no_class_weights(labels: list[str] | None) -> N
         WeightedDataset(data)
 
 
+def test_ignored_samples_have_no_class_weight() -> None:
+    weights = balanced_weights([0, 0, 0, 1, -100])
+    assert weights.tolist() == pytest.approx([2 / 3, 2 / 3, 2 / 3, 2, 0])
+
+
 def test_samples_with_weights_of_their_own_have_no_class_weights() -> None:
     data = type("Data", (list,), {"labels": [0, 1]})([(torch.zeros(3), 0, torch.tensor(2.0))] * 2)
     with pytest.raises(UserError, match="--class-weights: the training samples have weights of"):

@@ -37,12 +37,14 @@ def of_data_set(data_set: Any) -> Fingerprint:
 
 
 def labels_of(data_set: Any) -> Sequence[Any] | None:
-    """Return the labels of all samples of a data set, of any type; None if it has none."""
+    """Return the labels of all samples of a data set, numbers of Python's; None if it has none."""
     labels: Any = getattr(data_set, "labels", None)
     if hasattr(labels, "tolist"):  # an array or a tensor
         labels = labels.tolist() if labels.ndim == 1 else None
-    is_complete = isinstance(labels, Sequence) and len(labels) == len(data_set)
-    return labels if is_complete else None
+    if not isinstance(labels, Sequence) or len(labels) != len(data_set):
+        return None
+    # Scalars of NumPy and torch, too; not vectors, such as of several labels.
+    return [label.item() if getattr(label, "ndim", None) == 0 else label for label in labels]
 
 
 def of_files(folder: object, samples: Sequence[tuple]) -> Fingerprint:

@@ -36,7 +36,7 @@ from engine.checkpoint.writer import CheckpointWriter
 from engine.data import get_rng_state
 from engine.distributed import all_gather, slurm
 from engine.distributed.watchdog import StopSignals
-from engine.monitoring.logger import Logger, has_checkpoints
+from engine.monitoring.logger import Logger
 from engine.monitoring.meter import Meter, Sums
 from engine.monitoring.metric import AVERAGE
 from engine.optim import frozen_parameters
@@ -95,6 +95,7 @@ class CheckpointManager:
             self._interval_steps = int(self.save_every)
         self.saved_at = time.monotonic()
         self._saved_step = -1
+        self._is_searched = True  # this host's folder, which may hold another run
         self._has_pinned_memory = False
         self._meter: Meter | None = None
         self._means: list[Sums] = []
@@ -175,9 +176,10 @@ class CheckpointManager:
         is_writer = dist.get_rank() == 0
         # A process may have been killed between writing a checkpoint and naming it best.pt.
         *before, score = progress.scores or [-math.inf]
-        has_best = bool(all_gather(files.best_of(self.folder), self._group)[0])
-        is_best = score == entries["best"] and bool(entries.get("results"))
-        is_best = is_best and (score > max(before, default=-math.inf) or not has_best)
+        has_best = source.rank > 0 or bool(all_gather(files.best_of(self.folder), self._group)[0])
+        # Another one of the same score is best.pt, unless it was removed.
+        highest = max(before, default=-math.inf) if has_best else -math.inf
+        is_best = score == entries["best"] > highest and bool(entries.get("results"))
         if source.rank:
             self._fetch_best(source if is_best else None)
         elif not has_best:
@@ -211,7 +213,7 @@ class CheckpointManager:
             return
         own = files.identify_best(self.folder) if distributed.is_local_leader() else None
         if source is None:
-            found = all_gather(own, self._group)
+            found = all_gather(own if self._is_searched else None, self._group)
             scores = [best and best[0] for best in found]
             ranks = (*range(1, len(found)), 0)  # rank 0's own may be of lost steps
             owner = next((rank for rank in ranks if scores[rank] == progress.best), None)
@@ -401,15 +403,14 @@ class CheckpointManager:
     def _find(self, choice: Path | None, required: bool) -> Source | None:
         """Return the checkpoint to resume from, which is the same on all ranks."""
         is_restart = distributed.is_restart() and not required
-        is_searched = True
         if is_restart and choice != AUTO:
-            is_searched = was_begun(self.folder, self.settings)
-            begun = all_gather(is_searched, self._group)
+            self._is_searched = was_begun(self.folder, self.settings)
+            begun = all_gather(self._is_searched, self._group)
             is_restart = self.logger.is_restart = any(begun)
             if is_restart and not begun[0]:
-                self._require_free()  # of an older run, whose checkpoints the next save removes
+                self._require_free()  # of an older run, whose checkpoints the first save removes
         first = AUTO if is_restart else choice
-        source = find(self.folder, first, self.logger.warning, self._group, is_searched)
+        source = find(self.folder, first, self.logger.warning, self._group, self._is_searched)
         if source or not is_restart:
             return source
         if choice in (AUTO, None):
@@ -418,8 +419,11 @@ class CheckpointManager:
         return find(self.folder, choice, self.logger.warning, self._group)
 
     def _require_free(self) -> None:
-        """Raise UserError, on all ranks, if the folder of rank 0's host holds checkpoints."""
-        if all_gather(has_checkpoints(self.folder), self._group)[0]:
+        """Raise UserError, on all ranks, if the folder of rank 0's host holds checkpoints.
+
+        A best.pt may have been copied there for this run, and is kept otherwise.
+        """
+        if all_gather(files.numbered(self.folder), self._group)[0]:
             raise UserError(
                 f"{self.folder} on the host of rank 0 holds an older run: move it away, and start "
                 "this one again with --resume auto"

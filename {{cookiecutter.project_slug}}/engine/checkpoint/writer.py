@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from engine import SUFFIX
-from engine.checkpoint import files, sharded, validation
+from engine.checkpoint import files, manifest, sharded, validation
 from engine.checkpoint.files import BEST, LAST
 from engine.checkpoint.format import Progress
 from engine.distributed import all_gather
@@ -149,8 +149,11 @@ class CheckpointWriter:
 
     def _write_shards(self, path: Path, entries: dict[str, Any], group: dist.ProcessGroup) -> None:
         """Write a folder; all ranks call it. Its tensors are not written again at the same step."""
-        is_there = self.written_step == entries["step"] and sharded.is_checkpoint(path)
-        is_written = all_gather(is_there, group)[0]  # rank 0's: it removes and renames files
+        is_written = self.written_step == entries["step"]
+        if dist.get_rank() == 0:
+            with suppress(OSError):  # the disk does not answer just now: it may be there
+                is_written = is_written and manifest.exists(path)
+        is_written = all_gather(is_written, group)[0]
         if dist.get_rank() == 0:
             try:
                 self._prepare()

@@ -115,11 +115,12 @@ def mix(images: Tensor, labels: Tensor, extra: list[Tensor]) -> tuple[Tensor, Te
     if not extra:
         return images, labels
     weights, *drawn = extra
-    is_weight = weights.dtype == torch.float32 and weights.shape == labels.shape
+    is_weight = weights.dtype == torch.float32 and weights.shape == labels.shape[:1]
     if not is_weight or any(numbers.shape[1:] != (9,) for numbers in drawn) or len(drawn) > 1:
+        found = ", ".join(f"{one.dtype} of shape {tuple(one.shape[1:])}" for one in extra)
         raise UserError(
-            "the third element of a training sample is the weight of its loss, such as "
-            "torch.tensor(1.0), and there is no fourth: return nothing else from the data set"
+            "a training sample is (image, label), perhaps with the weight of its loss, a float32 "
+            f"scalar such as torch.tensor(1.0); after the label, these have {found}"
         )
     if not drawn:
         return images, [(labels, weights)]

@@ -8,15 +8,21 @@ from torch import Tensor
 
 from engine import UserError
 from engine.data import DatasetWrapper, SizedDataset
+from engine.distributed.consistency import IGNORED
 
 
 def balanced_weights(labels: Sequence[int] | Tensor) -> Tensor:
     """Return a weight for each sample, float32 (N,), inversely proportional to its class's size.
 
-    The mean of the weights is 1, as with ``class_weight="balanced"`` of scikit-learn.
+    The mean of the weights is 1, as with ``class_weight="balanced"`` of scikit-learn. Samples with
+    the label IGNORED have no loss, and the weight 0.
     """
-    _, classes, sizes = torch.as_tensor(labels).unique(return_inverse=True, return_counts=True)
-    return (len(classes) / (len(sizes) * sizes.double()))[classes].float()
+    numbers = torch.as_tensor(labels)
+    is_counted = numbers != IGNORED
+    _, classes, sizes = numbers[is_counted].unique(return_inverse=True, return_counts=True)
+    weights = torch.zeros(len(numbers))
+    weights[is_counted] = (len(classes) / (len(sizes) * sizes.double()))[classes].float()
+    return weights
 
 
 class WeightedDataset(DatasetWrapper):

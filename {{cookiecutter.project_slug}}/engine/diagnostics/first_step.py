@@ -35,7 +35,8 @@ INTEGER_TYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64} 
 PROJECT = Path(__file__).resolve().parents[2]
 # Of a model or a loss that does not fit the batch.
 ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AssertionError, AttributeError)
-STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # no step of training uses them
+# In training they do not read their statistics.
+NORMS = (_BatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 MAX_NONFINITE_LOSSES = 10  # consecutive
 MAX_DIFFERENCE = 1e-3  # between the norms of a gradient in two processes, of the larger one
 MIN_LOSS_SCALE = 2.0**-16  # 32 overflows below the initial dynamic scale
@@ -209,17 +210,16 @@ class FirstStepAudit:
         if is_from_torch and self.model.broadcast_buffers:  # before each forward pass
             return
         saved = self.module.state_dict().keys()
-        different = _different(
-            {
-                name: buffer
-                for name, buffer in self.module.named_buffers()
-                if name in saved and name.rpartition(".")[2] not in STATISTICS
-            }
-        )
-        if different:
+        own = {
+            f"{prefix}.{name}".removeprefix("."): buffer
+            for prefix, part in self.module.named_modules()
+            if not isinstance(part, NORMS)
+            for name, buffer in part.named_buffers(recurse=False)
+        }
+        if different := _different({name: own[name] for name in own if name in saved}):
             self.logger.warning(
                 f"the buffers {summarize(different)} of the model differ between the processes, "
-                "and each validation and checkpoint makes them those of rank 0: all-reduce what "
+                "and each validation and resumption makes them those of rank 0: all-reduce what "
                 "updates them"
             )
 
@@ -293,14 +293,17 @@ def _require_equal_weights(module: nn.Module) -> None:
 
 
 def _different(tensors: dict[str, Tensor]) -> list[str]:
-    """Return the names of those that differ between the ranks."""
-    if not tensors:
-        return []
+    """Return the names of those that differ between the ranks. Only dense ones are compared."""
     # Sums of the bits as integers: exact, in any order, and without a copy of the tensors.
-    values = [tensor.detach() for tensor in tensors.values()]
-    sums = torch.stack([value.view(INTEGER_TYPES[value.element_size()]).sum() for value in values])
-    lowest, highest = _bounds(sums)
-    return list(compress(tensors, (lowest != highest).tolist()))
+    sums = {
+        name: tensor.detach().view(INTEGER_TYPES[tensor.element_size()]).sum()
+        for name, tensor in tensors.items()
+        if tensor.layout is torch.strided and tensor.element_size() in INTEGER_TYPES
+    }
+    if not sums:
+        return []
+    lowest, highest = _bounds(torch.stack(list(sums.values())))
+    return list(compress(sums, (lowest != highest).tolist()))
 
 
 def _bounds(values: Tensor) -> tuple[Tensor, Tensor]:

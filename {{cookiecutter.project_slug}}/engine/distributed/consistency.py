@@ -2,15 +2,14 @@
 
 import hashlib
 import json
+import os
 import platform
 import socket
 import sys
 import time
 from collections.abc import Sized
-from contextlib import suppress
 from importlib.metadata import version
 from itertools import zip_longest
-from operator import index
 from pathlib import Path
 
 import torch
@@ -46,6 +45,7 @@ def collect_facts(device: torch.device, settings: dict[str, object], backend_nam
         "torchvision": version("torchvision"),
         "the kind of device": device.type,
         "Apex's backend": backend_name,
+        "WORLD_SIZE": os.environ.get("WORLD_SIZE", "1"),
     }
     for name, value in settings.items():
         if name not in HOST_SETTINGS:
@@ -145,16 +145,13 @@ def _require_positions(data_set: Sized, split: str, num_classes: int) -> None:
     A loss on a GPU ends the process for such a label, without a message about it.
     """
     labels = fingerprint.labels_of(data_set) or ()
-    positions = set()
-    for label in labels:
-        with suppress(TypeError):  # it is a text or a vector
-            positions.add(index(label))
-    wrong = positions.difference([IGNORED, *range(num_classes)])
-    if num_classes and wrong:
+    positions = {label for label in labels if type(label) is int}
+    allowed = {*range(num_classes), *([IGNORED] if split == "training" else [])}
+    if num_classes and positions - allowed:
+        also = f", or {IGNORED} for a sample without a loss" if split == "training" else ""
         raise UserError(
-            f"label {max(wrong)} of the {split} data must be one of 0 to {num_classes - 1}, the "
-            f"positions in its list of {num_classes} classes, or {IGNORED} for a sample without a "
-            "loss"
+            f"the {split} data has the label {max(positions - allowed)}: labels must be 0 to "
+            f"{num_classes - 1}, the positions in its list of {num_classes} classes{also}"
         )
 
 

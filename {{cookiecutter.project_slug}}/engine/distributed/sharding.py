@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.compiler.config
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -131,8 +130,8 @@ def compile_sharded(model: nn.Module) -> None:
     if the last batch is smaller.
     """
     num_sharded = sum(isinstance(module, FSDPModule) for module in model.modules())
-    config, forms = torch.compiler.config, 4 * num_sharded
-    with suppress(AttributeError):  # of older versions of torch, which warn of the limit
+    config, forms = torch._dynamo.config, 4 * num_sharded  # torch.compiler.config is newer
+    with suppress(AttributeError):  # of other versions of torch, which warn of the limit
         config.recompile_limit = max(config.recompile_limit, forms)
         config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, forms)
     model.compile()
