@@ -455,7 +455,7 @@ def resume_after_a_kill(
         if is_last and is_removed and dist.get_rank() == 0:
             Path(folder, "best.pt").unlink()
         progress.step = step
-        progress.scores.append(accuracy)
+        progress.scores.append(-math.inf if math.isnan(accuracy) else accuracy)
         with mock.patch.object(files, "alias", kept):
             manager.save({"val_accuracy": accuracy})
             manager.wait()
