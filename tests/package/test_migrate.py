@@ -478,10 +478,11 @@ def test_write_keeps_the_mode(tmp_path):
         ("# coding: nonsense\nx = 1\n", "unknown encoding"),
         (f"x = {'(' * 50_000}1{')' * 50_000}\n", "too many nested parentheses"),
         (f"x = {'-' * 2000}1\n", "nested too deeply"),
+        (f"x = {'-' * 100_000}1\n", "nested too deeply"),
         (f"x = {'+'.join('1' * 5000)}\n", "nested too deeply"),
         (None, "No such"),
     ],
-    ids=["python_2", "no_apex", "encoding", "parentheses", "signs", "sum", "missing"],
+    ids=["python_2", "no_apex", "encoding", "parentheses", "signs", "many signs", "sum", "missing"],
 )
 def test_nothing_to_migrate(run, tmp_path, content, message):
     if content is not None:
@@ -490,6 +491,13 @@ def test_nothing_to_migrate(run, tmp_path, content, message):
     assert done.returncode == 2
     assert message in done.stderr
     assert content is None or (tmp_path / "script.py").read_text() == content
+
+
+def test_name_of_the_script_is_escaped(run, tmp_path):
+    (tmp_path / "a\x1b[2J.py").write_text("x = 1\n")
+    done = run(*COMMAND, "migrate", "a\x1b[2J.py")
+    assert (done.returncode, "\x1b" in done.stderr) == (2, False)
+    assert "a\\x1b[2J.py does not import Apex" in done.stderr
 
 
 def test_failed_write_leaves_the_file(run, tmp_path):

@@ -92,7 +92,7 @@ def main(arguments: list[str]) -> int:
         new, report = migrate(old, args.opt_level, args.loss_scale)
     except OSError as error:
         return _fail(f"cannot read {args.script}: {error.strerror}")
-    except RecursionError:
+    except (RecursionError, MemoryError):  # of libcst and of Python's own parser
         return _fail(f"{args.script} holds expressions that are nested too deeply; split them")
     except (cst.ParserSyntaxError, UnicodeDecodeError, SyntaxError) as error:
         return _fail(f"{args.script} is not valid Python 3 (convert Python 2 first): {error}")
@@ -113,5 +113,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _fail(message: str) -> int:
-    sys.stderr.write(f"apex-native migrate: {message}\n")
+    # The name of a file, and a parser's message, may hold escapes for the terminal.
+    line = "".join(one if one.isprintable() else repr(one)[1:-1] for one in message)
+    sys.stderr.write(f"apex-native migrate: {line}\n")
     return 2
