@@ -160,4 +160,34 @@ def test_names_of_arguments_and_attributes_are_no_scaled_loss(tmp_path):
         "scaled_loss.backward()", "print(scaled_loss=scaled_loss, x=args.scaled_loss)"
     )
     code, _ = migrate(tmp_path, script)
-    assert "print(scaled_loss=loss, x=args.scaled_loss)" in code
+    assert "scaled_loss = loss\n    print(scaled_loss=scaled_loss, x=args.scaled_loss)" in code
+
+
+# Blocks in which the scaled loss can't be replaced by the expression that it is made from.
+BLOCKS = {
+    "the loss changes": "(loss, optimizer) as s:\n        loss = loss / 100\n        s.backward()",
+    "the name is deleted": "(loss, optimizer) as s:\n        s.backward()\n        del s",
+    "the name is assigned": "(loss, optimizer) as s:\n        s = s * 2\n        s.backward()",
+    "the name is in parentheses": "(loss, optimizer) as (s):\n        s.backward()",
+    "an attribute": "(loss, optimizer) as args.s:\n        args.s.backward()",
+    "a later call": "(loss, optimizer) as s:\n        f = lambda: s.backward()\n        f()",
+    "evaluated once": "(losses.pop(), optimizer) as s:\n        s.item()\n        s.backward()",
+    "computed": "(criterion(out, y), optimizer) as s:\n        s.backward()",
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("level", ["O0", "O4"])
+def test_scaled_loss_is_what_it_was(run, tmp_path, name, level):
+    script = (
+        f"{START}{INITIALIZE}{LOOP}    out = model(x)\n    loss = criterion(out, y)\n"
+        f"    losses = [loss]\n    with amp.scale_loss{BLOCKS[name]}\n"
+        "    optimizer.step()\n    print(loss.item())\n"
+    ).replace('"O4"', f'"{level}"')
+    (tmp_path / "old.py").write_text(script)
+    before = losses(run("-m", "apex_native", "old.py"))
+    code, report = migrate(tmp_path, script)
+    assert "0 left" in report and "apex" not in code
+    assert losses(run("script.py")) == pytest.approx(before, rel=1e-3)
+    in_autocast = "        s = criterion(out, y)\n" in code
+    assert in_autocast == (name == "computed" and level != "O0")

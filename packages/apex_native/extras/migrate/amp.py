@@ -229,7 +229,8 @@ class Analysis(Gradients):
         if isinstance(parts[0][1].value, (cst.List, cst.Tuple)):
             self.usage.reasons.append("amp.scale_loss has several optimizers")
         value, optimizer = parts[0][0].value, source(parts[0][1].value)
-        self.usage.losses.append(Loss(statement, value, source(item.asname.name), optimizer))
+        alias = source(item.asname.name.with_changes(lpar=[], rpar=[]))
+        self.usage.losses.append(Loss(statement, value, alias, optimizer))
 
     def leave_Module(self, original_node: cst.Module) -> None:
         """Check what takes knowledge of the whole module."""
@@ -361,7 +362,7 @@ class Analysis(Gradients):
             (block, forward_range(block.body, index, wanted))
             for block, index in self.levels(loss.statement)
         ]
-        enabled = self._enabled(loss, wanted) if usage.has_autocast else ""
+        enabled = loss.enabled = self._enabled(loss, wanted) if usage.has_autocast else ""
         for block, lines in ranges:
             for line in lines:
                 if usage.autocast.setdefault(block, {}).setdefault(line, enabled) != enabled:

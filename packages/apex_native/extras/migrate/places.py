@@ -9,6 +9,7 @@ import libcst as cst
 from libcst.metadata import QualifiedName, QualifiedNameSource
 
 NONE = "None"
+REDUCTIONS = {"mean", "sum"}  # functions and methods that need no casts
 ADDING = ("append", "extend", "insert", "update")  # methods that change a list or a dict
 
 
@@ -73,6 +74,19 @@ def is_boundary(line: cst.BaseStatement) -> bool:
     """Return whether a statement belongs to the backward pass or the update."""
     code = source(line)
     return any(text in code for text in (".backward(", ".step(", ".zero_grad(", "scale_loss("))
+
+
+def is_backward_alone(body: cst.BaseSuite, name: str) -> bool:
+    """Return whether a block begins with ``name.backward(...)`` and has no other use of a name."""
+    code = source(body).strip()
+    uses = len(re.findall(rf"\b{re.escape(name)}\b", code))
+    return name.isidentifier() and code.startswith(f"{name}.backward(") and uses == 1
+
+
+def computes(value: cst.BaseExpression) -> bool:
+    """Return whether an expression calls more than a reduction, such as a loss function."""
+    names = re.findall(r"([\w\]\)]+)\(", source(value))
+    return bool({*names} - REDUCTIONS)
 
 
 def none_fallbacks(module: cst.Module) -> set[str]:

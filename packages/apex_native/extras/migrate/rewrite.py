@@ -7,7 +7,15 @@ from libcst.metadata import ParentNodeProvider, PositionProvider, QualifiedNameP
 
 from .amp import REGISTERED, models_and_optimizers
 from .calls import NOTES, RULES
-from .places import apex_name, is_boundary, is_method_of_result, simplify, source
+from .places import (
+    apex_name,
+    computes,
+    is_backward_alone,
+    is_boundary,
+    is_method_of_result,
+    simplify,
+    source,
+)
 from .report import PREFIX, Report
 from .tree import STATEMENTS
 from .usage import Usage
@@ -145,7 +153,10 @@ class Rewrite(cst.CSTTransformer):
             if source(small) == f"{optimizer}.step()":
                 self._changed(original_node, f"step() → {scaler}.step() and {scaler}.update()")
                 step = cst.parse_statement(f"{scaler}.step({optimizer})")
-                step = step.with_changes(leading_lines=updated_node.leading_lines)
+                step = step.with_changes(
+                    leading_lines=updated_node.leading_lines,
+                    trailing_whitespace=updated_node.trailing_whitespace,
+                )
                 return cst.FlattenSentinel([step, cst.parse_statement(f"{scaler}.update()")])
         return updated_node
 
@@ -235,10 +246,20 @@ class Rewrite(cst.CSTTransformer):
         scaler = self.usage.scalers.get(loss.optimizer)
         new = f"{scaler}.scale({value})" if scaler else value if plain else f"({value})"
         self._changed(original_node, f"scale_loss → {new}")
-        body: Any = updated_node.body.visit(_Rename(loss.alias, cst.parse_expression(new)))
+        body: Any = updated_node.body
         lines = list(body.body)
         if isinstance(body, cst.SimpleStatementSuite):  # with …: scaled_loss.backward()
             lines = [cst.SimpleStatementLine(lines, trailing_whitespace=body.trailing_whitespace)]
+        is_computed = self.usage.has_autocast and computes(loss.value)
+        if not is_computed and is_backward_alone(original_node.body, loss.alias):
+            lines[0] = lines[0].visit(_Rename(loss.alias, cst.parse_expression(new)))
+        elif is_computed:
+            compute = cst.parse_statement(f"{loss.alias} = {value}")
+            scale = [f"{loss.alias} = {scaler}.scale({loss.alias})"] if scaler else []
+            computed = self._autocast([compute], loss.enabled)
+            lines = [*computed, *map(cst.parse_statement, scale), *lines]
+        else:
+            lines.insert(0, cst.parse_statement(f"{loss.alias} = {new}"))
         lead = [*updated_node.leading_lines, *lines[0].leading_lines]
         lines[0] = lines[0].with_changes(leading_lines=lead)
         return cst.FlattenSentinel(lines)
@@ -315,12 +336,6 @@ class _Rename(cst.CSTTransformer):
 
     def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> Any:
         return self.new if original_node.value == self.name else updated_node
-
-    def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> Any:
-        return updated_node.with_changes(attr=original_node.attr)
-
-    def leave_Arg(self, original_node: cst.Arg, updated_node: cst.Arg) -> Any:
-        return updated_node.with_changes(keyword=original_node.keyword)
 
 
 def _is_import(line: cst.BaseStatement) -> bool:

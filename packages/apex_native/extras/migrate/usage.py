@@ -13,6 +13,7 @@ class Loss:
     value: cst.BaseExpression
     alias: str
     optimizer: str
+    enabled: str = ""  # the condition of autocast, "" if there is none
 
 
 @dataclass
