@@ -212,6 +212,13 @@ def test_evaluation_writes_beside_its_checkpoint_unless_told_otherwise(parse, fl
     assert parse("--eval-only", *flags).output == Path(folder)
 
 
+def test_flags_without_an_effect_are_named(parse, capsys):
+    assert parse("--dummy", "--data", "somewhere", "--epochs", 1, "--warmup-epochs", 2).data is None
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "--dummy: --data is not read"
+    assert said[1].startswith("warning: --epochs 1 end before --warmup-epochs 2: the learning rate")
+
+
 @pytest.mark.parametrize(
     ("flag", "answer"),
     [

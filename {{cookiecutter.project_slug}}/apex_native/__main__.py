@@ -4,8 +4,8 @@
     python -m apex_native -m old.package [its arguments]
     torchrun --nproc-per-node 4 -m apex_native old_script.py [its arguments]
 
-``import apex`` then finds this package, in every module that the script imports and in every
-process that it starts; after ``--fill``, in the installable package, only for what an installed
+``import apex`` then finds this package, in every module that the script imports and in processes of
+its ``multiprocessing``; after ``--fill``, in the installable package, only for what an installed
 Apex lacks. A ``--local_rank`` is passed where the launcher, such as torchrun, sets LOCAL_RANK only.
 """
 

@@ -164,6 +164,7 @@ def complete_arguments(
         output: default of --output; --eval-only writes to the folder of its checkpoint instead.
     """
     args.model_options = {}  # which the task may set
+    _report_without_effect(args)
     if isinstance(args.data, str):
         args.data = RemoteFolder(args.data, args.cache_dir.expanduser(), args.cache_size)
     args.static_shapes = False  # likewise: compile for each input shape on its own
@@ -185,6 +186,18 @@ def complete_arguments(
             parser.error(f"--tracker {name}: its package is missing: pip install {name}")
     if args.workers is None:
         args.workers = min(distributed.cpu_cores(), 8) if args.data else 0
+
+
+def _report_without_effect(args: argparse.Namespace) -> None:
+    """Log flags that have no effect, or not all of it, together with others."""
+    if args.dummy and args.data:  # such as that of a recipe
+        distributed.print_on_rank_zero("--dummy: --data is not read")
+        args.data = None
+    if args.warmup_epochs > args.epochs:
+        distributed.print_on_rank_zero(
+            f"warning: --epochs {args.epochs} end before --warmup-epochs {args.warmup_epochs:g}: "
+            "the learning rate does not reach --lr"
+        )
 
 
 def _check_sharding_arguments(parser: ArgumentParser, args: argparse.Namespace) -> None:
