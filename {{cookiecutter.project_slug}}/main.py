@@ -653,7 +653,9 @@ def validate_epoch(run: Run) -> None:
 def train(run: Run, resumed: Path | None) -> None:
     """Train until `is_finished`; save after each epoch, and validate those that are due."""
     logger, progress = run.logger, run.progress
+    settings = cli.settings(run.args)
     if is_finished(run) and not progress.pending_row:
+        settings = {}  # those of the folder's config.json stay
         logger.info(
             "nothing is left to train: --epochs, --steps and --patience count from the beginning"
         )
@@ -664,7 +666,7 @@ def train(run: Run, resumed: Path | None) -> None:
     if not resumed:
         check_validation(run)
     run.stop_signals.start()  # about when the other processes do, which do not open files
-    logger.open(cli.settings(run.args), resumed, progress)
+    logger.open(settings, resumed, progress)
     # The row of an epoch is pending from its last step until it is validated: a run that was
     # stopped in between resumes with the validation.
     while progress.pending_row or not is_finished(run):

@@ -235,6 +235,20 @@ def test_too_small_cache_is_an_error(server, tmp_path):
 
 
 @needs_nginx
+def test_truncated_shard_in_the_cache_is_read_by_url_again(server, packed, tmp_path, capsys):
+    data = RemoteFolder(f"{server.url}/packed", tmp_path / "cache", MANY)
+    train_set, _ = datasets(data)
+    for _ in range(remote.MISSES):
+        train_set[0]
+    (shard,) = cached(tmp_path / "cache")
+    os.truncate(shard, 10)
+    for _ in range(remote.MISSES):
+        assert train_set[0][0].data == datasets(packed)[0][0][0].data
+    assert shard.stat().st_size == (packed / "train" / shard.name).stat().st_size
+    assert capsys.readouterr().err == f"warning: {shard} is damaged: it is read by URL again\n"
+
+
+@needs_nginx
 def test_failing_requests_are_repeated(server, packed, tmp_path, monkeypatch):
     monkeypatch.setattr(store, "READ_S", 1)
     proxy = FaultyProxy(server.port, ["error", "", "cut", "refuse", "stall", "", "cut"] * 3)

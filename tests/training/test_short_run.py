@@ -1,6 +1,7 @@
 """A short run on the CPU through run.sh: its files, and the samples that each process reads."""
 
 import json
+import shutil
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -136,6 +137,17 @@ def test_resume_with_nothing_left_changes_no_file(whole):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "nothing is left to train: --epochs, --steps" in done.stdout
     assert {path.name: path.stat().st_mtime_ns for path in whole.output.iterdir()} == before
+
+
+@pytest.mark.slow
+def test_settings_that_trained_nothing_are_not_those_of_the_run(whole, tmp_path):
+    output = shutil.copytree(whole.output, tmp_path / "run")
+    flags = (*whole.flags, "--epochs", 2, "--lr", 0.123, "--resume", "auto", "--output", output)
+    done = run(whole.project, *flags, nproc=1, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "nothing is left to train" in done.stdout
+    for name in ("config.json", "metrics.csv"):
+        assert (output / name).read_bytes() == (whole.output / name).read_bytes()
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ have a thread for it: the training process, which forks them, waits for its own 
 import fcntl
 import json
 import os
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -153,20 +154,28 @@ class Mirror:
         """
         if self.error:
             raise self.error
-        data = bytearray(length)
-        try:
-            # Not kept open: the space of a file that is removed would not be free.
-            with open_regular(self.folder / name) as file:
-                found = os.preadv(file.fileno(), [data], offset)
-        except FileNotFoundError:
-            shard = self.shards[name]
+        shard = self.shards[name]
+        data = self._read_cached(shard, offset, length)
+        if data is None:
             if shard.start_sha256 and name not in self.misses:
                 self.store.check_start(name, min(shards.START, shard.bytes), shard.start_sha256)
             self._count_miss(name)
-            return bytearray(self.store.read_part(name, offset, length))
-        if found != length:
-            raise OSError(0, "its shard is too short")
+            data = bytearray(self.store.read_part(name, offset, length))
         return data
+
+    def _read_cached(self, shard: Shard, offset: int, length: int) -> bytearray | None:
+        """Return a part of a shard in the cache, or None; remove a file of another size."""
+        path = self.folder / shard.name
+        with suppress(FileNotFoundError):
+            # Not kept open: the space of a file that is removed would not be free.
+            with open_regular(path) as file:
+                if os.fstat(file.fileno()).st_size == shard.bytes:
+                    data = bytearray(length)
+                    os.preadv(file.fileno(), [data], offset)
+                    return data
+            print(f"warning: {path} is damaged: it is read by URL again", file=sys.stderr)
+            path.unlink()
+        return None
 
     def _count_miss(self, name: str) -> None:
         """Download a shard after MISSES of its samples were not in the cache, one at a time."""

@@ -82,6 +82,8 @@ class Logger(Console):
     def open(self, config: dict[str, object], resume: Path | None, progress: Progress) -> None:
         """Create the folder, and write config.json, metrics.csv and the first TensorBoard event.
 
+        Without `config`, nothing is trained, and the one that is there stays.
+
         A resumed run continues with the rows up to `progress`: those of its checkpoint, which
         `rows` holds, and, if it is in the run's own folder, those of the table there.
 
@@ -98,10 +100,11 @@ class Logger(Console):
                 self.rows = self._rows_to_keep(table, config, resume, progress)
                 # First: a config.json without metrics.csv is not that of a run.
                 run_files.write_rows(self.output / TABLE, self.rows, self.monitored.name)
-                metric = {METRIC: self.monitored.name, METRIC_MODE: self.monitored.mode}
-                facts = metric | {LAUNCH: distributed.launch_ids()}
-                self._config = cli.as_json(config | facts)
-                self._write_config()
+                if config:
+                    metric = {METRIC: self.monitored.name, METRIC_MODE: self.monitored.mode}
+                    facts = metric | {LAUNCH: distributed.launch_ids()}
+                    self._config = cli.as_json(config | facts)
+                    self._write_config()
         except (KeyError, TypeError, ValueError, csv.Error):
             problem = f"{self.output / TABLE} is not in the format of this program"
             raise UserError(f"{problem}: move it away, then resume again") from None
