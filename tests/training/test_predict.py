@@ -108,6 +108,13 @@ def test_predicts_all_images_of_a_folder_in_order(
         assert 0 < sum(shares) < 1.001
 
 
+def test_flags_may_stand_between_the_checkpoint_and_the_images(
+    predicted: Predicted, checkpoint: Path, images: Path
+) -> None:
+    lines, _, status = predicted(checkpoint, "--device", "cpu", images / "a.jpg")
+    assert ([line["file"] for line in lines], status) == ([str(images / "a.jpg")], 0)
+
+
 def test_callers_keep_their_handling_of_sigpipe(
     predicted: Predicted, checkpoint: Path, images: Path
 ) -> None:

@@ -170,7 +170,7 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def parse_args(self, args=None, namespace=None):  # type: ignore[override]  # as argparse's
         """Return the parsed flags; stop the program with one error message if one is invalid."""
-        given, unknown = self.parse_known_args(args, namespace)
+        given, unknown = self.parse_known_intermixed_args(args, namespace)  # flags between files
         if unknown:
             flag = unknown[0].partition("=")[0]
             known = [name for action in self.actions for name in action.option_strings]

@@ -187,8 +187,9 @@ def test_metrics_do_not_depend_on_the_batches(
     _, whole = compute_metrics(args, val_set, [BATCH_SIZE])
     _, parts = compute_metrics(args, val_set, [1, BATCH_SIZE - 1], is_reused=True)
     assert task.METRIC in whole
-    assert all(math.isfinite(value) for value in whole.values())
-    assert parts == pytest.approx(whole, rel=1e-3, abs=1e-5)
+    assert math.isfinite(whole[task.METRIC])
+    assert not any(map(math.isinf, whole.values()))  # nan may be that of a class without samples
+    assert parts == pytest.approx(whole, rel=1e-3, abs=1e-5, nan_ok=True)
 
 
 @torch.no_grad()

@@ -126,15 +126,15 @@ def compile_sharded(model: nn.Module) -> None:
     """Compile a sharded model in place, each block by itself: weights are gathered in between.
 
     Blocks of a class share their forward's code, of which torch compiles up to 8 forms, and runs
-    others uncompiled. A block may have one for training and one for validation, and twice as many
-    if the last batch is smaller.
+    others uncompiled. A block may have one for training and one for validation, twice as many if
+    the last batch is smaller, and these for each of some --image-size.
     """
     num_sharded = sum(isinstance(module, FSDPModule) for module in model.modules())
-    config, forms = torch._dynamo.config, 4 * num_sharded  # torch.compiler.config is newer
+    config, forms = torch._dynamo.config, 16 * num_sharded  # torch.compiler.config is newer
     with suppress(AttributeError):  # of other versions of torch, which warn of the limit
         config.recompile_limit = max(config.recompile_limit, forms)
         config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, forms)
-    model.compile()
+    model.compile(dynamic=False)  # or the forms of unlike blocks become one, of any shape
 
 
 def _copy_shard(own: Any, whole: Tensor) -> None:
