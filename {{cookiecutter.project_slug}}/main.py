@@ -653,9 +653,9 @@ def validate_epoch(run: Run) -> None:
 def train(run: Run, resumed: Path | None) -> None:
     """Train until `is_finished`; save after each epoch, and validate those that are due."""
     logger, progress = run.logger, run.progress
-    settings = cli.settings(run.args)
+    settings: dict[str, object] | None = cli.settings(run.args)
     if is_finished(run) and not progress.pending_row:
-        settings = {}  # those of the folder's config.json stay
+        settings = None  # those in the folder's config.json stay
         logger.info(
             "nothing is left to train: --epochs, --steps and --patience count from the beginning"
         )

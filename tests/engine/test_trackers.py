@@ -168,6 +168,7 @@ def test_checkpoint_of_another_folder_starts_a_run_of_its_own(mlflow, tracked, t
     assert [history(mlflow, run, "epoch/lr") for run in runs] == [[10], [10]]
 
 
+@pytest.mark.slow
 def test_tracker_that_is_down_gets_everything_later(mlflow, tracked, tmp_path, monkeypatch, capsys):
     """First it is down; then it comes back while the run lasts."""
     port = free_port()
@@ -510,6 +511,7 @@ os._exit(1)
 """
 
 
+@pytest.mark.slow
 def test_process_ends_soon_after_its_run_although_the_tracker_hangs(tmp_path):
     pytest.importorskip("mlflow")
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -535,6 +537,7 @@ def is_running(pid):
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("clock")
 def test_wandb_rejects_a_wrong_key(tmp_path, monkeypatch, capsys):
     pytest.importorskip("wandb")

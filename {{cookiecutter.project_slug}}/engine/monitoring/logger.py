@@ -79,10 +79,12 @@ class Logger(Console):
         self.curves = curves.BackgroundProcess(output, self.warning)
         self._meter: Meter | None = None
 
-    def open(self, config: dict[str, object], resume: Path | None, progress: Progress) -> None:
+    def open(
+        self, config: dict[str, object] | None, resume: Path | None, progress: Progress
+    ) -> None:
         """Create the folder, and write config.json, metrics.csv and the first TensorBoard event.
 
-        Without `config`, nothing is trained, and the one that is there stays.
+        `config` is None if nothing is left to train: the config.json that is there stays.
 
         A resumed run continues with the rows up to `progress`: those of its checkpoint, which
         `rows` holds, and, if it is in the run's own folder, those of the table there.
@@ -97,10 +99,10 @@ class Logger(Console):
                 self.output.mkdir(parents=True, exist_ok=True)
                 self.lock()
                 table = self._read_table()
-                self.rows = self._rows_to_keep(table, config, resume, progress)
+                self.rows = self._rows_to_keep(table, config or {}, resume, progress)
                 # First: a config.json without metrics.csv is not that of a run.
                 run_files.write_rows(self.output / TABLE, self.rows, self.monitored.name)
-                if config:
+                if config is not None:
                     metric = {METRIC: self.monitored.name, METRIC_MODE: self.monitored.mode}
                     facts = metric | {LAUNCH: distributed.launch_ids()}
                     self._config = cli.as_json(config | facts)
@@ -112,7 +114,7 @@ class Logger(Console):
             with self._errors_as_warning("TensorBoard events are not written"):
                 self.events = self._open_events(progress.step, table)
         with self._errors_as_warning("nothing is logged to the trackers"):
-            self._open_tracking(config, resume, progress.step)
+            self._open_tracking(config or {}, resume, progress.step)
         self.print_heading(run_files.main_columns(self.monitored.name))
 
     def _write_config(self) -> None:
