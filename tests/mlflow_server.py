@@ -35,5 +35,5 @@ def mlflow_server(folder: Path, port: int) -> Iterator[None]:
             time.sleep(0.2)
         yield
     finally:
-        os.killpg(server.pid, signal.SIGTERM)
+        os.killpg(server.pid, signal.SIGKILL)  # its own end can take longer than 20 s
         server.wait(20)
