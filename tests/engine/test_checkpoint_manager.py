@@ -1430,16 +1430,20 @@ def test_a_restart_continues_only_what_its_launch_began(
     assert two_processes(resumed_in_launch, str(tmp_path), variables) == [expected] * 2
 
 
+def begin_on_two_hosts(folder: Path, *launches: str) -> None:
+    """Write config.json of a run that each launch began on a host with a folder of its own."""
+    for rank, launch in enumerate(launches):
+        (folder / str(rank)).mkdir()
+        config = SETTINGS | {"LAUNCH": {LAUNCH_ID: launch}}
+        (folder / str(rank) / "config.json").write_text(json.dumps(config))
+
+
 def test_a_restart_continues_the_run_of_another_host(
     two_processes: Processes, tmp_path: Path
 ) -> None:
-    variables = {LAUNCH_ID: "ours"}
-    for rank, launch in ((0, {LAUNCH_ID: "older"}), (1, variables)):  # rank 0 was on the other host
-        (tmp_path / str(rank)).mkdir()
-        config = SETTINGS | {"LAUNCH": launch}
-        (tmp_path / str(rank) / "config.json").write_text(json.dumps(config))
+    begin_on_two_hosts(tmp_path, "older", "ours")  # rank 0 was on the other host
     prepared(tmp_path / "1", {2: 0.0})
-    found = two_processes(resumed_in_launch, str(tmp_path), variables, True)
+    found = two_processes(resumed_in_launch, str(tmp_path), {LAUNCH_ID: "ours"}, True)
     assert [path.name for path, _ in found] == ["step-2.pt"] * 2
     assert all(is_continued for _, is_continued in found)
 
@@ -1447,10 +1451,7 @@ def test_a_restart_continues_the_run_of_another_host(
 def test_a_restart_ignores_the_older_run_on_another_host(
     two_processes: Processes, tmp_path: Path
 ) -> None:
-    for rank, launch in enumerate(("ours", "older")):
-        (tmp_path / str(rank)).mkdir()
-        config = SETTINGS | {"LAUNCH": {LAUNCH_ID: launch}}
-        (tmp_path / str(rank) / "config.json").write_text(json.dumps(config))
+    begin_on_two_hosts(tmp_path, "ours", "older")
     prepared(tmp_path / "0", {2: 0.0})
     prepared(tmp_path / "1", {9: 0.0})
     found = two_processes(resumed_in_launch, str(tmp_path), {LAUNCH_ID: "ours"}, True)
@@ -1488,10 +1489,7 @@ def test_a_restart_takes_best_from_its_own_run_alone(
 def test_a_restart_does_not_replace_the_older_run_on_the_host_of_rank_0(
     two_processes: Processes, tmp_path: Path
 ) -> None:
-    for rank, launch in enumerate(("older", "ours")):
-        (tmp_path / str(rank)).mkdir()
-        config = SETTINGS | {"LAUNCH": {LAUNCH_ID: launch}}
-        (tmp_path / str(rank) / "config.json").write_text(json.dumps(config))
+    begin_on_two_hosts(tmp_path, "older", "ours")
     prepared(tmp_path / "0", {9: 0.0})
     prepared(tmp_path / "1", {2: 0.0})
     with pytest.raises(AssertionError, match="on the host of rank 0 holds an older run: move it"):

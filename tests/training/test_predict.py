@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 import pytest
 import torch
@@ -123,33 +124,34 @@ def test_callers_keep_their_handling_of_sigpipe(
     assert signal.getsignal(signal.SIGPIPE) == signal.SIG_IGN
 
 
-@pytest.mark.slow
-def test_script_ends_silently_when_its_output_is_closed(
-    shared_project: Callable, tmp_path: Path, images: Path
-) -> None:
+@pytest.fixture
+def script(shared_project: Callable, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess]:
+    """Run the script on images, with its standard output in a file."""
     project = load_project(shared_project(task="classification"))
     model = Model(project)
     path = model.save(tmp_path / "best.pt", model.build(1).state_dict())
+
+    def script(images: Path, output: int | IO[str]) -> subprocess.CompletedProcess:
+        command = [sys.executable, "predict.py", path, images]
+        options = {"cwd": project.folder, "stderr": subprocess.PIPE, "text": True}
+        return subprocess.run(command, stdout=output, **options)
+
+    return script
+
+
+@pytest.mark.slow
+def test_script_ends_silently_when_its_output_is_closed(script: Callable, images: Path) -> None:
     read, write = os.pipe()
     os.close(read)
-    command = [sys.executable, "predict.py", path, images]
-    ended = subprocess.run(command, cwd=project.folder, stdout=write, stderr=subprocess.PIPE)
+    ended = script(images, write)
     os.close(write)
-    assert (ended.returncode, b"Error" in ended.stderr) == (-signal.SIGPIPE, False)
+    assert (ended.returncode, "Error" in ended.stderr) == (-signal.SIGPIPE, False)
 
 
 @pytest.mark.slow
-def test_full_disk_of_the_output_is_an_error(
-    shared_project: Callable, tmp_path: Path, images: Path
-) -> None:
-    project = load_project(shared_project(task="classification"))
-    model = Model(project)
-    path = model.save(tmp_path / "best.pt", model.build(1).state_dict())
-    command = [sys.executable, "predict.py", path, images / "a.jpg"]
+def test_full_disk_of_the_output_is_an_error(script: Callable, images: Path) -> None:
     with Path("/dev/full").open("w") as full:
-        ended = subprocess.run(
-            command, cwd=project.folder, stdout=full, stderr=subprocess.PIPE, text=True
-        )
+        ended = script(images / "a.jpg", full)
     assert ended.returncode == 2
     assert ended.stderr == "error: a file can't be read or written (No space left on device)\n"
 

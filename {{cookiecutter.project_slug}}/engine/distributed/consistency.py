@@ -163,17 +163,17 @@ def require_same_data(train_set: Sized, val_set: Sized) -> None:
     """
     classes = [str(name) for name in getattr(train_set, "classes", ())]
     val_classes = [str(name) for name in getattr(val_set, "classes", ())]
-    for number, (one, other) in enumerate(zip_longest(classes, val_classes, fillvalue="missing")):
+    for index, (one, other) in enumerate(zip_longest(classes, val_classes, fillvalue="missing")):
         if one != other:
             raise UserError(
-                f"class {number} is {one} in the training data and {other} in the validation data: "
+                f"class {index} is {one} in the training data and {other} in the validation data: "
                 "give both the same list of classes"
             )
     facts = {
         "the number of samples to train on": str(len(train_set)),
         "the number of samples to validate on": str(len(val_set)),
         "the number of classes": str(len(classes)),
-        **{f"class {number}": name for number, name in enumerate(classes)},
+        **{f"class {index}": name for index, name in enumerate(classes)},
     }
     for split, data_set in (("training", train_set), ("validation", val_set)):
         _require_positions(data_set, split, len(classes))

@@ -108,12 +108,15 @@ def main(arguments: list[str]) -> int:
         before, after = (text.decode(errors="replace").splitlines(True) for text in (old, new))
         name = str(args.script)
         sys.stdout.writelines(difflib.unified_diff(before, after, name, name))
-    sys.stderr.write(report.text(str(args.script)))
+    sys.stderr.write(report.text(_printable(str(args.script))))
     return 1 if report.left else 0
 
 
 def _fail(message: str) -> int:
-    # The name of a file, and a parser's message, may hold escapes for the terminal.
-    line = "".join(one if one.isprintable() else repr(one)[1:-1] for one in message)
-    sys.stderr.write(f"apex-native migrate: {line}\n")
+    sys.stderr.write(f"apex-native migrate: {_printable(message)}\n")
     return 2
+
+
+def _printable(text: str) -> str:
+    """Return `text` with escapes for what would control a terminal, as a file's name may."""
+    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
