@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import platform
 import re
 import runpy
 import shutil
@@ -126,6 +127,19 @@ def test_processes_that_do_not_end_are_killed(launch, wait):
     if wait == "60":
         launcher.send(signal.SIGINT)
     assert launcher.end() == (128 + signal.SIGINT, "")
+
+
+def test_launcher_waits_for_the_last_thread_of_its_processes(launch):
+    """The kernel releases the files of a process, and its locks, when its last thread has ended."""
+    number = {"x86_64": 60, "aarch64": 93}[platform.machine()]  # of exit, which ends one thread
+    end = f"import ctypes; exit = ctypes.CDLL(None).syscall; last = {number}"
+    handle = "signal.signal(signal.SIGTERM, lambda *_: exit(last, 0))"
+    wait = "import threading; threading.Thread(target=lambda: (time.sleep(3), os._exit(0))).start()"
+    launcher = launch("; ".join((UNBLOCK, end, handle, wait)))
+    began = time.monotonic()
+    launcher.send(signal.SIGTERM)
+    assert launcher.end() == (128 + signal.SIGTERM, "")
+    assert time.monotonic() - began > 1.5
 
 
 def test_processes_that_only_start_end_at_once(launch):

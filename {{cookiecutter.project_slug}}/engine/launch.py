@@ -146,7 +146,7 @@ class SignalThread(threading.Thread):
                 _send(signal.SIGKILL if _is_starting(process) else number, {process})
         started = time.monotonic()
         seconds = 0.0
-        while processes & _processes() and seconds < int(os.environ.get("STOP_WAIT") or 30):
+        while any(map(_is_running, processes)) and seconds < int(os.environ.get("STOP_WAIT") or 30):
             received = signal.sigtimedwait(STOP_SIGNALS, 0.05)
             seconds = time.monotonic() - started
             if received and received.si_pid not in processes and seconds > REPEAT_S:
@@ -161,6 +161,13 @@ def _processes() -> set[int]:
     children = b"".join(_read(f"self/task/{thread}/children") for thread in threads).split()
     environments = {int(child): b"\0" + _read(f"{int(child)}/environ") for child in children}
     return {child for child, variables in environments.items() if b"\0LOCAL_RANK=" in variables}
+
+
+def _is_running(process: int) -> bool:
+    """Return whether a child has threads left: while one of them writes, it holds its locks."""
+    with contextlib.suppress(ChildProcessError):  # torchrun has noticed its end
+        return os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+    return False
 
 
 def _read(name: str) -> bytes:
