@@ -235,13 +235,17 @@ def test_too_small_cache_is_an_error(server, tmp_path):
 
 
 @needs_nginx
-def test_truncated_shard_in_the_cache_is_read_by_url_again(server, packed, tmp_path, capsys):
+@pytest.mark.parametrize("damage", ["truncated", "overwritten"])
+def test_damaged_shard_in_the_cache_is_read_by_url_again(server, packed, tmp_path, capsys, damage):
     data = RemoteFolder(f"{server.url}/packed", tmp_path / "cache", MANY)
     train_set, _ = datasets(data)
     for _ in range(remote.MISSES):
         train_set[0]
     (shard,) = cached(tmp_path / "cache")
-    os.truncate(shard, 10)
+    if damage == "truncated":
+        os.truncate(shard, 10)
+    else:
+        shard.write_bytes(bytes(shard.stat().st_size))
     for _ in range(remote.MISSES):
         assert train_set[0][0].data == datasets(packed)[0][0][0].data
     assert shard.stat().st_size == (packed / "train" / shard.name).stat().st_size

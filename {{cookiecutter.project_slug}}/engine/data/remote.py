@@ -143,6 +143,7 @@ class Mirror:
         self.store = Store(source["url"])
         self.shards = {shard.name: shard for shard in shards.read_manifest(folder).shards}
         self.misses: Counter[str] = Counter()
+        self.compared: set[str] = set()  # shards in the cache whose start is that of the pack
         self.thread: threading.Thread | None = None
         self.error: UserError | None = None  # of a download
 
@@ -164,18 +165,29 @@ class Mirror:
         return data
 
     def _read_cached(self, shard: Shard, offset: int, length: int) -> bytearray | None:
-        """Return a part of a shard in the cache, or None; remove a file of another size."""
+        """Return a part of a shard in the cache, or None; remove a damaged file."""
         path = self.folder / shard.name
         with suppress(FileNotFoundError):
             # Not kept open: the space of a file that is removed would not be free.
             with open_regular(path) as file:
-                if os.fstat(file.fileno()).st_size == shard.bytes:
+                if self._is_intact(file.fileno(), shard):
                     data = bytearray(length)
                     os.preadv(file.fileno(), [data], offset)
                     return data
             print(f"warning: {path} is damaged: it is read by URL again", file=sys.stderr)
             path.unlink()
         return None
+
+    def _is_intact(self, descriptor: int, shard: Shard) -> bool:
+        """Return whether a file in the cache has the size and the start of a shard."""
+        if os.fstat(descriptor).st_size != shard.bytes:
+            return False
+        if shard.start_sha256 and shard.name not in self.compared:
+            start = os.pread(descriptor, shards.START, 0)
+            if sha256(start).hexdigest() != shard.start_sha256:
+                return False
+            self.compared.add(shard.name)
+        return True
 
     def _count_miss(self, name: str) -> None:
         """Download a shard after MISSES of its samples were not in the cache, one at a time."""
