@@ -31,22 +31,24 @@ from engine.text import json_line, one_message, printable
 def parse_args() -> argparse.Namespace:
     """Return the flags."""
     parser = cli.ArgumentParser(description="Run inference with a trained model on image files.")
-    parser.add_argument("checkpoint", type=Path, help="of --ema, the better of model and average")
+    parser.add_argument(
+        "checkpoint", type=cli.path, help="of --ema, the better of model and average"
+    )
     parser.add_argument(
         "images", type=cli.local_path, nargs="*", metavar="FILE|FOLDER", help="image files"
     )
     add = parser.group("inference").add_argument
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU, if any")
     add("--json", action="store_true", help="print JSON lines")
-    add("--export", type=Path, metavar="FILE", help="write the model as .onnx or .pt2 instead")
+    add("--export", type=cli.path, metavar="FILE", help="write the model as .onnx or .pt2 instead")
     task.add_predict_arguments(parser)
     args = parser.parse_args()
     if bool(args.images) == bool(args.export):
         parser.error("give image files, or --export FILE")
     if args.export and args.export.resolve() == args.checkpoint.resolve():
         parser.error(f"--export {args.export} is the checkpoint itself; name another file")
-    if args.export and getattr(args, "flip_tta", False):
-        parser.error("--export writes the model without --flip-tta; leave that out")
+    if args.export and (args.json or args.device != "auto" or getattr(args, "flip_tta", False)):
+        parser.error("--export writes the model alone: leave out --json, --device and --flip-tta")
     return args
 
 

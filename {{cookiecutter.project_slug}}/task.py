@@ -74,7 +74,8 @@ def add_arguments(parser: cli.ArgumentParser) -> None:
         "--class-weights", action="store_true", help="weigh samples so that classes count equally"
     )
     add = parser.group("data").add_argument
-    alpha = {"type": cli.non_negative_float, "default": 0.0, "metavar": "ALPHA"}
+    alpha_type = cli.number_type(float, 0, 1001, "a number from 0 to 1000")
+    alpha = {"type": alpha_type, "default": 0.0, "metavar": "ALPHA"}
     add("--mixup", **alpha, help="blend images, such as 0.2 (default: 0, not at all)")
     add("--cutmix", **alpha, help="paste parts of images, such as 1.0 (default: 0, not at all)")
     chance = {"type": cli.probability, "metavar": "P"}

@@ -387,3 +387,13 @@ def test_verify_of_a_missing_or_empty_folder_is_an_error(tmp_path, monkeypatch):
         monkeypatch.setattr(sys, "argv", ["verify", str(folder)])
         with pytest.raises(UserError, match="holds no images|there is no such folder"):
             verify.main()
+
+
+def test_number_of_threads_is_limited(tmp_path, monkeypatch, capsys):
+    for number in ("-3", "0", "100000"):
+        monkeypatch.setattr(sys, "argv", ["verify", str(tmp_path), "--threads", number])
+        with pytest.raises(SystemExit):
+            verify.main()
+        assert (
+            f"--threads: '{number}' is not a whole number from 1 to 256" in capsys.readouterr().err
+        )

@@ -266,6 +266,12 @@ def test_lock_that_is_a_link_is_an_error(queue, tmp_path, capsys):
     assert target.read_text() == "precious"
 
 
+def test_following_a_process_needs_a_tracker(queue, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        deliver.main([str(tmp_path), "--follow", "1"])
+    assert "--follow needs --tracker" in capsys.readouterr().err
+
+
 def test_tracker_that_is_a_path_is_an_error(queue, tmp_path, capsys):
     """Files of its name are written."""
     queue(point(1))

@@ -1,13 +1,17 @@
 """engine.export: files of a model for other programs."""
 
 import os
+import subprocess
+import sys
 import tempfile
+import textwrap
 from functools import partialmethod
 from pathlib import Path
 
 import pytest
 import torch
 from engine import UserError, export, protect_compiled_code
+from fresh import TEMPLATE
 from torch import nn
 
 
@@ -114,5 +118,35 @@ def test_compiled_code_of_another_user_is_not_used(
         with pytest.raises(UserError, match="belongs to another user"):
             protect_compiled_code()
     monkeypatch.setattr(os, "getuid", lambda: 1 + folder.stat().st_uid)
-    with pytest.raises(UserError, match="belongs to another user: set TORCHINDUCTOR_CACHE_DIR"):
+    with pytest.raises(UserError, match="belongs to another user: set TMPDIR"):
         protect_compiled_code()
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path / "new"))
+    (tmp_path / "new").mkdir()
+    monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
+    protect_compiled_code()
+    folder.chmod(0o777)
+    with pytest.raises(UserError, match="written by anyone: set TORCHINDUCTOR_CACHE_DIR"):
+        protect_compiled_code()
+
+
+def test_headers_of_compiled_code_are_in_a_folder_that_is_checked() -> None:
+    """torch has them in its default folder, whatever TORCHINDUCTOR_CACHE_DIR is."""
+    code = """
+        import os
+        from engine import protect_compiled_code
+        protect_compiled_code()
+        print(os.environ.pop("TORCHINDUCTOR_CACHE_DIR"))
+        from torch._inductor.codecache import _HEADER_DIR
+        print(os.path.dirname(_HEADER_DIR))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        cwd=TEMPLATE,
+        env={name: value for name, value in os.environ.items() if "INDUCTOR" not in name},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    checked, used = done.stdout.splitlines()
+    assert checked == used

@@ -387,9 +387,13 @@ def test_images_or_export_are_needed(
     )
     with pytest.raises(UserError, match="is the checkpoint itself"):
         generated.predict.parse_args()
-    arguments = ["predict.py", str(checkpoint), "--export", "model.onnx", "--flip-tta"]
-    monkeypatch.setattr(sys, "argv", arguments)
-    with pytest.raises(UserError, match="--flip-tta"):
+    for flags in (["--flip-tta"], ["--json"], ["--device", "cpu"]):
+        arguments = ["predict.py", str(checkpoint), "--export", "model.onnx", *flags]
+        monkeypatch.setattr(sys, "argv", arguments)
+        with pytest.raises(UserError, match=flags[0]):
+            generated.predict.parse_args()
+    monkeypatch.setattr(sys, "argv", ["predict.py", "", "a.png"])
+    with pytest.raises(UserError, match="argument checkpoint: .*empty"):
         generated.predict.parse_args()
 
 

@@ -73,6 +73,7 @@ def test_usage_error_is_reported_by_one_process(project, flags, saying):
             pytest.param(
                 ["--mixup", "0.2", "--dummy"], "are for data, not for --dummy", id="mixup"
             ),
+            pytest.param(["--cutmix", "1e308"], "from 0 to 1000", id="cutmix"),
             pytest.param(["--random-erasing", "1.5"], "a number from 0", id="random_erasing"),
             pytest.param(["--auto-augment", "randaugment"], "is for --data", id="auto_augment"),
             pytest.param(["--report", "--dummy"], "--report is about validation data", id="report"),

@@ -1,7 +1,9 @@
 """Library behind the training loop. It is independent of the task and of the command line."""
 
 import ctypes
+import getpass
 import os
+import re
 import shutil
 import signal
 import stat
@@ -38,25 +40,35 @@ def require_traceable(folder: Path = Path(__file__).parent.parent) -> None:
 
 
 def protect_compiled_code() -> None:
-    """Give torch's cache of compiled code, which it unpickles, a folder that is the user's own.
+    """Give torch's compiled code, which it loads and unpickles, folders that are the user's own.
 
-    torch takes one in /tmp, whoever has made it. Raises UserError if it is another user's.
+    torch takes one in /tmp, whoever has made it; its headers are there wherever the cache is.
+    Raises UserError if one is another user's, or anyone can write to it.
     """
-    default = os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
-    path = Path(os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", default))
+    try:
+        user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())  # as torch does
+    except (KeyError, OSError):  # the system does not know the user
+        user = f"uid_{os.getuid()}"
+    default = os.path.join(tempfile.gettempdir(), f"torchinductor_{user}")
+    _require_own(Path(default), "TMPDIR")
+    cache = os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", default)
+    _require_own(Path(cache), "TORCHINDUCTOR_CACHE_DIR")
+
+
+def _require_own(path: Path, variable: str) -> None:
+    """Make a folder for compiled code, and check it; `variable` can name another one."""
+    fix = f"set {variable} to a folder of yours"
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         owners = {path.stat().st_uid, path.lstat().st_uid}  # a link can be changed later
+        is_open = path.stat().st_mode & stat.S_IWOTH
     except OSError as error:
         raise UserError(
-            f"{path}, for compiled code, can't be made ({error.strerror}): set "
-            "TORCHINDUCTOR_CACHE_DIR to a folder of yours"
+            f"{path}, for compiled code, can't be made ({error.strerror}): {fix}"
         ) from None
-    if owners != {os.getuid()}:
-        raise UserError(
-            f"{path}, for compiled code, belongs to another user: set TORCHINDUCTOR_CACHE_DIR to a "
-            "folder of yours"
-        )
+    if is_open or owners != {os.getuid()}:
+        problem = "can be written by anyone" if is_open else "belongs to another user"
+        raise UserError(f"{path}, for compiled code, {problem}: {fix}")
 
 
 def summarize(names: list[str]) -> str:

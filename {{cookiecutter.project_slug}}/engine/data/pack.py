@@ -171,7 +171,7 @@ def parse_args() -> argparse.Namespace:
     add("--quality", type=quality, default=90, help="of resized images, as JPEG (default: 90)")
     add("--shard-size", type=cli.size_type, default="256MB", metavar="SIZE", help="of a tar file")
     add("--shuffle", action="store_true", help="training images in random order, to read by URL")
-    add("--workers", type=cli.positive_int, default=distributed.cpu_cores(), metavar="N")
+    add("--workers", type=cli.core_count, default=distributed.cpu_cores(), metavar="N")
     add("--skip-broken", type=cli.non_negative_int, default=0, metavar="N", help="leave out up to")
     add("--verify", action="store_true", help="compare all checksums at the end")
     args = parser.parse_args()

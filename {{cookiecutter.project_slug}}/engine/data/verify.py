@@ -72,7 +72,9 @@ def main() -> None:
     parser.add_argument(
         "data", nargs="+", type=cli.local_path, metavar="DATA", help="a folder of images"
     )
-    parser.add_argument("--threads", type=int, default=distributed.cpu_cores(), metavar="N")
+    parser.add_argument(
+        "--threads", type=cli.core_count, default=distributed.cpu_cores(), metavar="N"
+    )
     parser.add_argument("--ignore-index", type=cli.non_negative_int, metavar="N")
     args = parser.parse_args()
     torch.set_num_threads(1)  # each file is decoded by one thread
@@ -83,7 +85,7 @@ def main() -> None:
     if not reads:
         raise UserError(f"{args.data[0]} holds no images, such as NAME.jpg or NAME.png")
     broken = 0
-    for message in find_broken(reads, max(1, args.threads)):
+    for message in find_broken(reads, args.threads):
         broken += 1
         tqdm.write(message)
     print(f"{len(reads)} files, {broken} unreadable", file=sys.stderr)
