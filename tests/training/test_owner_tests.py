@@ -48,14 +48,20 @@ def test_owner_tests_pass_in_a_fresh_project(shared_project, task):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.weekly
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "answers",
     [
-        {"ddp": "dataparallel", "sync_bn": False},
-        {"ddp": "torch", "fused_adam": False, "opt_level": "O2"},
+        pytest.param({"ddp": "fsdp", "task": "segmentation", "opt_level": "O5"}, id="fsdp"),
+        pytest.param(
+            {"ddp": "dataparallel", "sync_bn": False}, id="dataparallel", marks=pytest.mark.weekly
+        ),
+        pytest.param(
+            {"ddp": "torch", "fused_adam": False, "opt_level": "O2"},
+            id="torch-sgd-O2",
+            marks=pytest.mark.weekly,
+        ),
     ],
-    ids=["dataparallel", "torch-sgd-O2"],
 )
 def test_owner_tests_pass_with_other_answers(bake, answers):
     done = run_tests(bake(**answers))

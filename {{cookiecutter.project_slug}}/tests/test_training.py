@@ -18,9 +18,17 @@ from test_task import FLAGS, PROJECT
 from torchvision.utils import save_image
 
 import task
+# % if ddp == "fsdp"
+from engine.checkpoint import format as checkpoint_format
+# % endif
 
 STEPS = 4  # of a run, which ends within its first epoch
 MIDDLE = 2  # the step of its first checkpoint
+# % if ddp == "fsdp"
+LAST, EARLIER = "last", f"step-{MIDDLE}"  # folders with a file of each process
+# % else
+LAST, EARLIER = "last.pt", f"step-{MIDDLE}.pt"
+# % endif
 SHORT = (*FLAGS, "--batch-size", "16", "--steps", str(STEPS), "--save-every", str(MIDDLE))
 
 
@@ -56,7 +64,11 @@ def read_metrics(output: Path) -> list[dict[str, str]]:
 
 
 def load(checkpoint: Path) -> dict:
+    # % if ddp == "fsdp"
+    return checkpoint_format.load(checkpoint)  # puts the shards of all processes together
+    # % else
     return torch.load(checkpoint, weights_only=True)
+    # % endif
 
 
 def flatten(value: object, path: str = "") -> Iterator[tuple[str, object]]:
@@ -77,7 +89,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_run_writes_checkpoints_and_metrics(trained: Path) -> None:
-    assert {"last.pt", "metrics.csv", "config.json"} <= {path.name for path in trained.iterdir()}
+    assert {LAST, "metrics.csv", "config.json"} <= {path.name for path in trained.iterdir()}
     (row,) = read_metrics(trained)
     assert int(row["step"]) == STEPS
     assert math.isfinite(float(row["train_loss"]))
@@ -85,14 +97,14 @@ def test_run_writes_checkpoints_and_metrics(trained: Path) -> None:
 
 
 def test_training_changes_the_weights(trained: Path) -> None:
-    before, after = (load(trained / name)["model"] for name in (f"step-{MIDDLE}.pt", "last.pt"))
+    before, after = (load(trained / name)["model"] for name in (EARLIER, LAST))
     assert before.keys() == after.keys()
     assert any(not torch.equal(before[name], after[name]) for name in after)
 
 
 def test_checkpoint_fits_the_model(trained: Path) -> None:
-    """Load it with plain torch: no name has a prefix, and no weight is missing."""
-    state = load(trained / "last.pt")
+    """No name has a prefix, and no weight is missing."""
+    state = load(trained / LAST)
     config = json.loads((trained / "config.json").read_text())
     model = task.build_model(config["arch"], len(state["metadata"].get("classes", ())))
     model.load_state_dict(state["model"])
@@ -100,11 +112,11 @@ def test_checkpoint_fits_the_model(trained: Path) -> None:
 
 def test_resume_is_bit_identical(trained: Path, tmp_path: Path) -> None:
     resumed = tmp_path / "resumed"
-    train(resumed, "--resume", trained / f"step-{MIDDLE}.pt")
+    train(resumed, "--resume", trained / EARLIER)
     # It did not start again from the first step.
-    assert not (resumed / f"step-{MIDDLE}.pt").exists()
-    ours = dict(flatten(load(resumed / "last.pt")))
-    theirs = dict(flatten(load(trained / "last.pt")))
+    assert not (resumed / EARLIER).exists()
+    ours = dict(flatten(load(resumed / LAST)))
+    theirs = dict(flatten(load(trained / LAST)))
     for path, value in theirs.items():
         if path.endswith("images_per_second"):  # in the history of metrics
             continue
@@ -116,7 +128,7 @@ def test_resume_is_bit_identical(trained: Path, tmp_path: Path) -> None:
 
 
 def test_evaluation_in_one_process_gives_the_same_metric(trained: Path, tmp_path: Path) -> None:
-    flags = ("--eval-only", "--resume", trained / "last.pt")
+    flags = ("--eval-only", "--resume", trained / LAST)
     words = train(tmp_path / "evaluated", *flags, NPROC="1").split()
     value = float(words[words.index(task.METRIC) + 1])
     (row,) = read_metrics(trained)
@@ -132,7 +144,7 @@ def test_predict_reads_an_image_file(trained: Path, tmp_path: Path) -> None:
     captions.write_text("a photograph\na drawing\n")
     flags += ["--captions", captions]
     # % endif
-    command = (sys.executable, PROJECT / "predict.py", trained / "last.pt", image)
+    command = (sys.executable, PROJECT / "predict.py", trained / LAST, image)
     done = execute(*command, *flags, folder=tmp_path)
     line = json.loads(done.stdout)
     assert line["file"] == str(image)
