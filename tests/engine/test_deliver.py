@@ -108,6 +108,30 @@ def test_tracker_is_asked_if_its_state_is_lost(queue, tmp_path):
     assert steps() == [1, 2, 3]
 
 
+@pytest.mark.parametrize("is_same_process", [True, False])
+def test_points_that_a_tracker_loses_with_its_process_are_sent_again(
+    queue, tmp_path, monkeypatch, is_same_process
+):
+    """W&B's process keeps them in memory; each end of the run confirms those before it."""
+    monkeypatch.setitem(deliver.BUFFERED, "mlflow", 3 * len(json.dumps(point(1)) + "\n"))
+    monkeypatch.setattr(FakeTracker, "last_steps", lambda self: {})
+    queue(point(1), point(2, group="rows"), {"finish": "KILLED"}, start(2), point(3))
+    delivery = Delivery(tmp_path, "mlflow")
+    delivery.send()
+    queue(*map(point, range(4, 9)), point(9, group="rows"))
+    delivery.send()
+    del FakeTracker.points[-3:]
+    if is_same_process:
+        delivery.fail(ConnectionError("lost"))
+    else:  # a resumed run, which repeats the last two steps
+        delivery = Delivery(tmp_path, "mlflow")
+        queue(start(6), point(7), point(8), point(9, group="rows"))
+    queue(point(10))
+    delivery.send()
+    assert steps() == [1, *range(3, 9), 10]
+    assert steps("rows") == [2, 9]
+
+
 def test_state_of_another_run_is_not_used(queue, tmp_path):
     queue(point(1), point(2))
     Delivery(tmp_path, "mlflow").send()

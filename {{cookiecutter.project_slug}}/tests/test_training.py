@@ -18,9 +18,6 @@ from test_task import FLAGS, PROJECT
 from torchvision.utils import save_image
 
 import task
-# % if ddp == "fsdp"
-from engine.checkpoint import format as checkpoint_format
-# % endif
 
 STEPS = 4  # of a run, which ends within its first epoch
 MIDDLE = 2  # the step of its first checkpoint
@@ -65,7 +62,9 @@ def read_metrics(output: Path) -> list[dict[str, str]]:
 
 def load(checkpoint: Path) -> dict:
     # % if ddp == "fsdp"
-    return checkpoint_format.load(checkpoint)  # puts the shards of all processes together
+    from engine.checkpoint import format
+
+    return format.load(checkpoint)  # puts the shards of all processes together
     # % else
     return torch.load(checkpoint, weights_only=True)
     # % endif

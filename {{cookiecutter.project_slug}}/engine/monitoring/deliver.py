@@ -28,6 +28,7 @@ from typing import Any
 from engine import EXIT_USAGE, MAX_BYTES, SUFFIX, UserError, regular_only
 from engine.monitoring.trackers import (
     ADAPTERS,
+    BUFFERED,
     FOLDER,
     NAMES,
     QUEUE,
@@ -55,7 +56,8 @@ class Delivery:
     """Delivery of the records in a run's queue to one tracker, each once.
 
     The state file has the position in the queue up to which they are delivered, and the last step
-    of each group of points: a resumed run repeats the steps after its checkpoint.
+    of each group of points: a resumed run repeats the steps after its checkpoint. `is_open` says
+    that the tracker has not confirmed by the end of the run that it has stored them.
     """
 
     def __init__(self, output: Path, name: str) -> None:
@@ -65,7 +67,7 @@ class Delivery:
         self.state_path = output / FOLDER / STATE.format(name)
         self.run_id = read_start(self.queue)["run_id"]
         self.state: dict[str, Any] = {"run_id": self.run_id, "offset": 0, "steps": {}}
-        self.state |= {"is_sending": False, "problem": ""}
+        self.state |= {"is_sending": False, "is_open": False, "problem": ""}
         state = read_state(output, name)
         self.state |= state if state.get("run_id") == self.run_id else {}
         self.tracker: Tracker | None = None
@@ -73,6 +75,8 @@ class Delivery:
 
     def send(self) -> int:
         """Send all records that are not delivered; return their number."""
+        if self.tracker is None and self.state["is_open"] and self.name in BUFFERED:
+            self._repeat_buffered()
         records = self._read()
         if not records:
             return 0
@@ -89,6 +93,7 @@ class Delivery:
         """End the run as failed, unless it has ended by itself."""
         if self.tracker and not self.is_finished():
             self.tracker.finish("FAILED")
+            self._store(is_open=False)
 
     def fail(self, error: Exception) -> None:
         """Store what is wrong, without keys; the next attempt connects again."""
@@ -114,10 +119,29 @@ class Delivery:
                 records.append((end, json.loads(line)))
         return records
 
+    def _repeat_buffered(self) -> None:
+        """Move back to the first record that the tracker may have lost when its process ended."""
+        limit = self.state["offset"] - BUFFERED[self.name]
+        position, start = 0, 0
+        steps: dict[str, int] = {}
+        steps_at_start: dict[str, int] = {}
+        with self.queue.open("rb") as file:
+            for line in complete_lines(file):
+                position += len(line)
+                if position > self.state["offset"]:
+                    break
+                record = json.loads(line)
+                if group := record.get("group"):
+                    steps[group] = max(record["step"], steps.get(group, -1))
+                if position <= limit or "finish" in record:
+                    start, steps_at_start = position, dict(steps)
+        self._store(offset=start, steps=steps_at_start, is_open=False)
+
     def _connect(self) -> Tracker:
         """Return the tracker with this run, and learn from it what may be delivered already."""
         tracker = ADAPTERS[self.name](self.output)
         tracker.start(read_start(self.queue, self.state["offset"]))
+        self.state["is_open"] = True
         if self.state["is_sending"] or not self.state["offset"]:
             self._store(steps=self.state["steps"] | tracker.last_steps())
         return tracker
@@ -143,9 +167,11 @@ class Delivery:
 
     def _send_start(self, tracker: Tracker, record: Record) -> None:
         tracker.start(record["start"])
+        self.state["is_open"] = True
 
     def _send_finish(self, tracker: Tracker, record: Record) -> None:
         tracker.finish(record["finish"])
+        self.state["is_open"] = False
 
     def _send_image(self, tracker: Tracker, record: Record) -> None:
         """Send an image; skip one that is refused, as by a server without a store for files."""

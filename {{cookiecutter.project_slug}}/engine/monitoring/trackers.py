@@ -242,6 +242,8 @@ ADAPTERS: dict[str, Callable[[Path], Tracker]] = {
     "wandb": Wandb,
 }
 NAMES = (TENSORBOARD, *ADAPTERS)
+# Bytes of the queue that a tracker's process may hold in its memory: W&B's writes blocks of 32 KiB.
+BUFFERED = {"wandb": 2**16}
 
 
 def _config(run: Mapping[str, Any]) -> dict[str, str]:
