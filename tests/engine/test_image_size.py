@@ -72,14 +72,14 @@ class Sampler:
 
     epoch, start_sample = 0, 0
 
-    def order(self, epoch: int, start_sample: int) -> list[int]:
-        return [*range(start_sample, 8)]
+    def set_epoch(self, epoch: int, start_sample: int) -> None:
+        self.epoch, self.start_sample = epoch, start_sample
 
     def __len__(self) -> int:
         return 8 - self.start_sample
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self.order(self.epoch, self.start_sample))
+        return iter(range(self.start_sample, 8))
 
 
 @pytest.mark.parametrize("workers", [0, 2])

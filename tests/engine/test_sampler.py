@@ -25,7 +25,7 @@ from engine.data.images import Crop, Span, crop_and_resize, decode, read_encoded
 from engine.data.loading import EpochBatches, TrainLoader, build_loader
 from fresh import TEMPLATE
 from PIL import Image
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, RandomSampler
 
 CPU = torch.device("cpu")
 
@@ -107,6 +107,35 @@ def test_workers_live_for_all_epochs_and_read_the_same_batches(steps: int | None
         assert [batch[:, :4].tolist() for batch in batches] == [b.tolist() for b in alone]
         processes |= {int(process) for batch in batches for process in batch[:, 4]}
     assert len(processes) == 2 and os.getpid() not in processes
+
+
+class SameSample(ResumableDistributedSampler):
+    """Sampler of one's own, as PyTorch documents them: with `__iter__`."""
+
+    def __iter__(self):
+        return iter([10 * self.epoch + self.start_sample] * len(self))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_iteration_of_a_derived_sampler_is_what_is_read(workers) -> None:
+    data = SeededDataset(Numbers(), seed=5)
+    sampler = SameSample(data, 5, num_replicas=2, rank=0)
+    loader = TrainLoader(data, sampler, batch_size=4, epochs=3, workers=workers, device=CPU)
+    for epoch, start_sample in ((0, 0), (1, 0), (2, 8)):
+        sampler.set_epoch(epoch, start_sample)
+        read = {int(index) for batch in loader for index in batch[:, 0]}
+        assert read == {10 * epoch + start_sample}
+
+
+def test_samplers_that_no_run_could_resume_are_errors(monkeypatch) -> None:
+    data = SeededDataset(Numbers(), seed=5)
+    options = {"batch_size": 4, "epochs": 3, "workers": 0, "device": CPU}
+    with pytest.raises(UserError, match="RandomSampler has no position to resume from"):
+        TrainLoader(data, RandomSampler(data), **options)
+    sampler = SameSample(data, 5, num_replicas=2, rank=0)
+    monkeypatch.setattr(SameSample, "__iter__", lambda self: iter([0] * 11))
+    with pytest.raises(UserError, match="yields 2 batches, and its __len__ 12: they must agree"):
+        next(iter(TrainLoader(data, sampler, **options)))
 
 
 def test_nothing_is_loaded_beyond_the_last_epoch() -> None:

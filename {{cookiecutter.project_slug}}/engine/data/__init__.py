@@ -109,15 +109,11 @@ class ResumableDistributedSampler(DistributedSampler):
         self.dataset.epoch = epoch
         self.start_sample = start_sample
 
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.order(self.epoch, self.start_sample))
-
     def __len__(self) -> int:
         return max(0, len(self.dataset) - self.start_sample) // self.num_replicas
 
-    def order(self, epoch: int, start_sample: int = 0) -> list[int]:
-        """Return the samples of this process from a position on."""
-        generator = torch.Generator().manual_seed(self.seed + epoch)
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
         sizes = self.dataset.shard_sizes
         if sizes and sum(sizes) != len(self.dataset):
             raise ValueError(f"{sum(sizes)} samples in shards, but {len(self.dataset)} in all")
@@ -125,9 +121,9 @@ class ResumableDistributedSampler(DistributedSampler):
             order = shard_order(sizes, generator)
         else:
             order = torch.randperm(len(self.dataset), generator=generator)
-        remaining = order[start_sample:]
+        remaining = order[self.start_sample :]
         num_samples = len(remaining) // self.num_replicas  # equally many in each process
-        return remaining[self.rank :: self.num_replicas][:num_samples].tolist()
+        return iter(remaining[self.rank :: self.num_replicas][:num_samples].tolist())
 
 
 def shard_order(sizes: Sequence[int], generator: torch.Generator) -> Tensor:

@@ -6,13 +6,14 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from copy import copy
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
-from engine import end_with_parent
+from engine import UserError, end_with_parent
 from engine.data import ResumableDistributedSampler, SeededDataset, collate, gpu_decoding
 from engine.distributed.watchdog import ignore_stop_signals
 
@@ -29,7 +30,8 @@ class TrainLoader:
         options: of `build_loader`.
 
     Raises:
-        UserError: if images are to be decoded on a device that cannot.
+        UserError: if images are to be decoded on a device that cannot, or no run could resume from
+            a position of the sampler.
     """
 
     def __init__(
@@ -41,6 +43,11 @@ class TrainLoader:
         epochs: int,
         **options: Any,
     ) -> None:
+        if not hasattr(sampler, "start_sample"):
+            raise UserError(
+                f"{type(sampler).__name__} has no position to resume from: derive the sampler from "
+                "ResumableDistributedSampler"
+            )
         self.dataset = dataset
         self.sampler = sampler
         self.batch_size = batch_size
@@ -89,10 +96,17 @@ class EpochBatches:
         self.epochs = epochs
 
     def __iter__(self) -> Iterator[tuple[int, list[int]]]:
-        start_sample = self.sampler.start_sample
-        for epoch in range(self.sampler.epoch, self.epochs):
-            order = self.sampler.order(epoch, start_sample)
-            for indices in BatchSampler(order, self.batch_size, drop_last=True):
+        sampler = copy(self.sampler)  # which is still at the epoch that is trained
+        start_sample = sampler.start_sample
+        for epoch in range(sampler.epoch, self.epochs):
+            sampler.set_epoch(epoch, start_sample)
+            batches = list(BatchSampler(sampler, self.batch_size, drop_last=True))
+            if len(batches) != len(sampler) // self.batch_size:  # the next epoch would be shifted
+                raise UserError(
+                    f"the sampler yields {len(batches)} batches, and its __len__ "
+                    f"{len(sampler) // self.batch_size}: they must agree"
+                )
+            for indices in batches:
                 yield epoch, indices
             start_sample = 0
 
