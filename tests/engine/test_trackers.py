@@ -3,10 +3,12 @@
 import json
 import os
 import shutil
+import signal
 import socket
 import struct
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 import zlib
@@ -23,6 +25,7 @@ from engine.monitoring.logger import Logger
 from engine.monitoring.metric import MonitoredMetric
 from engine.monitoring.trackers import FOLDER, QUEUE, read_state
 from engine.monitoring.tracking import Tracking
+from fresh import TEMPLATE
 from mlflow_server import mlflow_server
 from PIL import Image
 from ports import free_port
@@ -411,18 +414,9 @@ def wandb_records(data):
             record = b""
 
 
-@pytest.mark.usefixtures("clock")
-def test_wandb_offline_has_each_step_once(tmp_path, monkeypatch, capsys):
-    pytest.importorskip("wandb")
-    from wandb.proto import wandb_internal_pb2
-
-    monkeypatch.setattr(tracking, "EXIT_S", 90.0)
-    monkeypatch.setattr(BackgroundProcess, "start", lambda self: None)
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_API_KEY", "s3cr3t" * 7)
-    output = tmp_path / "run"
-    run_id = run_with("wandb", output)
-    assert "not delivered" not in capsys.readouterr().out
+def read_wandb(output):
+    """Return the rows of a run's offline files, and the ids, projects and names that they have."""
+    wandb_internal_pb2 = pytest.importorskip("wandb.proto.wandb_internal_pb2")
     rows, runs = [], set()
     for path in sorted((output / FOLDER / "wandb").glob("offline-run-*/*.wandb")):
         for data in wandb_records(path.read_bytes()):
@@ -431,6 +425,53 @@ def test_wandb_offline_has_each_step_once(tmp_path, monkeypatch, capsys):
                 runs.add((record.run.run_id, record.run.project, record.run.display_name))
             items = record.history.item if record.HasField("history") else ()
             rows.append({"/".join(one.nested_key) or one.key: one.value_json for one in items})
+    return rows, runs
+
+
+@pytest.mark.slow
+def test_wandb_has_all_points_after_its_process_is_killed(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    queue = tmp_path / FOLDER / QUEUE
+    queue.parent.mkdir()
+    start = {"run_id": "0123456789abcdef", "step": 0, "trackers": ["wandb"], "project": "p"}
+    start |= {"name": "run", "parameters": {}, "environment": {}}
+    points = [
+        {"group": "step", "step": step, "time": 0.0, "values": {"loss": 1.0}} for step in range(99)
+    ]
+    queue.write_text("".join(json.dumps(one) + "\n" for one in ({"start": start}, *points)))
+    send = """
+        import os, signal, sys
+        from pathlib import Path
+        from engine.monitoring.deliver import Delivery
+
+        delivery = Delivery(Path(sys.argv[1]), "wandb")
+        delivery.send()
+        if sys.argv[2:]:
+            delivery.close()
+            sys.exit()
+        for thread in os.listdir("/proc/self/task"):
+            for child in Path(f"/proc/self/task/{thread}/children").read_text().split():
+                os.kill(int(child), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(send), str(tmp_path)]
+    assert subprocess.run(command, cwd=TEMPLATE).returncode == -signal.SIGKILL
+    assert subprocess.run([*command, "close"], cwd=TEMPLATE).returncode == 0
+    steps = {int(one["global_step"]) for one in read_wandb(tmp_path)[0] if "step/loss" in one}
+    assert steps == set(range(99))
+
+
+@pytest.mark.usefixtures("clock")
+def test_wandb_offline_has_each_step_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tracking, "EXIT_S", 90.0)
+    monkeypatch.setattr(BackgroundProcess, "start", lambda self: None)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_API_KEY", "s3cr3t" * 7)
+    output = tmp_path / "run"
+    run_id = run_with("wandb", output)
+    assert "not delivered" not in capsys.readouterr().out
+    rows, runs = read_wandb(output)
     assert runs == {(run_id, tracking.PROJECT.name, "run")}
     steps = [int(one["global_step"]) for one in rows if "step/lr" in one]
     assert steps == [5, 9, 11, 12]

@@ -209,6 +209,12 @@ def test_import_that_is_still_used_beside_calls_that_are_rewritten(tmp_path):
     assert f"1: left: {STILL_USED}" in report
 
 
+def test_keyword_of_the_name_is_no_use_of_an_import(tmp_path):
+    code, report = migrate(tmp_path, "from apex import amp\nt = Trainer(amp=True)\n")
+    assert code == "t = Trainer(amp=True)\n"
+    assert "1 changed, 0 left" in report
+
+
 def test_imports_alone_are_removed(tmp_path):
     script = "from apex.fp16_utils import *\nfrom apex.parallel import LARC, Reducer\nx = 1\n"
     code, report = migrate(tmp_path, script)

@@ -40,6 +40,10 @@ class _Used(cst.CSTVisitor):
         node.value.visit(self)
         return False
 
+    def visit_Arg(self, node: cst.Arg) -> bool:
+        node.value.visit(self)  # not the keyword
+        return False
+
     def visit_Name(self, node: cst.Name) -> None:
         self.names.add(node.value)
 
