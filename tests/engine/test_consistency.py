@@ -7,12 +7,13 @@ import socket
 import sys
 import time
 from datetime import timedelta
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from engine import UserError, distributed
+from engine import PeerError, UserError, distributed
 from engine.distributed import consistency, network
 from engine.distributed.consistency import collect_facts, find_difference, require_same_facts
 from ports import free_port
@@ -166,13 +167,23 @@ def test_terminals_that_lack_characters_are_supported(monkeypatch) -> None:
     assert stdout.buffer.getvalue() == b"0.1 ? 2\n"
 
 
+@pytest.mark.parametrize(("kind", "status"), [(UserError, 2), (PeerError, 1)])
+def test_job_that_lacks_a_process_may_be_restarted(monkeypatch, capsys, kind, status) -> None:
+    """The launcher restarts it after status 1, and not after 2."""
+    monkeypatch.setattr(distributed, "exit_process", sys.exit)
+    with pytest.raises(SystemExit) as stopped:
+        distributed.run(Mock(side_effect=kind("rank 1 did not come")))
+    assert stopped.value.code == status
+    assert capsys.readouterr().err == "error: rank 1 did not come\n"
+
+
 def test_ranks_that_do_not_arrive_are_reported() -> None:
     timeout = timedelta(seconds=0.5)
     store = dist.TCPStore("localhost", 0, None, True, timeout, wait_for_workers=False)
     store.set("facts 2", "")
-    with pytest.raises(UserError, match="^rank 1, 3 of 4 did not come: "):
+    with pytest.raises(PeerError, match="^rank 1, 3 of 4 did not come: "):
         require_same_facts(store, 0, 4, FACTS)
-    with pytest.raises(UserError, match="^rank 3 of 4 did not come: "):
+    with pytest.raises(PeerError, match="^rank 3 of 4 did not come: "):
         require_same_facts(store, 1, 4, FACTS)
 
 
@@ -186,7 +197,7 @@ def test_process_without_the_others_reports_them(monkeypatch, rank, message) -> 
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(PeerError, match=message):
         distributed.rendezvous(CPU, {}, "apex_native", timedelta(seconds=1))
 
 

@@ -25,8 +25,16 @@ SUFFIX = ".tmp"  # of a file that `replacing` has not completed
 class UserError(Exception):
     """A mistake that the user can fix. Its message says what is wrong and how to fix it.
 
-    The program prints the message without a traceback and exits with EXIT_USAGE.
+    The program prints the message without a traceback and exits with `status`.
     """
+
+    status = EXIT_USAGE
+
+
+class PeerError(UserError):
+    """Another process of the job is missing: unlike after a mistake, the job may be restarted."""
+
+    status = 1
 
 
 def require_traceable(folder: Path = Path(__file__).parent.parent) -> None:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from engine import EXIT_USAGE, UserError, end_with_parent
+from engine import EXIT_USAGE, PeerError, UserError, end_with_parent
 from engine.distributed import consistency
 from engine.distributed.network import is_loopback, local_address, select_interface, serve_store
 from engine.distributed.peers import (
@@ -159,7 +159,8 @@ def rendezvous(
         timeout: the longest wait for the other processes.
 
     Raises:
-        UserError: if a process does not arrive, or has another torch, code or flags.
+        PeerError: if a process does not arrive.
+        UserError: if one has another torch, code or flags.
     """
     rank, _, world_size = resolve_ranks(None)
     try:
@@ -174,7 +175,7 @@ def rendezvous(
             os.environ.setdefault(RESTART, store.get("restart").decode())
             _log_restart(rank)
     except dist.DistNetworkError as error:
-        raise UserError(
+        raise PeerError(
             f"MASTER_ADDR={os.environ['MASTER_ADDR']}, MASTER_PORT={os.environ['MASTER_PORT']} "
             f"does not answer, or no more ({str(error).splitlines()[0]}): start rank 0 there, or "
             "look at its output"
@@ -308,7 +309,7 @@ class AsyncMax:
 def run(main: Callable[[], None]) -> None:
     """Call `main`, and exit at once if it fails.
 
-    A UserError becomes one message and status 2, any other exception its traceback and status 1.
+    A UserError becomes one message and its status, any other exception its traceback and status 1.
     The process exits without Python's usual clean-up, in which a process group or a data loader
     can wait for processes that will never answer.
     """
@@ -320,7 +321,7 @@ def run(main: Callable[[], None]) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS - {signal.SIGUSR1})
         main()
     except UserError as error:
-        stop(str(error))
+        stop(str(error), error.status)
     except KeyboardInterrupt:
         exit_process(128 + signal.SIGINT)
     except Exception as error:
@@ -351,18 +352,18 @@ def _end_with_launcher() -> None:
         exit_process(1)
 
 
-def stop(message: str) -> NoReturn:
-    """Exit with status 2, after logging `message` unless another process logs it.
+def stop(message: str, status: int = EXIT_USAGE) -> NoReturn:
+    """Exit with `status`, after logging `message` unless another process logs it.
 
     Mostly all ranks find a user's error at once. The first one logs it; before the processes are
     connected it is rank 0, and any other one that still runs after PATIENCE_S.
     """
     if not peer_monitor() and not is_rank_zero():
         time.sleep(PATIENCE_S)
-    if announce_failure(EXIT_USAGE):
+    if announce_failure(status):
         # A data loader's worker wraps the message in its own traceback: the last line is ours.
         if message.startswith("Caught "):
             message = re.sub(r"^[\w.]*(User|File)Error: ", "", message.strip().splitlines()[-1])
         with suppress(OSError):  # a full disk: the exit status remains
             print(f"error: {one_message(message)}", file=sys.stderr, flush=True)
-    exit_process(EXIT_USAGE)
+    exit_process(status)

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from engine import UserError, distributed, fingerprint
+from engine import PeerError, UserError, distributed, fingerprint
 
 MAX_CLOCK_DIFFERENCE_S = 5.0  # torchrun's rendezvous takes a host that is 15 s behind for lost
 IGNORED = -100  # label without a loss, by default, in torch's
@@ -63,7 +63,7 @@ def collect_facts(device: torch.device, settings: dict[str, object], backend_nam
 def require_same_facts(store: dist.Store, rank: int, world_size: int, facts: Facts) -> None:
     """Raise UserError in all processes if `facts` differ between two of them.
 
-    Also raised if a process does not arrive before the store's timeout. Rank 0 compares; the
+    Raises PeerError if a process does not arrive before the store's timeout. Rank 0 compares; the
     others wait for its result.
     """
     store.set(f"facts {rank}", json.dumps([socket.gethostname(), facts]))
@@ -71,7 +71,7 @@ def require_same_facts(store: dist.Store, rank: int, world_size: int, facts: Fac
         store, "facts", world_size, wait_for=None if rank == 0 else "difference"
     )
     if missing:
-        raise UserError(
+        raise PeerError(
             f"rank {missing} of {world_size} did not come: start what is missing, or look at its "
             "output"
         )

@@ -14,7 +14,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from engine import EXIT_USAGE, UserError, distributed
+from engine import EXIT_USAGE, PeerError, UserError, distributed
 from engine.distributed.network import keep_alive, listen, read_words, send
 from engine.launch import LAUNCHER, USAGE_SIGNAL
 
@@ -105,7 +105,8 @@ class PeerMonitor(threading.Thread):
             address: address of this host that the others can reach.
 
         Raises:
-            UserError: if rank 0 is out of reach.
+            PeerError: if rank 0 does not arrive.
+            UserError: if it is out of reach.
         """
         if rank == 0:
             server = PeerServer(address)
@@ -114,7 +115,7 @@ class PeerMonitor(threading.Thread):
         try:
             host, port, token = json.loads(store.get("peers"))
         except dist.DistStoreError:
-            raise UserError("rank 0 did not come: start it, or look at its output") from None
+            raise PeerError("rank 0 did not come: start it, or look at its output") from None
         try:
             connection = socket.create_connection((host, port), CONNECT_S)
         except OSError as error:
