@@ -118,16 +118,25 @@ def test_compiled_code_of_another_user_is_not_used(
         with pytest.raises(UserError, match="belongs to another user"):
             protect_compiled_code()
     monkeypatch.setattr(os, "getuid", lambda: 1 + folder.stat().st_uid)
-    with pytest.raises(UserError, match="belongs to another user: set TMPDIR"):
+    with pytest.raises(UserError, match="belongs to another user.*: set TMPDIR"):
         protect_compiled_code()
-    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path / "new"))
-    (tmp_path / "new").mkdir()
-    monkeypatch.setattr(os, "getuid", lambda: folder.stat().st_uid)
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
+
+
+def test_compiled_code_that_others_could_write_is_checked(tmp_path, monkeypatch) -> None:
+    """torch makes the folder when it is imported; umask may be 000."""
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     protect_compiled_code()
+    folder = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    (folder / "own").touch()
     folder.chmod(0o777)
-    with pytest.raises(UserError, match="written by anyone: set TORCHINDUCTOR_CACHE_DIR"):
-        protect_compiled_code()
+    protect_compiled_code()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    if os.getuid() == 0:
+        os.chown(folder / "own", 65534, 65534)
+        folder.chmod(0o770)
+        with pytest.raises(UserError, match="belongs to another user.*: set TMPDIR"):
+            protect_compiled_code()
 
 
 def test_headers_of_compiled_code_are_in_a_folder_that_is_checked() -> None:

@@ -51,32 +51,30 @@ def protect_compiled_code() -> None:
     """Give torch's compiled code, which it loads and unpickles, folders that are the user's own.
 
     torch takes one in /tmp, whoever has made it; its headers are there wherever the cache is.
-    Raises UserError if one is another user's, or anyone can write to it.
+    Raises UserError if a folder, or a file that others could write to it, is another user's.
     """
     try:
         user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())  # as torch does
     except (KeyError, OSError):  # the system does not know the user
         user = f"uid_{os.getuid()}"
-    default = os.path.join(tempfile.gettempdir(), f"torchinductor_{user}")
-    _require_own(Path(default), "TMPDIR")
-    cache = os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", default)
-    _require_own(Path(cache), "TORCHINDUCTOR_CACHE_DIR")
-
-
-def _require_own(path: Path, variable: str) -> None:
-    """Make a folder for compiled code, and check it; `variable` can name another one."""
-    fix = f"set {variable} to a folder of yours"
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        owners = {path.stat().st_uid, path.lstat().st_uid}  # a link can be changed later
-        is_open = path.stat().st_mode & stat.S_IWOTH
-    except OSError as error:
-        raise UserError(
-            f"{path}, for compiled code, can't be made ({error.strerror}): {fix}"
-        ) from None
-    if is_open or owners != {os.getuid()}:
-        problem = "can be written by anyone" if is_open else "belongs to another user"
-        raise UserError(f"{path}, for compiled code, {problem}: {fix}")
+    default = Path(tempfile.gettempdir(), f"torchinductor_{user}")
+    cache = Path(os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(default)))
+    for variable, path in {"TMPDIR": default, "TORCHINDUCTOR_CACHE_DIR": cache}.items():
+        fix = f"set {variable} to a folder of yours"
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            owners = {path.stat().st_uid, path.lstat().st_uid}  # a link can be changed later
+            is_open = path.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+            if path == default and is_open and owners == {os.getuid()}:
+                path.chmod(0o700)  # torch has made it, with the umask
+                owners |= {entry.lstat().st_uid for entry in path.rglob("*")}
+        except OSError as error:
+            problem = f"{path}, for compiled code, can't be made ({error.strerror})"
+            raise UserError(f"{problem}: {fix}") from None
+        if owners != {os.getuid()}:
+            raise UserError(
+                f"{path}, for compiled code, belongs to another user, or a file in it does: {fix}"
+            )
 
 
 def summarize(names: list[str]) -> str:

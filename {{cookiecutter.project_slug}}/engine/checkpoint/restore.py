@@ -79,6 +79,13 @@ def build_with(weights: dict[str, Tensor], build_model: Callable[[], nn.Module])
     First a model without memory gets them, because altered metadata can make `build_model` need any
     amount. Raises RuntimeError, TypeError or ValueError if they do not fit.
     """
+    with warnings.catch_warnings():
+        # Nothing is copied to the first one, also if `build_model` loads pretrained weights.
+        warnings.filterwarnings("ignore", ".*copying from a non-meta parameter")
+        return _build_twice(weights, build_model)
+
+
+def _build_twice(weights: dict[str, Tensor], build_model: Callable[[], nn.Module]) -> nn.Module:
     for device in ("meta", "cpu"):
         try:
             with torch.device(device):
@@ -88,9 +95,7 @@ def build_with(weights: dict[str, Tensor], build_model: Callable[[], nn.Module])
                 raise
             continue  # it computes with values
         check_like(weights, model.state_dict())
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # nothing is copied to the first one
-            model.load_state_dict(weights)
+        model.load_state_dict(weights)
     return model
 
 
