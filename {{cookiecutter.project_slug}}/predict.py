@@ -47,8 +47,11 @@ def parse_args() -> argparse.Namespace:
         parser.error("give image files, or --export FILE")
     if args.export and args.export.resolve() == args.checkpoint.resolve():
         parser.error(f"--export {args.export} is the checkpoint itself; name another file")
-    if args.export and (args.json or args.device != "auto" or getattr(args, "flip_tta", False)):
-        parser.error("--export writes the model alone: leave out --json, --device and --flip-tta")
+    others = vars(args).keys() - {"checkpoint", "images", "export"}
+    given = sorted(name for name in others if getattr(args, name) != parser.get_default(name))
+    if args.export and given:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        parser.error(f"--export writes the model alone: leave out {flags}")
     return args
 
 

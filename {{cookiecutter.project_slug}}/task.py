@@ -7,6 +7,7 @@ main.py and predict.py use the constants, functions and classes below that the d
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from difflib import get_close_matches
 from functools import partial
@@ -74,7 +75,7 @@ def add_arguments(parser: cli.ArgumentParser) -> None:
         "--class-weights", action="store_true", help="weigh samples so that classes count equally"
     )
     add = parser.group("data").add_argument
-    alpha_type = cli.number_type(float, 0, 1001, "a number from 0 to 1000")
+    alpha_type = cli.number_type(float, 0, math.nextafter(1000, 1001), "a number from 0 to 1000")
     alpha = {"type": alpha_type, "default": 0.0, "metavar": "ALPHA"}
     add("--mixup", **alpha, help="blend images, such as 0.2 (default: 0, not at all)")
     add("--cutmix", **alpha, help="paste parts of images, such as 1.0 (default: 0, not at all)")

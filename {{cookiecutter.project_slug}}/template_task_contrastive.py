@@ -366,7 +366,7 @@ def add_predict_arguments(parser: cli.ArgumentParser) -> None:
         "--top", type=cli.positive_int, default=5, metavar="N", help="number of captions to print"
     )
     parser.add_argument(
-        "--captions", type=Path, help="candidates, one per line (default: validation's)"
+        "--captions", type=cli.path, help="candidates, one per line (default: validation's)"
     )
 
 

@@ -395,5 +395,5 @@ def test_number_of_threads_is_limited(tmp_path, monkeypatch, capsys):
         with pytest.raises(SystemExit):
             verify.main()
         assert (
-            f"--threads: '{number}' is not a whole number from 1 to 256" in capsys.readouterr().err
+            f"--threads: '{number}' is not a whole number from 1 to 1024" in capsys.readouterr().err
         )

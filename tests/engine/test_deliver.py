@@ -291,9 +291,10 @@ def test_lock_that_is_a_link_is_an_error(queue, tmp_path, capsys):
 
 
 def test_following_a_process_needs_a_tracker(queue, tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        deliver.main([str(tmp_path), "--follow", "1"])
-    assert "--follow needs --tracker" in capsys.readouterr().err
+    for parent in ("0", "1"):
+        with pytest.raises(SystemExit):
+            deliver.main([str(tmp_path), "--follow", parent])
+        assert "--follow needs --tracker" in capsys.readouterr().err
 
 
 def test_tracker_that_is_a_path_is_an_error(queue, tmp_path, capsys):

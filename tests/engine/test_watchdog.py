@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from engine import UserError, distributed
+from engine import PeerError, UserError, distributed
 from engine.distributed import network
 from engine.distributed.peers import PeerMonitor, PeerServer
 from engine.launch import LAUNCH_ID, RESTART
@@ -294,7 +294,7 @@ def test_rank_0_out_of_reach_is_reported() -> None:
     store = dist.HashStore()
     port = free_port()
     store.set("peers", json.dumps(["127.0.0.1", port, "token"]))
-    with pytest.raises(UserError, match=f"rank 0 can't be reached at 127.0.0.1, port {port} "):
+    with pytest.raises(PeerError, match=f"rank 0 can't be reached at 127.0.0.1, port {port} "):
         PeerMonitor.connect(store, 1, "127.0.0.1")
 
 

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import BufferedReader, FileIO, TextIOWrapper
+from itertools import chain
 from pathlib import Path
 
 VERSION = "1.0.0"
@@ -50,31 +51,37 @@ def require_traceable(folder: Path = Path(__file__).parent.parent) -> None:
 def protect_compiled_code() -> None:
     """Give torch's compiled code, which it loads and unpickles, folders that are the user's own.
 
-    torch takes one in /tmp, whoever has made it; its headers are there wherever the cache is.
-    Raises UserError if a folder, or a file that others could write to it, is another user's.
+    torch takes one in /tmp, whoever has made it, and closes it to nobody. Its headers are there
+    wherever its cache is. Raises UserError if a folder, or a file in the one in /tmp, is another
+    user's.
     """
     try:
         user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())  # as torch does
     except (KeyError, OSError):  # the system does not know the user
         user = f"uid_{os.getuid()}"
     default = Path(tempfile.gettempdir(), f"torchinductor_{user}")
+    _require_own(default, "TMPDIR (torch names it after LOGNAME or USER, and has headers there)")
     cache = Path(os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(default)))
-    for variable, path in {"TMPDIR": default, "TORCHINDUCTOR_CACHE_DIR": cache}.items():
-        fix = f"set {variable} to a folder of yours"
-        try:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            owners = {path.stat().st_uid, path.lstat().st_uid}  # a link can be changed later
-            is_open = path.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-            if path == default and is_open and owners == {os.getuid()}:
-                path.chmod(0o700)  # torch has made it, with the umask
-                owners |= {entry.lstat().st_uid for entry in path.rglob("*")}
-        except OSError as error:
-            problem = f"{path}, for compiled code, can't be made ({error.strerror})"
-            raise UserError(f"{problem}: {fix}") from None
-        if owners != {os.getuid()}:
-            raise UserError(
-                f"{path}, for compiled code, belongs to another user, or a file in it does: {fix}"
-            )
+    _require_own(cache, "TORCHINDUCTOR_CACHE_DIR")
+    default.chmod(0o700)
+    found = ((folder, name) for folder, *names in os.walk(default) for name in chain(*names))
+    for path in (os.path.join(*place) for place in found):
+        with suppress(FileNotFoundError):  # another run compiles
+            if os.lstat(path).st_uid != os.getuid():
+                raise UserError(f"{path} belongs to another user: remove {default}")
+
+
+def _require_own(path: Path, variable: str) -> None:
+    """Make a folder for compiled code, or check its owner; `variable` can name another one."""
+    fix = f"set {variable} to a folder of yours"
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        owners = {path.stat().st_uid, path.lstat().st_uid}  # a link can be changed later
+    except OSError as error:
+        problem = f"{path}, for compiled code, can't be made ({error.strerror})"
+        raise UserError(f"{problem}: {fix}") from None
+    if owners != {os.getuid()}:
+        raise UserError(f"{path}, for compiled code, belongs to another user: {fix}")
 
 
 def summarize(names: list[str]) -> str:

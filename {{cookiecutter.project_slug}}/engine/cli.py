@@ -109,7 +109,7 @@ def data_location(text: str) -> Path | str:
 positive_int = number_type(int, 1, 2**31, "a whole number from 1 to 2^31 - 1")
 non_negative_int = number_type(int, 0, 2**32, "a whole number from 0 to 2^32 - 1")
 worker_count = number_type(int, 0, MAX_WORKERS + 1, f"a whole number from 0 to {MAX_WORKERS}")
-core_count = number_type(int, 1, MAX_WORKERS + 1, f"a whole number from 1 to {MAX_WORKERS}")
+core_count = number_type(int, 1, 1025, "a whole number from 1 to 1024")
 non_negative_float = number_type(float, 0, math.inf, "a number of at least 0")
 fraction = number_type(float, 0, 1, "a number from 0 to less than 1")
 factor = number_type(float, math.ulp(0), 1, "a number above 0 and less than 1")

@@ -28,6 +28,7 @@ STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, US
 SIGNALS = STOP_SIGNALS | {signal.SIGUSR1, signal.SIGCHLD}
 REPEAT_S = 1.0  # a cluster signals launcher and processes, and the launcher forwards its own
 POLL_S = 0.2
+KILL_S = 5.0  # for the end of processes after SIGKILL, such as those that write
 
 
 def main() -> None:
@@ -113,12 +114,14 @@ class SignalThread(threading.Thread):
         num_processes = int(re.findall(r"--nproc-per-node=(\d+)", " ".join(sys.argv))[0])
         is_single_host = os.environ.get("NNODES", "1") in ("", "1")
         must_save, is_first_failure = False, True
+        known: set[int] = set()
         while True:
             received = signal.sigtimedwait(SIGNALS, POLL_S)
             number = received.si_signo if received else 0
             processes = _processes()
+            known = {process for process in known | processes if _is_running(process)}
             if number in STOP_SIGNALS and not (number == signal.SIGHUP and self.is_nohup):
-                self._end_processes(number, processes)
+                self._end_processes(number, known)
             must_save = must_save or number == signal.SIGUSR1
             if must_save and processes:
                 _send(signal.SIGUSR1, processes)
@@ -130,7 +133,7 @@ class SignalThread(threading.Thread):
                 # torchrun's, for a restart; on one, torchrun ends processes only after a failure.
                 is_only_one = is_first_failure and len(processes) == num_processes - 1
                 if is_only_one and is_single_host and _was_stopped(received):
-                    self._end_processes(received.si_status, processes)
+                    self._end_processes(received.si_status, known)
             if failure and is_first_failure:
                 is_first_failure = False
                 os.environ[RESTART] = failure
@@ -146,12 +149,16 @@ class SignalThread(threading.Thread):
                 _send(signal.SIGKILL if _is_starting(process) else number, {process})
         started = time.monotonic()
         seconds = 0.0
-        while any(map(_is_running, processes)) and seconds < int(os.environ.get("STOP_WAIT") or 30):
+        while (running := set(filter(_is_running, processes))) and seconds < int(
+            os.environ.get("STOP_WAIT") or 30
+        ):
             received = signal.sigtimedwait(STOP_SIGNALS, 0.05)
             seconds = time.monotonic() - started
             if received and received.si_pid not in processes and seconds > REPEAT_S:
                 break
-        _send(signal.SIGKILL, _processes())
+        _send(signal.SIGKILL, running)
+        while any(map(_is_running, running)) and time.monotonic() - started < seconds + KILL_S:
+            time.sleep(0.05)
         os._exit(EXIT_USAGE if number == USAGE_SIGNAL else 128 + number)
 
 

@@ -80,7 +80,7 @@ def build_with(weights: dict[str, Tensor], build_model: Callable[[], nn.Module])
     amount. Raises RuntimeError, TypeError or ValueError if they do not fit.
     """
     with warnings.catch_warnings():
-        # Nothing is copied to the first one, also if `build_model` loads pretrained weights.
+        # A model without memory gets no values, even if `build_model` loads pretrained weights.
         warnings.filterwarnings("ignore", ".*copying from a non-meta parameter")
         return _build_twice(weights, build_model)
 

@@ -96,15 +96,16 @@ class EpochBatches:
         self.epochs = epochs
 
     def __iter__(self) -> Iterator[tuple[int, list[int]]]:
-        sampler = copy(self.sampler)  # which is still at the epoch that is trained
-        start_sample = sampler.start_sample
-        for epoch in range(sampler.epoch, self.epochs):
+        start_sample = self.sampler.start_sample
+        for epoch in range(self.sampler.epoch, self.epochs):
+            sampler = copy(self.sampler)  # which is still at the epoch that is trained
             sampler.set_epoch(epoch, start_sample)
             batches = list(BatchSampler(sampler, self.batch_size, drop_last=True))
             if len(batches) != len(sampler) // self.batch_size:  # the next epoch would be shifted
                 raise UserError(
-                    f"the sampler yields {len(batches)} batches, and its __len__ "
-                    f"{len(sampler) // self.batch_size}: they must agree"
+                    f"{type(sampler).__name__} yields {len(sampler) // self.batch_size} batches by "
+                    f"its __len__, but {len(batches)} from start_sample {start_sample} of epoch "
+                    f"{epoch + 1}: they must agree"
                 )
             for indices in batches:
                 yield epoch, indices

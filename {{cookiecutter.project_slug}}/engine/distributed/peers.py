@@ -14,7 +14,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from engine import EXIT_USAGE, PeerError, UserError, distributed
+from engine import EXIT_USAGE, PeerError, distributed
 from engine.distributed.network import keep_alive, listen, read_words, send
 from engine.launch import LAUNCHER, USAGE_SIGNAL
 
@@ -105,8 +105,7 @@ class PeerMonitor(threading.Thread):
             address: address of this host that the others can reach.
 
         Raises:
-            PeerError: if rank 0 does not arrive.
-            UserError: if it is out of reach.
+            PeerError: if rank 0 does not arrive, or is out of reach.
         """
         if rank == 0:
             server = PeerServer(address)
@@ -119,9 +118,9 @@ class PeerMonitor(threading.Thread):
         try:
             connection = socket.create_connection((host, port), CONNECT_S)
         except OSError as error:
-            raise UserError(
-                f"rank 0 can't be reached at {host}, port {port} ({error}): open the ports between "
-                "the hosts"
+            raise PeerError(
+                f"rank 0 can't be reached at {host}, port {port} ({error}): it has ended, or the "
+                "ports between the hosts are closed"
             ) from None
         keep_alive(connection)
         connection.settimeout(None)

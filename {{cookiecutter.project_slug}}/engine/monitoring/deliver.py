@@ -361,7 +361,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tracker", choices=ADAPTERS, help="default: those of the run")
     parser.add_argument("--follow", type=int, metavar="PID", help="until this parent has ended")
     args = parser.parse_args(arguments)
-    if args.follow and not args.tracker:
+    if args.follow is not None and not args.tracker:
         parser.error("--follow needs --tracker")
     if args.follow:
         for number in IGNORED:
