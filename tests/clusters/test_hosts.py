@@ -163,6 +163,18 @@ def test_hosts_that_do_not_join_are_reported(hosts, idle, tmp_path):
     assert "frame #" not in runs[1].said
 
 
+@pytest.mark.slow
+def test_failure_before_the_processes_are_connected_ends_all_launchers(hosts, idle, tmp_path):
+    """As if a package were missing on one host: the processes of the others wait for it."""
+    with all_of(
+        hosts[0].start(idle, "--output", tmp_path / "0", 300),
+        hosts[1].start(idle, "--output", tmp_path / "1", 1, 3),
+    ) as runs:
+        statuses, (of_first, _) = errors(*runs)
+    assert statuses == [1, 3]
+    assert of_first.startswith("the job has failed on another host, which logs why: start ./run.sh")
+
+
 @pytest.mark.weekly
 def test_signal_before_all_hosts_have_joined_is_delivered_later(hosts, idle, tmp_path):
     with hosts[0].start(idle, "--output", tmp_path / "0", 3) as first:

@@ -245,7 +245,7 @@ def test_thread_that_uses_a_store_does_not_abort_the_launcher_at_its_end() -> No
             while True:
                 store.set("time", "0")
 
-        launch._run = lambda nodes: (3, "reason")
+        launch._run = lambda nodes, signals: (3, "reason")
         sys.argv = ["launch.py", "--nproc-per-node=1"]
         statuses = set()
         for _ in range(20):

@@ -328,7 +328,8 @@ def test_different_host_is_refused_by_the_launcher(monkeypatch, settings, ahead,
     server.set("time", str(time.time() + ahead))
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port), "NODE_RANK": "1"}
     monkeypatch.setattr(os, "environ", variables)
-    monkeypatch.setattr(network, "_exit_without_store", lambda *_: None)  # this process
+    for name in ("_exit_without_store", "_exit_after_failure"):
+        monkeypatch.setattr(network, name, lambda *_: None)  # this process
     with pytest.raises(UserError, match=message) if message else contextlib.nullcontext():
         network.join_hosts("2")
     is_refused_early = message and "torch" in message

@@ -15,6 +15,8 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -40,7 +42,7 @@ def main() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if ignored, a failed process would exit with 0
     signals = SignalThread()
     signals.start()
-    status, message = _run(os.environ.get("NNODES") or "1")
+    status, message = _run(os.environ.get("NNODES") or "1", signals)
     if status and signals.is_stopping:
         signals.join()  # exits
     if message:
@@ -51,7 +53,7 @@ def main() -> None:
     os._exit(status)
 
 
-def _run(nodes: str) -> tuple[int, str]:
+def _run(nodes: str, signals: "SignalThread") -> tuple[int, str]:
     """Return the exit status, and an error message unless a process has logged one."""
     # torch reads the level when it is imported. The launcher reports errors itself; the processes'
     # errors are logged.
@@ -64,16 +66,19 @@ def _run(nodes: str) -> tuple[int, str]:
     from torch.distributed.elastic import rendezvous
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    from engine.distributed.network import RESUME, join_hosts, serve_locally
+    from engine.distributed.network import RESUME, announce_failure, join_hosts, serve_locally
 
     os.environ["TORCH_CPP_LOG_LEVEL"] = level
     logging.disable(logging.ERROR)  # processes that fail log the cause themselves
     try:
-        server, options = serve_locally() if nodes == "1" else join_hosts(nodes)
+        server, job, options = serve_locally() if nodes == "1" else join_hosts(nodes)
+        if job:
+            signals.on_failure = partial(announce_failure, job)
         run.main([*options, *sys.argv[1:]])
     except UserError as error:
         return EXIT_USAGE, str(error)
     except ChildFailedError as error:
+        signals.on_failure()
         rank, failure = error.get_first_failure()
         if failure.exitcode > 0:
             return failure.exitcode, ""
@@ -100,11 +105,13 @@ class SignalThread(threading.Thread):
 
     Attributes:
         is_stopping: the thread is ending the processes, and ends the launcher after them.
+        on_failure: called before the launcher exits because its processes have failed or stopped.
     """
 
     def __init__(self) -> None:
         super().__init__(name="signals", daemon=True)
         self.is_stopping = False
+        self.on_failure: Callable[[], object] = lambda: None
         # nohup ignores SIGHUP; torchrun would handle it.
         self.is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
@@ -159,6 +166,8 @@ class SignalThread(threading.Thread):
         _send(signal.SIGKILL, running)
         while any(map(_is_running, running)) and time.monotonic() - started < seconds + KILL_S:
             time.sleep(0.05)
+        if processes:
+            self.on_failure()
         os._exit(EXIT_USAGE if number == USAGE_SIGNAL else 128 + number)
 
 
@@ -168,6 +177,11 @@ def _processes() -> set[int]:
     children = b"".join(_read(f"self/task/{thread}/children") for thread in threads).split()
     environments = {int(child): b"\0" + _read(f"{int(child)}/environ") for child in children}
     return {child for child, variables in environments.items() if b"\0LOCAL_RANK=" in variables}
+
+
+def kill_processes() -> None:
+    """Kill the processes that torchrun has started on this host."""
+    _send(signal.SIGKILL, _processes())
 
 
 def _is_running(process: int) -> bool:

@@ -17,11 +17,13 @@ from torch.torch_version import TorchVersion
 
 from engine import UserError
 from engine.distributed.consistency import clock_problem
-from engine.launch import LAUNCH_ID
+from engine.launch import LAUNCH_ID, kill_processes
 
 SIOCGIFADDR = 0x8915  # Linux's request for the address of an interface
 MESSAGE_BYTES = 500  # at most
 LINGER_S = 10.0  # for the other launchers to end after the one that serves the store
+FAILURE_S = 30.0  # for them to end after one whose processes have failed; some may be writing
+FAILED = "failed"  # key of the store
 RESUME = "start ./run.sh on all hosts again, with --resume auto"
 STORE_TIMEOUT = timedelta(seconds=20)  # for an answer of a store
 # A host that does not answer for 9 s is lost: after 3 s without data, 3 probes, one every 2 s.
@@ -126,21 +128,22 @@ def is_loopback(address: str) -> bool:
     return address == "localhost" or address.startswith("127.")
 
 
-def serve_locally() -> tuple[dist.Store, list[str]]:
-    """Return a store on the loopback interface, and options by which torchrun uses it."""
+def serve_locally() -> tuple[dist.Store, None, list[str]]:
+    """Return what `join_hosts` does for a single host: its store is on the loopback interface."""
     store = serve_store("127.0.0.1", 0)
     options = ["--rdzv-backend=static", "--node-rank=0", "--master-addr=127.0.0.1"]
-    return store, [*options, f"--master-port={store.port}"]
+    return store, None, [*options, f"--master-port={store.port}"]
 
 
-def join_hosts(nodes: str) -> tuple[dist.Store | None, list[str]]:
+def join_hosts(nodes: str) -> tuple[dist.Store | None, dist.Store | None, list[str]]:
     """Serve the store at MASTER_ADDR, if that is this host, or wait for it.
 
     Args:
         nodes: number of hosts, as NNODES.
 
     Returns:
-        The store if it is served here, and options by which torchrun uses it.
+        The store if it is served here; a client of it, for `announce_failure`; and options by
+        which torchrun uses it.
 
     Raises:
         UserError: if the host of the store has another NNODES, torch or time.
@@ -167,9 +170,10 @@ def join_hosts(nodes: str) -> tuple[dist.Store | None, list[str]]:
         raise UserError(problem)
     connection = socket.create_connection((address, port))
     threading.Thread(target=_exit_without_store, args=(connection, address), daemon=True).start()
+    threading.Thread(target=_exit_after_failure, args=(store,), daemon=True).start()
     # Each rendezvous has a store of its own, on the host that has rank 0 then.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    return server, [f"--local-addr={local_address(address)}"]
+    return server, store, [f"--local-addr={local_address(address)}"]
 
 
 def _publish_time(store: dist.Store) -> None:
@@ -186,6 +190,26 @@ def _exit_without_store(connection: socket.socket, address: str) -> None:
     time.sleep(LINGER_S)  # if the job has ended, so will this process
     print(f"error: the store at MASTER_ADDR={address} is lost: {RESUME}", file=sys.stderr)
     os._exit(1)
+
+
+def announce_failure(store: dist.Store) -> None:
+    """Make the launchers of all hosts end: processes of this one may have failed unconnected."""
+    thread = threading.Thread(target=store.set, args=(FAILED, "1"), daemon=True)
+    thread.start()
+    thread.join(1.0)  # its host may be lost
+
+
+def _exit_after_failure(store: dist.Store) -> None:
+    """Exit the launcher after another one has announced a failure, unless its processes end it."""
+    with contextlib.suppress(dist.DistError):  # the store is lost
+        while not store.check([FAILED]):
+            time.sleep(1.0)
+        time.sleep(FAILURE_S)
+        print(
+            f"error: the job has failed on another host, which logs why: {RESUME}", file=sys.stderr
+        )
+        kill_processes()  # they wait for those that have failed
+        os._exit(1)
 
 
 def keep_alive(connection: socket.socket) -> None:
