@@ -109,6 +109,30 @@ def test_workers_live_for_all_epochs_and_read_the_same_batches(steps: int | None
     assert len(processes) == 2 and os.getpid() not in processes
 
 
+def set_threads(worker: int) -> None:
+    torch.set_num_threads(3 + worker)
+
+
+class Threads(Dataset):
+    """The number of threads of the process that reads a sample."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(torch.get_num_threads())
+
+
+def test_options_of_the_owner_replace_those_of_the_loader() -> None:
+    data = SeededDataset(Threads(), seed=5)
+    options = {"workers": 1, "device": CPU, "batch_size": 2, "worker_init_fn": set_threads}
+    loader = build_loader(data, persistent_workers=False, **options)
+    assert {int(number) for batch in loader for number in batch} == {3}
+    assert not loader.persistent_workers
+    with pytest.raises(UserError, match="leave collate_fn out"):
+        build_loader(data, collate_fn=list, **options)
+
+
 class SameSample(ResumableDistributedSampler):
     """Sampler of one's own, as PyTorch documents them: with `__iter__`."""
 

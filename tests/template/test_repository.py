@@ -69,6 +69,12 @@ def test_generated_ci_lints_and_tests(project):
     assert checks[-1] == "mypy"
 
 
+def test_generated_ci_has_a_torch_that_shards_on_the_cpu(bake):
+    workflow = (bake(ddp="fsdp") / ".github" / "workflows" / "tests.yml").read_text()
+    matrix = yaml.safe_load(workflow)["jobs"]["tests"]["strategy"]["matrix"]["include"]
+    assert [one["torch"] for one in matrix] == ["torch==2.9.*", "torch", "torch"]
+
+
 def test_constraints_fix_a_version_of_each_dependency(bake):
     folder = bake(task="segmentation")
     lines = (folder / "constraints.txt").read_text().splitlines()

@@ -68,6 +68,16 @@ def test_owner_tests_pass_with_other_answers(bake, answers):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
+def test_flags_that_main_refuses_are_reported(bake):
+    project = bake()
+    flags = 'FLAGS: tuple[str, ...] = ("--epochs", "0")\n'
+    replace(project / "tests" / "test_task.py", ("FLAGS: tuple[str, ...] = ()\n", flags))
+    done = run_tests(project, "tests/test_task.py", "-x")
+    assert done.returncode == 1
+    assert "Failed: FLAGS: argument --epochs: '0' is not a whole number" in done.stdout
+
+
 def replace(path: Path, *pairs: tuple[str, str]) -> None:
     """Replace each text, which occurs once, in the file."""
     source = path.read_text(encoding="utf-8")

@@ -8,6 +8,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
@@ -17,11 +18,13 @@ from torch.utils.data import Dataset, Subset
 
 import main
 import task
+from engine import cli
 from engine.data import sample_batch
 from engine.monitoring.metric import MonitoredMetric
 
 PROJECT = Path(__file__).resolve().parent.parent
-# Of main.py, for all tests: for example ("--data", f"{PROJECT}/tests/data").
+# Of main.py, for all tests: for example ("--data", f"{PROJECT}/tests/data"), and what data and
+# model need; not what changes training samples, such as --mixup.
 FLAGS: tuple[str, ...] = ()
 BATCH_SIZE = 4
 CPU = torch.device("cpu")
@@ -48,9 +51,14 @@ def process_group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def parse(monkeypatch: pytest.MonkeyPatch, *flags: str) -> Namespace:
-    monkeypatch.setattr(sys, "argv", ["main.py", *FLAGS, *flags])
+def parse(monkeypatch: pytest.MonkeyPatch) -> Namespace:
+    monkeypatch.setattr(cli.ArgumentParser, "error", fail)  # which would end pytest
+    monkeypatch.setattr(sys, "argv", ["main.py", *FLAGS])
     return main.parse_args()
+
+
+def fail(parser: cli.ArgumentParser, message: str) -> NoReturn:
+    pytest.fail(f"FLAGS: {message}")
 
 
 def build(args: Namespace, dataset: Dataset) -> nn.Module:
@@ -214,11 +222,10 @@ def test_training_on_one_batch_improves_the_metric(
     assert scores[1] >= scores[0]
 
 
-def test_dummy_batch_can_be_trained(monkeypatch: pytest.MonkeyPatch) -> None:
-    args = parse(monkeypatch, "--dummy")
+def test_dummy_batch_can_be_trained(args: Namespace) -> None:
     torch.manual_seed(0)
-    model = task.build_model(args.arch, task.DUMMY_CLASSES).eval()
-    inputs, targets = task.prepare(list(task.dummy_batch(2, CPU)))
+    model = task.build_model(args.arch, task.DUMMY_CLASSES, **args.model_options).eval()
+    inputs, targets = task.prepare(list(task.dummy_batch(2, CPU, **args.model_options)))
     with torch.no_grad():
         assert task.criterion(model(inputs), targets).isfinite()
 

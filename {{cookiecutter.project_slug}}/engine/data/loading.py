@@ -5,8 +5,9 @@ import multiprocessing
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import copy
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -125,18 +126,24 @@ def build_loader(
     ``dataset.decode`` is "gpu".
 
     Args:
-        options: of DataLoader, such as `sampler` and `batch_size`.
+        options: of DataLoader, such as `sampler` and `batch_size`; they replace the defaults.
 
     Raises:
-        UserError: if images are to be decoded on a device that cannot.
+        UserError: if images are to be decoded on a device that cannot, or for `collate_fn`.
     """
-    options |= {
+    if "collate_fn" in options:
+        raise UserError(
+            "batches are collated by engine.data.collate, which tests and pictures use, too: leave "
+            "collate_fn out, and return samples of one size, or combine them in task.prepare"
+        )
+    defaults = {
         "num_workers": workers,
         "persistent_workers": workers > 0,
         "pin_memory": device.type == "cuda",
         "generator": torch.Generator(),  # the default would draw the workers' seeds from torch's
-        "worker_init_fn": prepare_worker,
     }
+    options = defaults | options
+    options["worker_init_fn"] = partial(prepare_worker, init=options.get("worker_init_fn"))
     atexit.unregister(_end_workers)  # so that it is registered once
     atexit.register(_end_workers)
     if dataset.decode == "gpu":
@@ -152,11 +159,17 @@ class NonEmptyLoader(DataLoader):
         return (batch for batch in super().__iter__() if batch is not None)
 
 
-def prepare_worker(worker: int) -> None:
-    """Leave signals and errors to the training process, which a loader's worker belongs to."""
+def prepare_worker(worker: int, init: Callable[[int], None] | None = None) -> None:
+    """Leave signals and errors to the training process, which a loader's worker belongs to.
+
+    Args:
+        init: called with the number of the worker, as DataLoader's `worker_init_fn`.
+    """
     ignore_stop_signals()
     end_with_parent()
     sys.excepthook = _report_unless_disconnected
+    if init:
+        init(worker)
 
 
 def _end_workers() -> None:
