@@ -26,9 +26,11 @@ from engine.checkpoint import (
     compatibility,
     files,
     selection,
+    sharded,
     validation,
 )
 from engine.checkpoint import format as checkpoint
+from engine.checkpoint.writer import CheckpointWriter
 from engine.data import mix_seeds, seed_everything
 from engine.distributed import watchdog
 from engine.distributed.watchdog import StopSignals
@@ -982,6 +984,20 @@ def test_incomplete_files_of_a_killed_process_are_removed(
     (tmp_path / "step-1.pt.tmp").write_bytes(b"half")
     two_processes(saved_once, str(tmp_path), 3)
     assert {path.name for path in tmp_path.iterdir()} == {"step-3.pt", "last.pt"}
+
+
+def test_incomplete_folder_that_cannot_be_removed_keeps_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    incomplete = tmp_path / "step-1-removed.tmp"
+    incomplete.mkdir()
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)
+    sharded.remove(incomplete)
+    assert [*tmp_path.iterdir()] == [incomplete]
+    warnings: list[str] = []
+    progress = checkpoint.Progress()
+    CheckpointWriter(tmp_path, 3, progress, warnings.append, None, mock.Mock())._prepare()
+    assert warnings == [f"{incomplete} can't be removed: remove it, or its space is not free"]
 
 
 def newest_after_an_early_step(folder: str) -> tuple[list[str], int]:

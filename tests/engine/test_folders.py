@@ -63,6 +63,14 @@ def test_validation_reports_absent_classes_and_ignores_the_same_entries(root, ca
         list_classes(val, ["cat", "dog"])
 
 
+def test_class_in_another_unicode_form_is_named(root):
+    """macOS writes é as two characters; both names look the same."""
+    val = root.with_name("val")
+    add(val, "e\u0301lan/1.jpg")
+    with pytest.raises(UserError, match="same letters in another Unicode form: rename it"):
+        list_classes(val, ["\u00e9lan"])
+
+
 def test_unreadable_class_folder_is_reported(root, capsys, monkeypatch):
     scandir = os.scandir
 

@@ -181,10 +181,11 @@ def remove(path: Path) -> None:
     if path.is_symlink():  # to a folder that the user keeps elsewhere
         path.unlink()
         return
-    temporary = path.with_name(f"{path.name}-removed{SUFFIX}")  # not that of one being written
-    shutil.rmtree(temporary, ignore_errors=True)
-    path.rename(temporary)
-    shutil.rmtree(temporary, ignore_errors=True)
+    if path.suffix != SUFFIX:
+        temporary = path.with_name(f"{path.name}-removed{SUFFIX}")  # not that of one being written
+        shutil.rmtree(temporary, ignore_errors=True)
+        path = path.rename(temporary)
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def read_state(path: Path) -> dict[str, Any]:

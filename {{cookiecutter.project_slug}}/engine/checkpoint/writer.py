@@ -146,6 +146,8 @@ class CheckpointWriter:
                 incomplete.unlink(missing_ok=True)
         for incomplete in self.folder.glob("step-*" + SUFFIX):
             files.remove(incomplete)
+            if incomplete.exists():
+                self.warn(f"{incomplete} can't be removed: remove it, or its space is not free")
 
     def _write_shards(self, path: Path, entries: dict[str, Any], group: dist.ProcessGroup) -> None:
         """Write a folder; all ranks call it. Its tensors are not written again at the same step."""

@@ -2,6 +2,7 @@
 
 import os
 import time
+import unicodedata
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -213,9 +214,12 @@ def _require_known(folder: Path, found: Sequence[str], classes: Sequence[str]) -
     known = set(classes)
     unknown = [name for name in found if name not in known]
     if unknown:
+        forms = {unicodedata.normalize("NFC", name) for name in known}
+        is_form = any(unicodedata.normalize("NFC", name) in forms for name in unknown)
         raise UserError(
             f"{folder} has classes that train/ does not have: {', '.join(unknown)}; "
             "remove them, or add them to train/"
+            + (" (one has the same letters in another Unicode form: rename it)" if is_form else "")
         )
 
 
