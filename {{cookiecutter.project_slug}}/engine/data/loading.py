@@ -136,7 +136,7 @@ def build_loader(
             "batches are collated by engine.data.collate, which tests and pictures use, too: leave "
             "collate_fn out, and return samples of one size, or combine them in task.prepare"
         )
-    defaults = {
+    defaults: dict[str, Any] = {
         "num_workers": workers,
         "persistent_workers": workers > 0,
         "pin_memory": device.type == "cuda",
