@@ -47,11 +47,12 @@ def parse_args() -> argparse.Namespace:
         parser.error("give image files, or --export FILE")
     if args.export and args.export.resolve() == args.checkpoint.resolve():
         parser.error(f"--export {args.export} is the checkpoint itself; name another file")
-    others = vars(args).keys() - {"checkpoint", "images", "export"}
-    given = sorted(name for name in others if getattr(args, name) != parser.get_default(name))
-    if args.export and given:
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        parser.error(f"--export writes the model alone: leave out {flags}")
+    if args.export:
+        alone = vars(parser.parse_args([str(args.checkpoint), f"--export={args.export}"]))
+        others = sorted(name for name, value in vars(args).items() if value != alone[name])
+        if others:
+            flags = ", ".join(f"--{name.replace('_', '-')}" for name in others)
+            parser.error(f"--export writes the model alone: leave out {flags}")
     return args
 
 

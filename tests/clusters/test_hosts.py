@@ -164,15 +164,18 @@ def test_hosts_that_do_not_join_are_reported(hosts, idle, tmp_path):
 
 
 @pytest.mark.slow
-def test_failure_before_the_processes_are_connected_ends_all_launchers(hosts, idle, tmp_path):
+@pytest.mark.parametrize("failing", [0, 1])
+def test_failure_before_the_processes_are_connected_ends_all_launchers(
+    hosts, idle, tmp_path, failing
+):
     """As if a package were missing on one host: the processes of the others wait for it."""
     with all_of(
-        hosts[0].start(idle, "--output", tmp_path / "0", 300),
-        hosts[1].start(idle, "--output", tmp_path / "1", 1, 3),
+        hosts[failing].start(idle, "--output", tmp_path / "0", 1, 3),
+        hosts[1 - failing].start(idle, "--output", tmp_path / "1", 300),
     ) as runs:
-        statuses, (of_first, _) = errors(*runs)
-    assert statuses == [1, 3]
-    assert of_first.startswith("the job has failed on another host, which logs why: start ./run.sh")
+        statuses, (_, of_waiting) = errors(*runs)
+    assert statuses == [3, 1]
+    assert of_waiting.startswith("the job has failed on another host, which logs why: start ./run")
 
 
 @pytest.mark.weekly

@@ -1,5 +1,6 @@
 """Tests of engine.launch: its signals, its exit status and what it passes to torchrun."""
 
+import contextlib
 import multiprocessing
 import os
 import platform
@@ -140,6 +141,37 @@ def test_launcher_waits_for_the_last_thread_of_its_processes(launch):
     launcher.send(signal.SIGTERM)
     assert launcher.end() == (128 + signal.SIGTERM, "")
     assert time.monotonic() - began > 1.5
+
+
+def test_processes_whose_main_thread_has_ended_are_waited_for(launch):
+    """They have no environment any more by which they are found."""
+    number = {"x86_64": 60, "aarch64": 93}[platform.machine()]  # of exit, which ends one thread
+    wait = "import threading; threading.Thread(target=lambda: (time.sleep(5), os._exit(9))).start()"
+    end = f"import ctypes; time.sleep(1); ctypes.CDLL(None).syscall({number}, 0)"
+    ignore = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+    launcher = launch(f"{UNBLOCK}; {ignore}; {wait}", end)
+    time.sleep(2)
+    began = time.monotonic()
+    launcher.send(signal.SIGTERM)
+    assert launcher.end() == (128 + signal.SIGTERM, "")
+    assert time.monotonic() - began > 1.5
+
+
+@pytest.mark.slow
+def test_processes_that_are_being_started_are_killed_too(launch, tmp_path):
+    launcher = launch("", WAIT, "--nproc-per-node=48")
+    launcher.send(signal.SIGTERM)
+    assert launcher.end()[0] == 128 + signal.SIGTERM
+    time.sleep(1)
+    script = str(tmp_path / "main.py").encode()
+    commands = [path for path in Path("/proc").glob("[0-9]*/cmdline") if script in read(path)]
+    assert len(commands) < 6  # of 48: some may have been about to start
+
+
+def read(path: Path) -> bytes:
+    with contextlib.suppress(OSError):
+        return path.read_bytes()
+    return b""
 
 
 def test_processes_that_only_start_end_at_once(launch):

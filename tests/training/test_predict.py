@@ -387,7 +387,7 @@ def test_images_or_export_are_needed(
     )
     with pytest.raises(UserError, match="is the checkpoint itself"):
         generated.predict.parse_args()
-    for flags in (["--flip-tta"], ["--json"], ["--device", "cpu"]):
+    for flags in (["--flip-tta"], ["--json"], ["--device", "cpu"], ["--top", "3"]):
         arguments = ["predict.py", str(checkpoint), "--export", "model.onnx", *flags]
         monkeypatch.setattr(sys, "argv", arguments)
         with pytest.raises(UserError, match=flags[0]):

@@ -51,32 +51,33 @@ def require_traceable(folder: Path = Path(__file__).parent.parent) -> None:
 def protect_compiled_code() -> None:
     """Give torch's compiled code, which it loads and unpickles, folders that are the user's own.
 
-    torch takes one in /tmp, whoever has made it, and closes it to nobody. Its headers are there
-    wherever its cache is. Raises UserError if a folder, or a file in the one in /tmp, is another
-    user's.
+    torch takes one in /tmp, whoever has made it, and may let others write to it. Its headers are
+    there wherever its cache is. Raises UserError if a folder, or a file in the one in /tmp, is
+    another user's.
     """
     try:
         user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())  # as torch does
     except (KeyError, OSError):  # the system does not know the user
         user = f"uid_{os.getuid()}"
     default = Path(tempfile.gettempdir(), f"torchinductor_{user}")
-    _require_own(default, "TMPDIR (torch names it after LOGNAME or USER, and has headers there)")
+    fix = "set TMPDIR to a folder of yours; torch names the one in it after LOGNAME or USER"
+    _require_own(default, fix, is_private=True)
     cache = Path(os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(default)))
-    _require_own(cache, "TORCHINDUCTOR_CACHE_DIR")
-    default.chmod(0o700)
+    _require_own(cache, "set TORCHINDUCTOR_CACHE_DIR to a folder of yours")
     found = ((folder, name) for folder, *names in os.walk(default) for name in chain(*names))
     for path in (os.path.join(*place) for place in found):
         with suppress(FileNotFoundError):  # another run compiles
             if os.lstat(path).st_uid != os.getuid():
-                raise UserError(f"{path} belongs to another user: remove {default}")
+                raise UserError(f"{path} belongs to another user: remove {default}, or {fix}")
 
 
-def _require_own(path: Path, variable: str) -> None:
-    """Make a folder for compiled code, or check its owner; `variable` can name another one."""
-    fix = f"set {variable} to a folder of yours"
+def _require_own(path: Path, fix: str, is_private: bool = False) -> None:
+    """Make a folder for compiled code, or check its owner; close it to others if `is_private`."""
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         owners = {path.stat().st_uid, path.lstat().st_uid}  # a link can be changed later
+        if is_private and owners == {os.getuid()} and path.stat().st_mode & 0o077:
+            path.chmod(0o700)
     except OSError as error:
         problem = f"{path}, for compiled code, can't be made ({error.strerror})"
         raise UserError(f"{problem}: {fix}") from None

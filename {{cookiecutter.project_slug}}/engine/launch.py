@@ -15,7 +15,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -30,6 +31,7 @@ STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, US
 SIGNALS = STOP_SIGNALS | {signal.SIGUSR1, signal.SIGCHLD}
 REPEAT_S = 1.0  # a cluster signals launcher and processes, and the launcher forwards its own
 POLL_S = 0.2
+ANNOUNCE_S = 2.0  # for the launchers of other hosts to read of a failure
 KILL_S = 5.0  # for the end of processes after SIGKILL, such as those that write
 
 
@@ -79,6 +81,7 @@ def _run(nodes: str, signals: "SignalThread") -> tuple[int, str]:
         return EXIT_USAGE, str(error)
     except ChildFailedError as error:
         signals.on_failure()
+        time.sleep(ANNOUNCE_S if job else 0)
         rank, failure = error.get_first_failure()
         if failure.exitcode > 0:
             return failure.exitcode, ""
@@ -93,6 +96,10 @@ def _run(nodes: str, signals: "SignalThread") -> tuple[int, str]:
         reason = str(error.__cause__ or error).splitlines()[0]
         where = os.environ.get("MASTER_ADDR")
         return 1, f"the store at MASTER_ADDR={where} does not answer ({reason}): {RESUME}"
+    except Exception:  # such as no memory for a process
+        signals.on_failure()
+        traceback.print_exc()
+        return 1, ""
     return 0, ""
 
 
@@ -156,18 +163,14 @@ class SignalThread(threading.Thread):
                 _send(signal.SIGKILL if _is_starting(process) else number, {process})
         started = time.monotonic()
         seconds = 0.0
-        while (running := set(filter(_is_running, processes))) and seconds < int(
-            os.environ.get("STOP_WAIT") or 30
-        ):
+        while any(map(_is_running, processes)) and seconds < int(os.environ.get("STOP_WAIT") or 30):
             received = signal.sigtimedwait(STOP_SIGNALS, 0.05)
             seconds = time.monotonic() - started
             if received and received.si_pid not in processes and seconds > REPEAT_S:
                 break
-        _send(signal.SIGKILL, running)
-        while any(map(_is_running, running)) and time.monotonic() - started < seconds + KILL_S:
-            time.sleep(0.05)
         if processes:
             self.on_failure()
+        kill_processes(processes)  # and others that torchrun has started since the signal
         os._exit(EXIT_USAGE if number == USAGE_SIGNAL else 128 + number)
 
 
@@ -179,9 +182,18 @@ def _processes() -> set[int]:
     return {child for child, variables in environments.items() if b"\0LOCAL_RANK=" in variables}
 
 
-def kill_processes() -> None:
-    """Kill the processes that torchrun has started on this host."""
-    _send(signal.SIGKILL, _processes())
+def kill_processes(known: Collection[int] = ()) -> bool:
+    """Kill the processes that torchrun has started on this host; return whether there were any.
+
+    Waits for their end, but not for long: those that write hold their locks until then.
+    """
+    running = set(filter(_is_running, {*known, *_processes()}))
+    _send(signal.SIGKILL, running)
+    deadline = time.monotonic() + KILL_S
+    while any(map(_is_running, running)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    _send(signal.SIGKILL, _processes())  # torchrun may have been starting them
+    return bool(running)
 
 
 def _is_running(process: int) -> bool:

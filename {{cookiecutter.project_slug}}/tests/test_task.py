@@ -64,7 +64,8 @@ def fail(parser: cli.ArgumentParser, message: str) -> NoReturn:
 def build(args: Namespace, dataset: Dataset) -> nn.Module:
     """Return the model for `dataset`, the same at each call."""
     torch.manual_seed(0)
-    return task.build_model(args.arch, len(getattr(dataset, "classes", ())))
+    num_classes = len(getattr(dataset, "classes", ()))
+    return task.build_model(args.arch, num_classes, **args.model_options)
 
 
 def spread_batch(dataset: Dataset, count: int = BATCH_SIZE) -> list[Tensor]:

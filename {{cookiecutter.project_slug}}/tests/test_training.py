@@ -105,7 +105,9 @@ def test_checkpoint_fits_the_model(trained: Path) -> None:
     """No name has a prefix, and no weight is missing."""
     state = load(trained / LAST)
     config = json.loads((trained / "config.json").read_text())
-    model = task.build_model(config["arch"], len(state["metadata"].get("classes", ())))
+    metadata = state["metadata"]
+    options = metadata.get("model_options", {})
+    model = task.build_model(config["arch"], len(metadata.get("classes", ())), **options)
     model.load_state_dict(state["model"])
 
 

@@ -46,6 +46,7 @@ class CheckpointWriter:
         self.warn = warn
         self.group = group
         self.main_group = main_group
+        self._stuck: set[Path] = set()  # incomplete folders that can't be removed
         self.problem = ""  # with the last write
         self.written_step = -1  # of the last folder that was written, or resumed from
         self.rewind: files.Rewind | None = None  # until the first save of a resumed run
@@ -146,8 +147,9 @@ class CheckpointWriter:
                 incomplete.unlink(missing_ok=True)
         for incomplete in self.folder.glob("step-*" + SUFFIX):
             files.remove(incomplete)
-            if incomplete.exists():
-                self.warn(f"{incomplete} can't be removed: remove it, or its space is not free")
+            if incomplete.exists() and incomplete not in self._stuck:
+                self._stuck.add(incomplete)
+                self.warn(f"{incomplete} can't be removed: remove it, to free its space")
 
     def _write_shards(self, path: Path, entries: dict[str, Any], group: dist.ProcessGroup) -> None:
         """Write a folder; all ranks call it. Its tensors are not written again at the same step."""

@@ -213,13 +213,17 @@ def _require_distinct(folder: Path, targets: dict[str, str]) -> None:
 def _require_known(folder: Path, found: Sequence[str], classes: Sequence[str]) -> None:
     known = set(classes)
     unknown = [name for name in found if name not in known]
+    names = {unicodedata.normalize("NFC", name): name for name in known}
+    for name in unknown:
+        if alike := names.get(unicodedata.normalize("NFC", name)):
+            raise UserError(
+                f"{folder}/{name} is {ascii(name)}, but {ascii(alike)} in train/, the same letters "
+                "in another Unicode form: rename it"
+            )
     if unknown:
-        forms = {unicodedata.normalize("NFC", name) for name in known}
-        is_form = any(unicodedata.normalize("NFC", name) in forms for name in unknown)
         raise UserError(
             f"{folder} has classes that train/ does not have: {', '.join(unknown)}; "
             "remove them, or add them to train/"
-            + (" (one has the same letters in another Unicode form: rename it)" if is_form else "")
         )
 
 

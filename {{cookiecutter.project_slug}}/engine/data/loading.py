@@ -126,7 +126,8 @@ def build_loader(
     ``dataset.decode`` is "gpu".
 
     Args:
-        options: of DataLoader, such as `sampler` and `batch_size`; they replace the defaults.
+        options: of DataLoader, such as `sampler` and `batch_size`. They replace the defaults, but
+            `worker_init_fn` is called after the loader's own.
 
     Raises:
         UserError: if images are to be decoded on a device that cannot, or for `collate_fn`.

@@ -23,7 +23,7 @@ SIOCGIFADDR = 0x8915  # Linux's request for the address of an interface
 MESSAGE_BYTES = 500  # at most
 LINGER_S = 10.0  # for the other launchers to end after the one that serves the store
 FAILURE_S = 30.0  # for them to end after one whose processes have failed; some may be writing
-FAILED = "failed"  # key of the store
+FAILED, HAS_FAILED = "failed", threading.Event()  # key of the store; this launcher has read it
 RESUME = "start ./run.sh on all hosts again, with --resume auto"
 STORE_TIMEOUT = timedelta(seconds=20)  # for an answer of a store
 # A host that does not answer for 9 s is lost: after 3 s without data, 3 probes, one every 2 s.
@@ -188,6 +188,9 @@ def _exit_without_store(connection: socket.socket, address: str) -> None:
     keep_alive(connection)
     read_words(connection)
     time.sleep(LINGER_S)  # if the job has ended, so will this process
+    if HAS_FAILED.is_set():  # which ends it, with that message
+        return
+    kill_processes()
     print(f"error: the store at MASTER_ADDR={address} is lost: {RESUME}", file=sys.stderr)
     os._exit(1)
 
@@ -204,11 +207,13 @@ def _exit_after_failure(store: dist.Store) -> None:
     with contextlib.suppress(dist.DistError):  # the store is lost
         while not store.check([FAILED]):
             time.sleep(1.0)
+        HAS_FAILED.set()
         time.sleep(FAILURE_S)
+        if not kill_processes():  # they have ended well, and torchrun waits for other hosts
+            return
         print(
             f"error: the job has failed on another host, which logs why: {RESUME}", file=sys.stderr
         )
-        kill_processes()  # they wait for those that have failed
         os._exit(1)
 
 
