@@ -68,14 +68,20 @@ def _run(nodes: str, signals: "SignalThread") -> tuple[int, str]:
     from torch.distributed.elastic import rendezvous
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    from engine.distributed.network import RESUME, announce_failure, join_hosts, serve_locally
+    from engine.distributed.network import (
+        ELSEWHERE,
+        HAS_FAILED,
+        RESUME,
+        announce_failure,
+        join_hosts,
+        serve_locally,
+    )
 
     os.environ["TORCH_CPP_LOG_LEVEL"] = level
     logging.disable(logging.ERROR)  # processes that fail log the cause themselves
     try:
         server, job, options = serve_locally() if nodes == "1" else join_hosts(nodes)
-        if job:
-            signals.on_failure = partial(announce_failure, job)
+        signals.on_failure = partial(announce_failure, job)
         run.main([*options, *sys.argv[1:]])
     except UserError as error:
         return EXIT_USAGE, str(error)
@@ -91,8 +97,10 @@ def _run(nodes: str, signals: "SignalThread") -> tuple[int, str]:
         wait = f"{os.environ.get('NODE_WAIT') or 600} s (NODE_WAIT)"
         return 1, f"fewer than NNODES={nodes} hosts joined within {wait}: {RESUME}"
     except rendezvous.RendezvousClosedError:
-        return 1, f"the job has failed on another host, which logs why: {RESUME}"
+        return 1, ELSEWHERE
     except (rendezvous.RendezvousError, dist.DistError) as error:
+        if HAS_FAILED.is_set():  # that host served the store
+            return 1, ELSEWHERE
         reason = str(error.__cause__ or error).splitlines()[0]
         where = os.environ.get("MASTER_ADDR")
         return 1, f"the store at MASTER_ADDR={where} does not answer ({reason}): {RESUME}"

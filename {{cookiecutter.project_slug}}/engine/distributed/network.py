@@ -25,6 +25,7 @@ LINGER_S = 10.0  # for the other launchers to end after the one that serves the 
 FAILURE_S = 30.0  # for them to end after one whose processes have failed; some may be writing
 FAILED, HAS_FAILED = "failed", threading.Event()  # key of the store; this launcher has read it
 RESUME = "start ./run.sh on all hosts again, with --resume auto"
+ELSEWHERE = f"the job has failed on another host, which logs why: {RESUME}"
 STORE_TIMEOUT = timedelta(seconds=20)  # for an answer of a store
 # A host that does not answer for 9 s is lost: after 3 s without data, 3 probes, one every 2 s.
 KEEP_ALIVE = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 9000}
@@ -195,8 +196,14 @@ def _exit_without_store(connection: socket.socket, address: str) -> None:
     os._exit(1)
 
 
-def announce_failure(store: dist.Store) -> None:
-    """Make the launchers of all hosts end: processes of this one may have failed unconnected."""
+def announce_failure(store: dist.Store | None) -> None:
+    """Make the launchers of all hosts end: processes of this one may have failed unconnected.
+
+    Args:
+        store: that `join_hosts` has returned; None if there is one host.
+    """
+    if store is None:
+        return
     thread = threading.Thread(target=store.set, args=(FAILED, "1"), daemon=True)
     thread.start()
     thread.join(1.0)  # its host may be lost
@@ -211,9 +218,7 @@ def _exit_after_failure(store: dist.Store) -> None:
         time.sleep(FAILURE_S)
         if not kill_processes():  # they have ended well, and torchrun waits for other hosts
             return
-        print(
-            f"error: the job has failed on another host, which logs why: {RESUME}", file=sys.stderr
-        )
+        print(f"error: {ELSEWHERE}", file=sys.stderr)
         os._exit(1)
 
 
