@@ -50,8 +50,7 @@ def parse_args() -> argparse.Namespace:
     if args.export:
         alone = vars(parser.parse_args([str(args.checkpoint), f"--export={args.export}"]))
         others = sorted(name for name, value in vars(args).items() if value != alone[name])
-        if others:
-            flags = ", ".join(f"--{name.replace('_', '-')}" for name in others)
+        if flags := ", ".join(f"--{name.replace('_', '-')}" for name in others):
             parser.error(f"--export writes the model alone: leave out {flags}")
     return args
 

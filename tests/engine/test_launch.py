@@ -1,6 +1,5 @@
 """Tests of engine.launch: its signals, its exit status and what it passes to torchrun."""
 
-import contextlib
 import multiprocessing
 import os
 import platform
@@ -21,6 +20,7 @@ from fresh import TEMPLATE
 # Blocked signals are those of a process that still imports.
 READY = "import os, signal, sys, time\n{}\nprint('ready', flush=True)\n{}\n"
 WAIT = "time.sleep(60)"
+EXIT_THREAD = {"x86_64": 60, "aarch64": 93}.get(platform.machine())  # system call of one thread
 UNBLOCK = "signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())"
 SAVE = textwrap.dedent(
     """
@@ -132,8 +132,7 @@ def test_processes_that_do_not_end_are_killed(launch, wait):
 
 def test_launcher_waits_for_the_last_thread_of_its_processes(launch):
     """The kernel releases the files of a process, and its locks, when its last thread has ended."""
-    number = {"x86_64": 60, "aarch64": 93}[platform.machine()]  # of exit, which ends one thread
-    end = f"import ctypes; exit = ctypes.CDLL(None).syscall; last = {number}"
+    end = f"import ctypes; exit = ctypes.CDLL(None).syscall; last = {EXIT_THREAD}"
     handle = "signal.signal(signal.SIGTERM, lambda *_: exit(last, 0))"
     wait = "import threading; threading.Thread(target=lambda: (time.sleep(3), os._exit(0))).start()"
     launcher = launch("; ".join((UNBLOCK, end, handle, wait)))
@@ -145,9 +144,8 @@ def test_launcher_waits_for_the_last_thread_of_its_processes(launch):
 
 def test_processes_whose_main_thread_has_ended_are_waited_for(launch):
     """They have no environment any more by which they are found."""
-    number = {"x86_64": 60, "aarch64": 93}[platform.machine()]  # of exit, which ends one thread
     wait = "import threading; threading.Thread(target=lambda: (time.sleep(5), os._exit(9))).start()"
-    end = f"import ctypes; time.sleep(1); ctypes.CDLL(None).syscall({number}, 0)"
+    end = f"import ctypes; time.sleep(1); ctypes.CDLL(None).syscall({EXIT_THREAD}, 0)"
     ignore = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
     launcher = launch(f"{UNBLOCK}; {ignore}; {wait}", end)
     time.sleep(2)
@@ -159,19 +157,15 @@ def test_processes_whose_main_thread_has_ended_are_waited_for(launch):
 
 @pytest.mark.slow
 def test_processes_that_are_being_started_are_killed_too(launch, tmp_path):
+    from engine.launch import _read  # here, since the launchers run the module
+
     launcher = launch("", WAIT, "--nproc-per-node=48")
     launcher.send(signal.SIGTERM)
     assert launcher.end()[0] == 128 + signal.SIGTERM
     time.sleep(1)
     script = str(tmp_path / "main.py").encode()
-    commands = [path for path in Path("/proc").glob("[0-9]*/cmdline") if script in read(path)]
+    commands = [one for one in os.listdir("/proc") if script in _read(f"{one}/cmdline")]
     assert len(commands) < 6  # of 48: some may have been about to start
-
-
-def read(path: Path) -> bytes:
-    with contextlib.suppress(OSError):
-        return path.read_bytes()
-    return b""
 
 
 def test_processes_that_only_start_end_at_once(launch):

@@ -101,10 +101,11 @@ class EpochBatches:
         for epoch in range(self.sampler.epoch, self.epochs):
             sampler = copy(self.sampler)  # which is still at the epoch that is trained
             sampler.set_epoch(epoch, start_sample)
-            batches = list(BatchSampler(sampler, self.batch_size, drop_last=True))
-            if len(batches) != len(sampler) // self.batch_size:  # the next epoch would be shifted
+            batch_sampler = BatchSampler(sampler, self.batch_size, drop_last=True)
+            batches = list(batch_sampler)
+            if len(batches) != len(batch_sampler):  # the next epoch would be shifted
                 raise UserError(
-                    f"{type(sampler).__name__} yields {len(sampler) // self.batch_size} batches by "
+                    f"{type(sampler).__name__} yields {len(batch_sampler)} batches by "
                     f"its __len__, but {len(batches)} from start_sample {start_sample} of epoch "
                     f"{epoch + 1}: they must agree"
                 )
