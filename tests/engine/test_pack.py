@@ -11,7 +11,10 @@ import sys
 import tarfile
 import time
 from argparse import Namespace
+from io import FileIO
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
+from threading import Barrier
 
 import numpy as np
 import pytest
@@ -19,9 +22,9 @@ import task
 import template_task_contrastive as task_contrastive
 import template_task_segmentation as task_segmentation
 import torch
-from engine import UserError
+from engine import UserError, open_regular
 from engine.checkpoint.compatibility import compare_data, describe_data
-from engine.data import ResumableDistributedSampler, SeededDataset, pack, shards, verify
+from engine.data import ResumableDistributedSampler, SeededDataset, files, pack, shards, verify
 from engine.data.captions import list_captions
 from engine.data.files import FileError, read_file
 from engine.data.folders import list_images
@@ -501,6 +504,23 @@ def test_verify_of_images_reads_those_of_a_pack(out, monkeypatch, capsys):
         verify.main()
     assert end.value.code == 0
     assert "20 files, 0 unreadable" in capsys.readouterr().err
+
+
+def test_threads_that_open_a_shard_at_once_read_it(out, monkeypatch):
+    images = shards.Pack(out / "val").images()[:2]  # both in one shard
+    assert Path(images[0]).parent == Path(images[1]).parent
+    both_opened = Barrier(2)
+
+    def open_slowly(path: str) -> FileIO:
+        file = open_regular(path)
+        both_opened.wait(20)
+        return file
+
+    expected = list(map(read_file, images))
+    files._open_shard.cache_clear()
+    monkeypatch.setattr(files, "open_regular", open_slowly)
+    with ThreadPool(2) as pool:
+        assert pool.map(read_file, images, chunksize=1) == expected
 
 
 def truncate(out: Path) -> None:

@@ -83,7 +83,8 @@ def _read_part(path: str, offset: int, length: int) -> bytearray:
     if mirror:
         return mirror.read(name, offset, length)
     data = bytearray(length)
-    if os.preadv(_open_shard(path).fileno(), [data], offset) != length:
+    shard = _open_shard(path)  # kept: the cache may not have it, if two threads open it at once
+    if os.preadv(shard.fileno(), [data], offset) != length:
         raise OSError(0, "its shard is too short")
     return data
 
