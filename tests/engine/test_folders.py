@@ -82,6 +82,8 @@ def test_unreadable_class_folder_is_reported(root, capsys, monkeypatch):
     monkeypatch.setattr(os, "scandir", refuse)
     assert list_classes(root)[1] == ["cat"]
     assert "folders that can't be read (Permission denied): 1 (dog)" in capsys.readouterr().err
+    with pytest.raises(PermissionError):  # verify would call the folder intact
+        list_images(root)
 
 
 def test_links_that_loop_or_repeat_files_are_not_followed(root, capsys):

@@ -24,7 +24,15 @@ import template_task_segmentation as task_segmentation
 import torch
 from engine import UserError, open_regular
 from engine.checkpoint.compatibility import compare_data, describe_data
-from engine.data import ResumableDistributedSampler, SeededDataset, files, pack, shards, verify
+from engine.data import (
+    ResumableDistributedSampler,
+    SeededDataset,
+    files,
+    pack,
+    packing,
+    shards,
+    verify,
+)
 from engine.data.captions import list_captions
 from engine.data.files import FileError, read_file
 from engine.data.folders import list_images
@@ -201,6 +209,18 @@ def test_killed_pack_is_continued_with_the_same_bytes(tmp_path, run_pack):
         index.write(b"a part of a record")
     assert run_pack(root, out, *flags, "--verify") == 0
     assert contents(out) == contents(tmp_path / "whole")
+
+
+def test_folder_is_locked_until_its_pack_is_complete(folder, tmp_path):
+    """By the first one, also after it has read what it wrote."""
+    out, options = tmp_path / "out", packing.Options(1000, 90, 20_000, False)
+    packers = pack.plan(folder, out, options)
+    for packer in packers:
+        packer.run(1)
+        with pytest.raises(UserError, match="train is being packed by another process"):
+            pack.plan(folder, out, options)
+    pack.pack(packers, 1, 0)
+    assert all(packer.is_complete for packer in pack.plan(folder, out, options))
 
 
 def test_complete_pack_is_left_unchanged(folder, tmp_path, run_pack, capsys):

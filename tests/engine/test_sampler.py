@@ -7,6 +7,7 @@ import subprocess
 import sys
 from itertools import chain, islice
 from multiprocessing import resource_sharer
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,8 +24,11 @@ from engine.data import (
 )
 from engine.data.images import Crop, Span, crop_and_resize, decode, read_encoded
 from engine.data.loading import EpochBatches, TrainLoader, build_loader
+from engine.data.skipping import skip_broken
+from engine.monitoring.image_grid import sample_evenly
 from fresh import TEMPLATE
 from PIL import Image
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, RandomSampler
 
 CPU = torch.device("cpu")
@@ -129,8 +133,40 @@ def test_options_of_the_owner_replace_those_of_the_loader() -> None:
     loader = build_loader(data, persistent_workers=False, **options)
     assert {int(number) for batch in loader for number in batch} == {3}
     assert not loader.persistent_workers
-    with pytest.raises(UserError, match="leave collate_fn out"):
+    with pytest.raises(UserError, match="make it a method of the data set"):
         build_loader(data, collate_fn=list, **options)
+
+
+class Texts(Dataset):
+    """Samples of different lengths."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((1 + index % 4,), index)
+
+    @staticmethod
+    def collate_fn(samples: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [pad_sequence(samples, batch_first=True, padding_value=-1)]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_collate_fn_of_a_data_set_makes_all_batches(workers: int, tmp_path: Path) -> None:
+    data = SeededDataset(skip_broken(Texts(), 1, tmp_path), seed=5)
+    options = {"workers": workers, "device": CPU}
+    expected = [[0, -1, -1, -1], [1, 1, -1, -1], [2, 2, 2, -1], [3, 3, 3, 3]]
+    batches = [batch.tolist() for (batch,) in build_loader(data, batch_size=4, **options)]
+    assert batches[0] == expected
+    assert sample_batch(data, 4)[0].tolist() == expected
+    assert sample_evenly(data, 2)[0].tolist() == [[0], [4]]
+    sampler = ResumableDistributedSampler(data, 5, num_replicas=1, rank=0)
+    loader = TrainLoader(data, sampler, batch_size=8, epochs=1, **options)
+    ((batch,),) = loader
+    assert batch.shape == (8, 4) and sorted(batch[:, 0].tolist()) == list(range(8))
+    data.decode = "gpu"
+    with pytest.raises(UserError, match="the data set has a collate_fn"):
+        build_loader(data, **options)
 
 
 class SameSample(ResumableDistributedSampler):

@@ -14,12 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset
 
 import main
 import task
 from engine import cli
-from engine.data import sample_batch
+from engine.data import select_batch
 from engine.monitoring.metric import MonitoredMetric
 
 PROJECT = Path(__file__).resolve().parent.parent
@@ -70,8 +70,7 @@ def build(args: Namespace, dataset: Dataset) -> nn.Module:
 
 def spread_batch(dataset: Dataset, count: int = BATCH_SIZE) -> list[Tensor]:
     """Return a batch of samples from all over the dataset, which may be sorted by class."""
-    indices = [index * len(dataset) // count for index in range(count)]
-    return sample_batch(Subset(dataset, indices), count)
+    return select_batch(dataset, [index * len(dataset) // count for index in range(count)])
 
 
 def roll(value: object) -> object:

@@ -3,7 +3,7 @@
 import random
 import sys
 import zlib
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, nullcontext
 from itertools import repeat
 from typing import Any, Protocol
@@ -48,6 +48,7 @@ class SeededDataset(Dataset):
     before it. The random numbers of the training itself are left as they are.
 
     Attributes:
+        collate_fn: makes a batch of samples; copied, default torch's default_collate.
         decode: where its images are decoded, "cpu" or "gpu"; copied from `dataset`, default "cpu".
         shard_sizes: samples of each shard of data that is read by URL; copied, default none.
     """
@@ -56,6 +57,7 @@ class SeededDataset(Dataset):
         self.dataset = dataset
         self.seed = seed
         self.epoch = 0
+        self.collate_fn: Callable[[list], Any] = getattr(dataset, "collate_fn", default_collate)
         self.decode: str = getattr(dataset, "decode", "cpu")
         self.shard_sizes: Sequence[int] = getattr(dataset, "shard_sizes", ())
 
@@ -183,12 +185,15 @@ class RepeatedBatch:
         return self.remaining
 
 
-def collate(samples: list) -> Any:
-    """Collate as torch's `default_collate`; `Encoded` images become uint8 (N, 3, size, size).
+def collate(samples: list, collate_fn: Callable[[list], Any] = default_collate) -> Any:
+    """Return a batch of samples, whose `Encoded` images become uint8 (3, size, size) first.
 
     Returns None for no samples.
+
+    Args:
+        collate_fn: of a data set, as DataLoader's: it may pad samples of different lengths.
     """
-    return default_collate([decode_crops(sample) for sample in samples]) if samples else None
+    return collate_fn([decode_crops(sample) for sample in samples]) if samples else None
 
 
 def decode_crops(sample: Any) -> Any:
@@ -204,7 +209,13 @@ def decode_crops(sample: Any) -> Any:
 
 def sample_batch(dataset: SizedDataset, count: int) -> list[Tensor]:
     """Return the first `count` samples of `dataset` as one batch, on the CPU."""
-    return collate([dataset[index] for index in range(count)])
+    return select_batch(dataset, range(count))
+
+
+def select_batch(dataset: SizedDataset, indices: Sequence[int]) -> list[Tensor]:
+    """Return the samples at `indices` as one batch, on the CPU."""
+    collate_fn = getattr(dataset, "collate_fn", default_collate)
+    return collate([dataset[index] for index in indices], collate_fn)
 
 
 def to_device(

@@ -30,11 +30,17 @@ class Scan:
     """Image files in a folder, and the names of what is ignored there, by reason.
 
     Hidden files are ignored: .ipynb_checkpoints, or ._NAME.jpg of macOS, which holds no image.
+
+    Args:
+        is_strict: raise the OSError for a folder that can't be read, in place of ignoring it.
     """
 
-    def __init__(self, root: Path, suffixes: Sequence[str] = IMG_EXTENSIONS) -> None:
+    def __init__(
+        self, root: Path, suffixes: Sequence[str] = IMG_EXTENSIONS, is_strict: bool = False
+    ) -> None:
         self.root = str(root)
         self.suffixes = tuple(suffixes)
+        self.is_strict = is_strict
         self.ignored: dict[str, list[str]] = defaultdict(list)
         self.num_files = 0
         self.report_at = time.monotonic() + REPORT_EVERY_S
@@ -53,6 +59,8 @@ class Scan:
             with os.scandir(folder) as found:
                 entries = sorted(found, key=lambda entry: entry.name)
         except OSError as error:
+            if self.is_strict:
+                raise
             self.ignore(f"{UNREADABLE} ({error.strerror})", folder)
             return [], []
         folders: list[os.DirEntry] = []
@@ -133,11 +141,14 @@ def _is_folder(entry: os.DirEntry) -> bool:
 
 
 def list_images(folder: Path) -> list[str]:
-    """Return the image files in a folder and in those below, some of which may be packed."""
+    """Return the image files in a folder and in those below, some of which may be packed.
+
+    Raises OSError if one of the folders can't be read.
+    """
     packed = sorted(path for path in (folder, *folder.iterdir()) if shards.is_packed(path))
     images = [path for pack in map(shards.Pack, packed) for path in pack.images()]
     if folder not in packed:
-        scan = Scan(folder)
+        scan = Scan(folder, is_strict=True)
         images += scan.walk(scan.root, [os.path.realpath(path) for path in packed])
         scan.report()
     return images

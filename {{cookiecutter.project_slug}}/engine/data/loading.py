@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, default_collate
 
 from engine import UserError, end_with_parent
 from engine.data import ResumableDistributedSampler, SeededDataset, collate, gpu_decoding
@@ -81,7 +81,7 @@ class EpochDataset(Dataset):
 
     def __init__(self, dataset: SeededDataset) -> None:
         self.dataset = dataset
-        self.decode = dataset.decode
+        self.collate_fn, self.decode = dataset.collate_fn, dataset.decode
 
     def __getitems__(self, batch: tuple[int, list[int]]) -> list:
         self.dataset.epoch, indices = batch
@@ -131,12 +131,13 @@ def build_loader(
             `worker_init_fn` is called after the loader's own.
 
     Raises:
-        UserError: if images are to be decoded on a device that cannot, or for `collate_fn`.
+        UserError: if images are to be decoded on a device that cannot; or for `collate_fn`, which
+            is a method of the data set.
     """
     if "collate_fn" in options:
         raise UserError(
-            "batches are collated by engine.data.collate, which tests and pictures use, too: leave "
-            "collate_fn out, and return samples of one size, or combine them in task.prepare"
+            "collate_fn makes the batches of tests and pictures, too: make it a method of the data "
+            "set, in place of an option of its loader"
         )
     defaults: dict[str, Any] = {
         "num_workers": workers,
@@ -149,9 +150,12 @@ def build_loader(
     atexit.unregister(_end_workers)  # so that it is registered once
     atexit.register(_end_workers)
     if dataset.decode == "gpu":
+        if dataset.collate_fn is not default_collate:
+            raise UserError("--decode gpu: the data set has a collate_fn; add --decode cpu")
         gpu_decoding.require_gpu_decoder(device)
         return gpu_decoding.DecodingLoader(device, dataset, **options)
-    return NonEmptyLoader(dataset, collate_fn=collate, **options)
+    collate_fn = partial(collate, collate_fn=dataset.collate_fn)
+    return NonEmptyLoader(dataset, collate_fn=collate_fn, **options)
 
 
 class NonEmptyLoader(DataLoader):

@@ -211,11 +211,14 @@ def _stat(path: str) -> tuple[int, int]:
 class SplitPacker:
     """Packing of one folder, from the start or from where it was interrupted.
 
+    The folder is locked until this object is deleted, unless the pack is complete.
+
     Attributes:
         compared: properties of the files, which are the same as when the packing started.
 
     Raises:
-        UserError: if the folder holds something else, or a pack of other options or files.
+        UserError: if the folder holds something else, or a pack of other options or files, or
+            another process packs it.
     """
 
     def __init__(
@@ -234,6 +237,9 @@ class SplitPacker:
             lines = (line for source in sources for line in source.text.split(b"\n"))
             self.progress.longest = max(map(len, lines))
         self.progress.id, self.times = self._digests()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if not self.is_complete:
+            self.index = self._lock()
         self._resume()
 
     @property
@@ -243,11 +249,8 @@ class SplitPacker:
 
     def _resume(self) -> None:
         """Read what was packed before."""
-        self.folder.mkdir(parents=True, exist_ok=True)
         state = next(filter(Path.is_file, map(self.folder.joinpath, (MANIFEST, PROGRESS))), None)
         if state is None:
-            if any(path.suffix != SUFFIX for path in self.folder.iterdir() if path.name != TIMES):
-                raise UserError(f"{self.folder} holds something else; name a new folder")
             with replacing(self.folder / TIMES) as temporary:
                 temporary.write_text(self.times)
             self._save(PROGRESS)
@@ -270,6 +273,23 @@ class SplitPacker:
             f"{self.folder} holds another pack: {difference}; give the same options and files, or "
             "name a new folder"
         )
+
+    def _lock(self) -> BinaryIO:
+        """Return the index, locked and open for appending, of a folder that is new or begun."""
+        path = self.folder / INDEX
+        if not shards.is_packed(self.folder):
+            others = (other for other in self.folder.iterdir() if other.suffix != SUFFIX)
+            if any(other.name != TIMES and other.lstat().st_size for other in others):
+                raise UserError(f"{self.folder} holds something else; name a new folder")
+        if path.is_symlink() or path.exists() and not path.is_file():
+            raise UserError(f"{path} is not a regular file; delete {self.folder} and pack anew")
+        index = open(path, "ab", opener=regular_only)  # noqa: SIM115 - the lock ends with it
+        try:
+            # Not lockf: that lock would end as soon as this process closes the file once.
+            fcntl.flock(index, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UserError(f"{self.folder} is being packed by another process") from None
+        return index
 
     def _digests(self) -> tuple[str, str]:
         """Return an id, and a checksum of the times at which the files were modified.
@@ -304,29 +324,21 @@ class SplitPacker:
 
     def run(self, workers: int) -> None:
         """Pack what is left, without the manifest."""
-        path = self.folder / INDEX
-        if path.is_symlink() or path.exists() and not path.is_file():
-            raise UserError(f"{path} is not a regular file; delete {self.folder} and pack anew")
-        with open(path, "ab", opener=regular_only) as index:
-            try:
-                fcntl.lockf(index, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise UserError(f"{self.folder} is being packed by another process") from None
-            if self.progress.shards:
-                index.truncate(min(index.tell(), self.progress.index_size))
-            else:
-                index.truncate(0)
-                index.write(shards.MAGIC + self.progress.id.encode())
-                index.flush()
-            shards.check_files(self.folder, self.progress)
-            with tqdm(
-                desc=f"packing {self.folder.name}",
-                total=len(self.sources),
-                initial=self.progress.next,
-                unit=" files",
-                disable=None,
-            ) as bar:
-                self._write_shards(index, self._encoded(bar, workers))
+        if self.progress.shards:
+            self.index.truncate(min(self.index.tell(), self.progress.index_size))
+        else:
+            self.index.truncate(0)
+            self.index.write(shards.MAGIC + self.progress.id.encode())
+            self.index.flush()
+        shards.check_files(self.folder, self.progress)
+        with tqdm(
+            desc=f"packing {self.folder.name}",
+            total=len(self.sources),
+            initial=self.progress.next,
+            unit=" files",
+            disable=None,
+        ) as bar:
+            self._write_shards(self._encoded(bar, workers))
         self.progress.next = len(self.sources)
         self._save(PROGRESS)
 
@@ -341,7 +353,7 @@ class SplitPacker:
             path = self.sources[sample.position].path
             self.progress.broken.append(os.path.relpath(path, self.root))
 
-    def _write_shards(self, index: BinaryIO, samples: Iterator[Encoded]) -> None:
+    def _write_shards(self, samples: Iterator[Encoded]) -> None:
         """Write samples to shards; after each one, its part of the index, and the progress."""
         sample = next(samples, None)
         while sample:
@@ -355,9 +367,9 @@ class SplitPacker:
                     shard.add(sample, self.kind)
                     sample = next(samples, None)
                 entry = shard.close()
-            index.write(np.array(shard.records, shards.RECORD).tobytes())
-            index.flush()
-            os.fsync(index.fileno())
+            self.index.write(np.array(shard.records, shards.RECORD).tobytes())
+            self.index.flush()
+            os.fsync(self.index.fileno())
             self.progress.shards.append(entry)
             self.progress.samples += entry.samples
             self.progress.next = sample.position if sample else len(self.sources)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torchvision.transforms.v2.functional import pil_to_tensor
 from torchvision.utils import make_grid
 
-from engine.data import SizedDataset, collate
+from engine.data import SizedDataset, select_batch
 from engine.data.images import MEAN, STD
 from engine.monitoring.fonts import LINE_HEIGHT, draw_text
 
@@ -43,8 +43,7 @@ def image_path(output: Path, epoch: int | None) -> Path:
 def sample_evenly(dataset: SizedDataset, count: int) -> list[Tensor]:
     """Return a batch of at most `count` samples at equal distances in the dataset."""
     size = len(dataset)
-    indices = range(0, size, max(1, size // count))[:count]
-    return collate([dataset[index] for index in indices])
+    return select_batch(dataset, range(0, size, max(1, size // count))[:count])
 
 
 def save_image_grid(path: Path, images: Tensor, captions: Sequence[tuple[str, bool]]) -> None:
