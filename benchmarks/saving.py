@@ -41,10 +41,10 @@ def timed_save(self, results=None):
     saved.append(1)
     save(self, results)
 
-def timed_end_step(self, meter):
+def timed_end_step(self):
     global started
     is_writing = any(one.name in (SHARD_WRITER, WRITER) for one in threading.enumerate())
-    result = end_step(self, meter)
+    result = end_step(self)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     now = time.perf_counter()

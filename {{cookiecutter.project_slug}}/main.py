@@ -538,7 +538,9 @@ def train_one_epoch(run: Run) -> dict[str, Any]:
             lr = run.optimizer.param_groups[0]["lr"]
             log = logger.log_step(bar, meter, progress.step, lr, run.backend.loss_scale())
             check_finite(log, run.model, inputs)
-        stop_signal = run.checkpoints.end_step(meter)  # saves if it is time
+        # The last one of --steps is saved with its row, so that a resumed run validates it.
+        is_last = progress.step == args.steps
+        stop_signal = 0 if is_last else run.checkpoints.end_step()  # saves if it is time
         if stop_signal:
             run.checkpoints.save_and_exit(stop_signal)
 

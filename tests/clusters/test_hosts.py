@@ -476,13 +476,13 @@ def take_and_keep(self, indices):
     self.__class__.taken = list(indices)
     return take(self, indices)
 
-def end_step_and_record(self, meter):
+def end_step_and_record(self):
     progress, lr = self.state.progress, self.state.optimizer.param_groups[0]["lr"]
     line = [time.time(), progress.step, progress.epoch, int(os.environ["WORLD_SIZE"]), lr]
     with (folder / f"{os.getpid()}.jsonl").open("a") as file:
         print(json.dumps([*line, data.SeededDataset.taken]), file=file)
     time.sleep(0 if (folder / "finish").exists() else 1)
-    return end_step(self, meter)
+    return end_step(self)
 
 data.SeededDataset.__getitems__ = take_and_keep
 checkpoint.CheckpointManager.end_step = end_step_and_record

@@ -119,7 +119,7 @@ def saved_and_resumed(folder: str) -> tuple[list, list, float]:
         progress.step += 1
         progress.samples += 8
         draws()
-        assert manager.end_step(meter) == 0
+        assert manager.end_step() == 0
     manager.finish()
     dist.barrier()
     expected = draws()
@@ -181,7 +181,7 @@ def pinned_blocks(folder: str) -> tuple[int, int]:
     options = {"opt_level": "O2", "loss_scale": 128.0, "verbosity": 0}
     model, optimizer = amp.initialize(model, optimizer, **options)
     manager = manager_of(folder, model, optimizer, save_every="2")
-    meter = meter_on("cuda")
+    manager.start_epoch(meter_on("cuda"))
     counts = []
     for _ in range(7):
         counts.append(torch.cuda.host_memory_stats()["num_host_alloc"])
@@ -191,7 +191,7 @@ def pinned_blocks(folder: str) -> tuple[int, int]:
         optimizer.step()
         optimizer.zero_grad()
         manager.state.progress.step += 1
-        manager.end_step(meter)
+        manager.end_step()
         manager.wait()
     return counts[1], counts[-1]
 
@@ -878,11 +878,12 @@ def steps_of_saves(folder: str) -> list[str]:
     """Return the checkpoints after ten steps of a quarter of a minute each, one a minute."""
     manager = manager_of(folder, save_every="1m", keep=9)
     meter = meter_on()
+    manager.start_epoch(meter)
     for _ in range(10):
         meter.update(torch.tensor(1.0))
         manager.state.progress.step += 1
         manager.saved_at -= 15
-        manager.end_step(meter)
+        manager.end_step()
     manager.finish()
     dist.barrier()
     return sorted(path.name for path in Path(folder).glob("step-*.pt"))
@@ -897,11 +898,12 @@ def test_checkpoints_can_be_saved_by_the_clock(two_processes: Processes, tmp_pat
 def steps_until_the_signal(folder: str) -> tuple[list[int], list[int], list[str]]:
     """Return what `end_step` returns if rank 1 receives a signal in step 2, and how it exits."""
     manager = manager_of(folder)
+    manager.start_epoch(meter_on())
     returned = []
     for step in range(1, 4):
         manager.state.progress.step = step
         manager.stop_signals.requested = 15 if dist.get_rank() == 1 and step >= 2 else 0
-        returned.append(manager.end_step(meter_on()))
+        returned.append(manager.end_step())
     leave = mock.Mock(side_effect=SystemExit)
     with mock.patch.object(watchdog, "exit_process", leave), pytest.raises(SystemExit):
         manager.save_and_exit(returned[-1])

@@ -12,7 +12,7 @@ import time
 
 import pytest
 import torch
-from running import Run, assert_same_run, run, run_two
+from running import Run, assert_same_run, metrics, run, run_two
 
 pytestmark = pytest.mark.xdist_group("faults")
 # With dropout and batch norm; eleven steps in an epoch. Many CPUs are slow at its layers in half.
@@ -162,8 +162,8 @@ import os, sys, time, runpy
 import torch
 from engine import checkpoint
 end_step = checkpoint.CheckpointManager.end_step
-def end_step_and_break(self, meter):
-    stop_signal = end_step(self, meter)
+def end_step_and_break(self):
+    stop_signal = end_step(self)
     if self.state.progress.step == 3 and os.environ["RANK"] == "1":
         {what}
     return stop_signal
@@ -195,6 +195,19 @@ def test_first_exception_is_reported_first(project, breaking, tmp_path, error):
     assert (status, seconds < IN_TIME) == (1, True), failed.said
     errors = re.findall(r"^\w*Error: .*", failed.said, re.MULTILINE)
     assert errors[0] == f"{error}: the cause", failed.said
+
+
+@pytest.mark.slow
+def test_run_stopped_at_the_last_of_its_steps_is_validated(project, breaking, tmp_path):
+    breaking("import signal; os.kill(os.getpid(), signal.SIGTERM)")
+    flags = ("--steps", 5, "--resume", "auto")
+    with started(project, tmp_path / "run", *flags) as stopped:
+        assert stopped.end()[0] == 128 + signal.SIGTERM, stopped.said
+        assert "stopped after step 5" in stopped.said
+    done = run_two(project, *SMALL, *flags, "--output", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    (row,) = metrics(tmp_path / "run")
+    assert row["step"] == 5 and row["val_accuracy"] > 0
 
 
 @pytest.mark.slow

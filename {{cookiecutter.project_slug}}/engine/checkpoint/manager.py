@@ -285,18 +285,18 @@ class CheckpointManager:
             sharded.require_shared(self.folder, self._group)
 
     def start_epoch(self, meter: Meter) -> None:
-        """Restore the means of an interrupted epoch into `meter`."""
+        """Save the sums of `meter` from now on; restore those of an interrupted epoch into it."""
+        self._meter = meter
         if self.state.progress.samples:
             meter.load_state_dicts(self._means)
 
-    def end_step(self, meter: Meter) -> int:
+    def end_step(self) -> int:
         """Save if it is time; return the signal that asks the job to stop, or 0.
 
         Call it after each optimizer step. The ranks agree through the CPU while the next step runs,
         so that nothing waits for a GPU: a signal is returned, and an interval in minutes has its
         effect, after the next step.
         """
-        self._meter = meter
         self._pin_memory()
         signal_number, is_time = self._agreement.result()
         if signal_number:
