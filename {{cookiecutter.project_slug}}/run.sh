@@ -107,6 +107,17 @@ else
     done || fail "neither python nor python3 has torch: activate its environment, or see README.md."
 fi
 
+writable() {
+    for folder; do
+        if [ -d "$folder" ] && [ -w "$folder" ]; then return; fi
+    done
+    return 1
+}
+
+# Where Python looks for one.
+writable "${TMPDIR:-}" "${TEMP:-}" "${TMP:-}" /tmp /var/tmp /usr/tmp . ||
+    fail "no folder for temporary files can be written to: set TMPDIR to one."
+
 hosts=${NNODES:-1}
 least=${hosts%%:*}
 most=${hosts#*:}

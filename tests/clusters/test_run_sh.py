@@ -105,6 +105,37 @@ def value(argv, option):
     return found
 
 
+READ_ONLY = """
+set -e
+for folder in /tmp /var/tmp; do
+    mount --bind $folder $folder
+    mount -o remount,bind,ro $folder
+done
+cd "$(pwd)"
+exec "$@"
+"""
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_folder_for_temporary_files_is_required(machine, shell):
+    """A container's file system may be read-only, but for a volume."""
+    command = ["unshare", "-m", "sh", "-c", READ_ONLY, "sh", shutil.which(shell)]
+    if (
+        os.geteuid()
+        or not shutil.which("unshare")
+        or subprocess.run([*command[:-1], "true"], check=False).returncode
+    ):
+        pytest.skip("to make /tmp read-only for one process needs root and unshare")
+    command.append(str(machine.project / "run.sh"))
+    env = machine.env | {"PATH": f"{machine.bin}:{os.environ['PATH']}"}
+    options = {"cwd": machine.caller, "capture_output": True, "text": True}
+    done = subprocess.run(command, env=env, **options)
+    expected = "run.sh: no folder for temporary files can be written to: set TMPDIR to one.\n"
+    assert (done.returncode, done.stderr) == (2, expected)
+    done = subprocess.run(command, env=env | {"TMPDIR": "/dev/shm"}, **options)
+    assert "Read-only" in done.stderr  # of the record that the stand-in writes
+
+
 @pytest.mark.parametrize("shell", SHELLS)
 def test_syntax(shell):
     subprocess.run([shell, "-n", RUN_SH], check=True)
