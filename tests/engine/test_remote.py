@@ -21,12 +21,14 @@ from engine.data import (
     ResumableDistributedSampler,
     SeededDataset,
     ShardSampler,
+    decode_crops,
     idx,
     remote,
     shard_order,
     shards,
     store,
 )
+from engine.data.files import FileError
 from engine.data.loading import TrainLoader, build_loader
 from engine.data.remote import Mirror, RemoteFolder
 from engine.data.store import Store
@@ -573,6 +575,17 @@ def test_first_batch_from_a_slow_server_needs_no_whole_shard(server, tmp_path):
     pixels, labels = next(iter(build_loader(seeded, sampler=ShardSampler(seeded, 0, 1), **options)))
     assert pixels.shape == (8, 3, 224, 224)
     assert time.monotonic() - started < 20
+
+
+@needs_nginx
+def test_unreadable_image_is_named_by_its_url(server, tmp_path, monkeypatch):
+    url = f"{server.url}/packed"
+    train_set, _ = datasets(RemoteFolder(url, tmp_path / "cache", MANY))
+    monkeypatch.setattr(Mirror, "read", lambda *arguments: bytearray(b"no image"))
+    message = rf"^{url}/train/shard-\d+.tar/\d+\+\d+ can't be read as an image"
+    with pytest.raises(FileError, match=message) as error:
+        decode_crops(train_set[0])
+    assert error.value.path.startswith(url)
 
 
 @needs_nginx

@@ -39,9 +39,19 @@ def naming_errors(path: str | os.PathLike, kind: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        name = printable(path)
+        name = printable(_origin(path))
         problem = f"{name} can't be read as {kind} ({printable(_reason(error))})"
         raise FileError(f"{problem}; fix or remove it", name) from None
+
+
+def _origin(path: str | os.PathLike) -> str:
+    """Return a file's name for messages: with the URL for a part of a shard that is read by it."""
+    name = os.fspath(path)
+    if part := IN_SHARD.fullmatch(name):
+        folder, shard = os.path.split(part[1])
+        if mirror := open_mirror(folder, os.getpid()):
+            return f"{mirror.store.url}/{shard}/{part[2]}+{part[3]}"
+    return name
 
 
 def _reason(error: Exception) -> str:
