@@ -224,6 +224,8 @@ def _require_distinct(folder: Path, targets: dict[str, str]) -> None:
 def _require_known(folder: Path, found: Sequence[str], classes: Sequence[str]) -> None:
     known = set(classes)
     unknown = [name for name in found if name not in known]
+    if not unknown:
+        return
     names = {unicodedata.normalize("NFC", name): name for name in known}
     for name in unknown:
         if alike := names.get(unicodedata.normalize("NFC", name)):
@@ -231,11 +233,10 @@ def _require_known(folder: Path, found: Sequence[str], classes: Sequence[str]) -
                 f"{folder}/{name} is {ascii(name)}, but {ascii(alike)} in train/, the same letters "
                 "in another Unicode form: rename it"
             )
-    if unknown:
-        raise UserError(
-            f"{folder} has classes that train/ does not have: {', '.join(unknown)}; "
-            "remove them, or add them to train/"
-        )
+    raise UserError(
+        f"{folder} has classes that train/ does not have: {', '.join(unknown)}; "
+        "remove them, or add them to train/"
+    )
 
 
 def _list_packed(
