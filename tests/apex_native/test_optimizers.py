@@ -309,10 +309,47 @@ def test_state_loads_into_another_memory_format(to):
     torch.testing.assert_close(*results)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [FusedAdam, FusedLAMB, FusedNovoGrad, FusedAdagrad, functools.partial(FusedSGD, momentum=0.9)],
-)
+def transposed(tensor):
+    return tensor.mT.contiguous().mT
+
+
+def with_gaps(tensor):
+    return torch.cat([tensor, tensor], dim=-1)[..., : tensor.shape[-1]]
+
+
+KINDS = [
+    FusedAdam,
+    FusedLAMB,
+    FusedNovoGrad,
+    FusedAdagrad,
+    functools.partial(FusedSGD, momentum=0.9),
+]
+
+
+@pytest.mark.parametrize("dtype", [FP32, FP16])
+@pytest.mark.parametrize("layout", [transposed, with_gaps])
+@pytest.mark.parametrize("changed", ["parameter", "gradient", "both", "later"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_elements_are_found_in_any_layout(device, kind, changed, layout, dtype):
+    """A view of a larger tensor, or a gradient with other strides than the parameter."""
+    data = list(gradients(4, dtype))
+    for shape_index in (0, 2):
+        expected, own = (nn.Parameter(parameters(dtype, device)[shape_index]) for _ in range(2))
+        optimizer = kind([expected], lr=0.01)
+        steps(optimizer, [[step[shape_index]] for step in data])
+        if changed in ("parameter", "both"):
+            own.data = layout(own.data)
+        optimizer = kind([own], lr=0.01)
+        for number, step in enumerate(data):
+            if changed == "later" and number == 2:  # as model.to(memory_format=...) does
+                own.data = layout(own.data)
+            gradient = step[shape_index].to(device, copy=True)
+            own.grad = layout(gradient) if changed in ("gradient", "both") else gradient
+            optimizer.step()
+        torch.testing.assert_close(own, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_moments_of_another_shape_are_rejected(kind):
     """The fused kernels would write behind them. torch itself does not compare the shapes."""
     optimizer = kind(parameters(), lr=0.1)

@@ -11,6 +11,25 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 Tensors = list[Tensor] | tuple[Tensor, ...]
+MOMENTUM = "momentum_buffer"  # which FusedSGD makes in a step
+
+
+def _have_one_layout(*tensors: Tensor) -> bool:
+    """Return whether tensors of one shape have no gaps, and their elements in the same order."""
+    if all(map(Tensor.is_contiguous, tensors)):
+        return True
+    if all(tensor.is_contiguous(memory_format=torch.channels_last) for tensor in tensors):
+        return True
+    layouts = [
+        [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
+        for tensor in (torch.empty_like(tensors[0]), *tensors)  # the first one has no gaps
+    ]
+    return all(layout == layouts[0] for layout in layouts)
+
+
+def _with_one_layout(*tensors: Tensor) -> list[Tensor]:
+    like = torch.empty_like(tensors[0])
+    return [torch.empty_like(like, dtype=tensor.dtype).copy_(tensor) for tensor in tensors]
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -72,13 +91,22 @@ class FusedOptimizer(torch.optim.Optimizer):
         for parameter, state in zip(parameters, states, strict=True):
             if not state:
                 state.update(self._new_state(parameter))
+        values = list(parameters)
         grads: list[Any] = [parameter.grad for parameter in parameters]
         if parameters[0].dtype in (torch.float16, torch.bfloat16):
-            values = [parameter.float() for parameter in parameters]
-            self._update(group, values, [grad.float() for grad in grads], states)
-            torch._foreach_copy_(parameters, values)
-        else:
-            self._update(group, parameters, grads, states)
+            values = [value.float() for value in values]
+            grads = [grad.float() for grad in grads]
+        for index, state in enumerate(states):
+            moments = [name for name in (*self.moments, MOMENTUM) if state.get(name) is not None]
+            tensors = values[index], grads[index], *(state[name] for name in moments)
+            if not _have_one_layout(*tensors):
+                # The fused kernels read memory from end to end, on the CPU without a check.
+                values[index], grads[index], *kept = _with_one_layout(*tensors)
+                state.update(zip(moments, kept, strict=True))
+        self._update(group, values, grads, states)
+        copies = [pair for pair in zip(parameters, values, strict=True) if pair[0] is not pair[1]]
+        if copies:
+            torch._foreach_copy_(*map(list, zip(*copies, strict=True)))
 
     def _before_step(self) -> None:
         """Prepare a step, before any `_update`."""
@@ -112,7 +140,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _check_moments(self, states: list[tuple[Tensor, dict]]) -> None:
         for parameter, state in states:
-            for name in (*self.moments, "momentum_buffer"):  # FusedSGD makes this in a step
+            for name in (*self.moments, MOMENTUM):
                 value = state.get(name)
                 if value is not None and value.shape != parameter.shape:
                     shapes = f"{tuple(value.shape)}, not {tuple(parameter.shape)}"
@@ -160,14 +188,14 @@ class FusedSGD(FusedOptimizer):
             torch._foreach_mul_(values, 1 - lr * decay)
             decay = 0.0
         options = {name: group[name] for name in ("momentum", "dampening", "nesterov")}
-        momenta = [state.get("momentum_buffer") for state in states]
+        momenta = [state.get(MOMENTUM) for state in states]
         for is_first in (True, False):  # all parameters of a call have a momentum, or none has
             chosen = [i for i, momentum in enumerate(momenta) if (momentum is None) is is_first]
             kept = [momenta[i] for i in chosen]
             of_chosen = [values[i] for i in chosen], [grads[i] for i in chosen], kept
             sgd(*of_chosen, fused=True, lr=lr, weight_decay=decay, maximize=False, **options)
             for i, momentum in zip(chosen, kept if group["momentum"] else (), strict=False):
-                states[i]["momentum_buffer"] = momentum
+                states[i][MOMENTUM] = momentum
 
 
 class FusedAdagrad(FusedOptimizer):
