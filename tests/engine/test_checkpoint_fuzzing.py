@@ -77,8 +77,9 @@ def manager_of(folder: Path) -> CheckpointManager:
 def train_a_step(manager: CheckpointManager) -> None:
     """Train, and save as a run does."""
     state = manager.state
-    manager._means = [{"train_loss": (1.0, 1)}]
-    manager.start_epoch(Meter(torch.device("cpu"), 1))
+    meter = Meter(torch.device("cpu"), 1)
+    manager.start_epoch(meter)
+    meter.update(torch.tensor(1.0))
     loss = state.model(torch.ones(4, 3)).square().mean()
     with amp.scale_loss(loss, state.optimizer) as scaled_loss:
         scaled_loss.backward()

@@ -134,7 +134,7 @@ def test_launcher_waits_for_the_last_thread_of_its_processes(launch):
     """The kernel releases the files of a process, and its locks, when its last thread has ended."""
     end = f"import ctypes; exit = ctypes.CDLL(None).syscall; last = {EXIT_THREAD}"
     handle = "signal.signal(signal.SIGTERM, lambda *_: exit(last, 0))"
-    wait = "import threading; threading.Thread(target=lambda: (time.sleep(3), os._exit(0))).start()"
+    wait = "import threading; threading.Thread(target=lambda: (time.sleep(3), os._exit(1))).start()"
     launcher = launch("; ".join((UNBLOCK, end, handle, wait)))
     began = time.monotonic()
     launcher.send(signal.SIGTERM)

@@ -81,8 +81,9 @@ def manager_of(folder: Path, keep: int = 2) -> CheckpointManager:
 def train_a_step(manager: CheckpointManager, accuracy: float = 0.5) -> None:
     """Train, and save as a run does."""
     state = manager.state
-    manager._means = [{"train_loss": (1.0, 1)}]
-    manager.start_epoch(Meter(torch.device("cpu"), 1))
+    meter = Meter(torch.device("cpu"), 1)
+    manager.start_epoch(meter)
+    meter.update(torch.tensor(1.0))
     state.model(torch.ones(4, 3)).square().mean().backward()
     state.optimizer.step()
     state.ema.update(NATIVE.fp32_state_dict(state.model, state.optimizer), state.progress.step)
