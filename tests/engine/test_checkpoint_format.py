@@ -22,7 +22,7 @@ import pytest
 import torch
 from apex_native import amp
 from apex_native.optimizers import FusedAdam, FusedNovoGrad
-from engine import UserError, backend, replacing
+from engine import UserError, backend, flush_folder, replacing
 from engine.checkpoint import TrainingState, inspection
 from engine.checkpoint import archive as archive_module
 from engine.checkpoint import format as checkpoint
@@ -668,6 +668,14 @@ def test_a_killed_writer_leaves_the_previous_file(whole: Path) -> None:
     with replacing(whole) as temporary:  # replaces the incomplete file, too
         temporary.write_bytes(b"new")
     assert whole.read_bytes() == b"new"
+
+
+def test_folder_that_can_not_be_flushed_costs_no_descriptor(tmp_path, monkeypatch):
+    """Some shared file systems can't flush one."""
+    monkeypatch.setattr(os, "fsync", mock.Mock(side_effect=OSError(22, "Invalid argument")))
+    before = os.listdir("/proc/self/fd")
+    flush_folder(tmp_path)
+    assert os.listdir("/proc/self/fd") == before
 
 
 def test_link_in_the_place_of_the_temporary_file_is_not_followed(whole: Path) -> None:

@@ -1295,6 +1295,33 @@ def test_data_with_other_labels_is_a_warning(
             assert "scores on other validation data can't be compared; the next" in said[1]
 
 
+def resumed_while_it_is_replaced(folder: str) -> str:
+    """Return the error of resuming a file that becomes another one when rank 0 has read it."""
+    manager = manager_of(folder)
+    manager.save()
+    manager.finish()
+    dist.barrier()
+    path, other, load = Path(folder, "last.pt"), Path(folder, "other.pt"), checkpoint.load
+
+    def load_and_replace(*arguments: object) -> dict:
+        entries = load(*arguments)
+        if dist.get_rank() == 0:
+            shutil.copyfile(path, other)
+            other.replace(path)
+        return entries
+
+    again = manager_of(folder)
+    with mock.patch.object(checkpoint, "load", load_and_replace), pytest.raises(UserError) as error:
+        again.resume(path, 10)
+    return str(error.value)
+
+
+def test_all_ranks_read_the_same_file(two_processes: Processes, tmp_path: Path) -> None:
+    """Not the best.pt of another run before and after its next validation."""
+    for error in two_processes(resumed_while_it_is_replaced, str(tmp_path)):
+        assert "last.pt: it was replaced while it was read; start again" in error
+
+
 def resumed_with_seed(folder: str, samples: int, seed: int) -> list[str]:
     """Return the messages of a run that resumes a checkpoint of seed 1 with another one."""
     manager = manager_of(folder, metadata={"seed": 1})

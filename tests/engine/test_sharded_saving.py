@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from engine import UserError
+from engine.checkpoint import files, manifest, tensor_storage, validation
 from engine.checkpoint import format as checkpoint
-from engine.checkpoint import manifest, tensor_storage, validation
 from engine.checkpoint.pretrained import load_pretrained
 from engine.checkpoint.selection import AUTO, find
 from engine.diagnostics.checks import check_resume
@@ -244,6 +244,41 @@ def test_evaluation_and_pretrained_weights_need_no_optimizer(
     assert said.startswith(f"weights of {source}")
     saved = checkpoint.load(tmp_path / "step-1")["model"]
     torch.testing.assert_close(dict(model.state_dict()), saved, rtol=0, atol=0)
+
+
+def test_checkpoint_is_read_as_a_whole_while_its_link_is_replaced(
+    two_processes: Processes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A run that goes on gives the names best and last to others."""
+    two_processes(train_on, str(tmp_path))
+    expected = [checkpoint.load(tmp_path / name)["model"] for name in ("step-1", "step-6")]
+    assert any(not torch.equal(value, expected[1][name]) for name, value in expected[0].items())
+    read_chunk = tensor_storage._Reader._read_chunk
+
+    def replace_and_read(self: object, key: object) -> torch.Tensor:
+        files.alias(tmp_path / "step-6", files.BEST)
+        return read_chunk(self, key)
+
+    files.alias(tmp_path / "step-1", files.BEST)
+    monkeypatch.setattr(tensor_storage._Reader, "_read_chunk", replace_and_read)
+    found = checkpoint.load(tmp_path / "best")["model"]
+    torch.testing.assert_close(found, expected[0], rtol=0, atol=0)
+
+
+def test_link_always_names_a_checkpoint(
+    two_processes: Processes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    two_processes(train_on, str(tmp_path))
+    replace = os.replace
+
+    def look_and_replace(path: Path, other: Path) -> None:
+        assert (tmp_path / "best").exists()
+        replace(path, other)
+
+    monkeypatch.setattr(os, "replace", look_and_replace)
+    for name in ("step-1", "step-6"):
+        files.alias(tmp_path / name, files.BEST)
+        assert (tmp_path / "best").resolve() == tmp_path / name
 
 
 def save_over_another(folder: str) -> list[str]:

@@ -118,8 +118,13 @@ def move(path: Path, other: Path) -> None:
     """Flush the file at `path` to the disk, rename it to `other` there, and flush the folder."""
     _flush(path)
     path.replace(other)
-    with suppress(OSError):  # some shared file systems cannot flush a folder
-        _flush(other.parent)
+    flush_folder(other.parent)
+
+
+def flush_folder(folder: Path) -> None:
+    """Flush the names in a folder to the disk, where its file system can do that."""
+    with suppress(OSError):  # some shared ones cannot
+        _flush(folder)
 
 
 @contextmanager

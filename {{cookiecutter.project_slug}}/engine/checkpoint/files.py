@@ -143,7 +143,8 @@ def _link_folder(path: Path, name: Path) -> None:
     temporary = name.with_name(f"{name.name}.pt{SUFFIX}")
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(path.name, target_is_directory=True)
-    _remove_name(name)
+    if not name.is_symlink():  # which is replaced at once: another process may be reading there
+        _remove_name(name)
     os.replace(temporary, name)
 
 

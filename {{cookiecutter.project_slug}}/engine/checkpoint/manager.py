@@ -4,6 +4,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import islice
@@ -13,6 +14,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from engine import UserError, distributed
 from engine.backend import is_sharded, unwrap
@@ -434,39 +436,62 @@ class CheckpointManager:
         warning = "" if self._is_own(source.path) else security_warning(source.path)
         if warning:
             self.logger.warning(f"--resume {source.path}: {warning}")
+        path = self._resolve(source.path)
         try:
+            if self._is_sharded and path.is_dir():
+                return self._load_shards(path, with_optimizer)
+            with self._requiring_one_file(path):
+                content = None
+                if not path.is_dir():
+                    content = format.broadcast_file(path, source.rank, self._group)
+                entries = format.load(path, content)
             if self._is_sharded:
-                return self._load_shards(source, with_optimizer)
-            if source.path.is_dir():
-                return format.load(source.path)
-            content = format.broadcast_file(source.path, source.rank, self._group)
-            return format.load(source.path, content)
+                self._distribute(path, entries, with_optimizer)
         except UserError as error:
             raise UserError(f"--resume {error}") from None
+        return entries
 
-    def _load_shards(self, source: Source, with_optimizer: bool) -> dict[str, Any]:
-        """Return the entries of a checkpoint of either kind with this rank's shards of tensors."""
+    def _resolve(self, path: Path) -> Path:
+        """Return the folder that a link such as best names, to which another run may write."""
+        names = all_gather(path.resolve().name if path.is_dir() else "", self._group)
+        return path.resolve().with_name(names[0]) if names[0] else path
+
+    @contextmanager
+    def _requiring_one_file(self, path: Path) -> Iterator[None]:
+        """Raise UserError if the processes of a host have read different files at `path`.
+
+        It may be that of another run, which replaces it.
+        """
+        before = _identify(path)
+        yield
+        found = all_gather({before, _identify(path)}, self._group)
+        if distributed.is_single_host() and len(set().union(*found)) > 1:
+            raise UserError(f"{path}: it was replaced while it was read; start again")
+
+    def _load_shards(self, path: Path, with_optimizer: bool) -> dict[str, Any]:
+        """Return the entries of a sharded checkpoint, with this rank's shards of its tensors."""
+        entries = format.check(path, sharded.read_state(path))
+        sharded.read_shards(path, entries, self._templates(with_optimizer))
+        step = entries["step"]
+        if path.resolve() == self.folder.resolve() / f"step-{step}":
+            self._writer.written_step = step  # a copy may have the name of another step
+        return entries
+
+    def _distribute(self, path: Path, entries: dict[str, Any], with_optimizer: bool) -> None:
+        """Replace the tensors of a checkpoint that is one file by this rank's shards of them."""
         from engine.distributed.sharding import distribute_entries
 
-        optimizer = self.state.optimizer if with_optimizer else None
-        own = sharded.templates(format.collect(self.state), optimizer)
-        if source.path.is_dir():
-            entries = format.check(source.path, sharded.read_state(source.path))
-            sharded.read_shards(source.path, entries, own)
-            step = entries["step"]
-            if source.path.resolve() == self.folder.resolve() / f"step-{step}":
-                self._writer.written_step = step  # a copy may have the name of another step
-            return entries
-        content = format.broadcast_file(source.path, source.rank, self._group)
-        entries = format.load(source.path, content)
         try:
-            distribute_entries(entries, own)
+            distribute_entries(entries, self._templates(with_optimizer))
         except ValueError as error:
             raise UserError(
-                f"{source.path}: it does not fit this model ({error}); resume with the --arch and "
-                "the classes that it was made with"
+                f"{path}: it does not fit this model ({error}); resume with the --arch and the "
+                "classes that it was made with"
             ) from None
-        return entries
+
+    def _templates(self, with_optimizer: bool) -> dict[str, Tensor]:
+        optimizer = self.state.optimizer if with_optimizer else None
+        return sharded.templates(format.collect(self.state), optimizer)
 
     def _pin_memory(self) -> None:
         """Have torch allocate, once there are moments, the pinned memory that saves copy to.
@@ -478,3 +503,12 @@ class CheckpointManager:
         self._has_pinned_memory = True
         if (self._is_sharded or dist.get_rank() == 0) and torch.cuda.is_initialized():
             format.to_cpu(format.collect(self.state))
+
+
+def _identify(path: Path) -> tuple[int, ...]:
+    """Return what differs if another file gets this name; nothing if it can't be read."""
+    try:
+        status = path.stat()
+    except OSError:
+        return ()
+    return status.st_ino, status.st_size, status.st_mtime_ns

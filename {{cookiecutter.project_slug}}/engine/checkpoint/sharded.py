@@ -8,12 +8,11 @@ The module `tensor_storage` is imported where it is used: that takes a second, w
 sharded checkpoints don't need.
 """
 
-import os
 import secrets
 import shutil
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine import SUFFIX, UserError, replacing, writing_output
+from engine import SUFFIX, UserError, flush_folder, replacing, writing_output
 from engine.backend import local_shard
 from engine.checkpoint import manifest, validation
 from engine.checkpoint.archive import read as read_file
@@ -152,10 +151,7 @@ def _complete(
     elif path.exists():
         path.rmdir()  # an error, if it holds files of the user
     temporary.rename(path)
-    with suppress(OSError):  # some shared file systems cannot flush a folder
-        descriptor = os.open(path.parent, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
+    flush_folder(path.parent)
 
 
 def update(path: Path, entries: dict[str, Any]) -> None:
@@ -193,6 +189,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
     Raises UserError if one of the files is missing or altered, or of another checkpoint.
     """
+    path = path.resolve()  # once: a run that goes on replaces links such as best
     manifest.validate(path)
     if (path / STATE).is_symlink():
         raise UserError(f"{path}: its {STATE} is no regular file; use another one")
@@ -209,6 +206,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
 def read(path: Path) -> dict[str, Any]:
     """Return all entries of a checkpoint, with whole tensors in the CPU's memory."""
+    path = path.resolve()  # as in `read_state`
     return _load(path, read_state(path), {}, no_dist=True)
 
 
