@@ -277,6 +277,12 @@ def show(
     samples, one per row: image, ground truth, prediction, with a legend of the classes in them.
     Without an epoch the files are called eval_only.
     """
+    # First: with FSDP, all processes run the model together, and files may fail in one of them.
+    images, masks = sample_batch(val_set, min(4, len(val_set)))
+    device = next(model.parameters()).device
+    inputs, _ = prepare([images.to(device), masks])
+    with eval_mode(model):
+        predictions = logits_of(model(inputs)).argmax(dim=1).cpu()
     path = image_grid.image_path(output, epoch)
     path.parent.mkdir(parents=True, exist_ok=True)
     palette = make_palette(len(val_set.classes))
@@ -286,12 +292,6 @@ def show(
         for index, (name, iou) in enumerate(zip(val_set.classes, metrics.iou(), strict=True)):
             colour = bytes(palette[index].tolist()).hex()
             writer.writerow([csv_cell(name), "" if iou.isnan() else iou.item(), f"#{colour}"])
-
-    images, masks = sample_batch(val_set, min(4, len(val_set)))
-    device = next(model.parameters()).device
-    inputs, _ = prepare([images.to(device), masks])
-    with eval_mode(model):
-        predictions = logits_of(model(inputs)).argmax(dim=1).cpu()
     rows = [
         [image, overlay(image, mask, palette), overlay(image, prediction, palette)]
         for image, mask, prediction in zip(images, masks, predictions, strict=True)

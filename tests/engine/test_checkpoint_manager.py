@@ -66,6 +66,8 @@ class Messages(list):
     def lock(self) -> None:
         """Do nothing: a test has the folder for itself."""
 
+    lock_again = lock
+
     def warning(self, message: str) -> None:
         self.append(f"warning: {message}")
 

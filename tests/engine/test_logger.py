@@ -84,17 +84,29 @@ def test_sharded_checkpoint_under_another_name_is_kept(tmp_path):
 @pytest.mark.usefixtures("no_curves")
 def test_folder_that_was_removed_is_locked_again_unless_it_is_another_runs(logger):
     (logger.output / ".lock").unlink()
-    logger.lock()
+    logger.lock_again()
     assert (logger.output / ".lock").exists()
     shutil.rmtree(logger.output)
-    logger.lock()
+    logger.lock_again()
     assert [one.name for one in logger.output.iterdir()] == [".lock"]
     shutil.rmtree(logger.output)
     logger.output.mkdir()
     (logger.output / "config.json").touch()
     with pytest.raises(UserError, match="was replaced while this run wrote to it"):
-        logger.lock()
+        logger.lock_again()
     assert [one.name for one in logger.output.iterdir()] == ["config.json"]
+
+
+@pytest.mark.usefixtures("no_curves")
+def test_folder_that_does_not_answer_for_a_moment_costs_a_warning(logger, monkeypatch, capsys):
+    """Such as a network's disk; the lock is held all the same."""
+    with monkeypatch.context() as patch:
+        patch.setattr(logger.folder_lock, "_holds", mock.Mock(side_effect=OSError(116, "Stale")))
+        logger.lock_again()
+        logger.log_epoch(row(1))
+    logger.log_epoch(row(2))
+    assert (logger.output / "metrics.csv").read_text().count("\n") == 3
+    assert capsys.readouterr().out.count(f"warning: {logger.output} does not answer (Stale)") == 2
 
 
 @pytest.mark.usefixtures("no_curves")
@@ -127,7 +139,7 @@ def test_picture_of_an_evaluation_takes_no_lock(logger, monkeypatch):
 
 def test_folder_that_was_removed_before_a_picture_is_locked_again(logger):
     """The picture makes the folder anew, which must not look like another run's."""
-    logger.lock()
+    logger.lock_again()
     shutil.rmtree(logger.output)
 
     def write() -> Path:
@@ -135,7 +147,7 @@ def test_folder_that_was_removed_before_a_picture_is_locked_again(logger):
         return logger.output / "validation" / "samples.txt"
 
     logger.log_image(1, write)
-    logger.lock()
+    logger.lock_again()
     assert {one.name for one in logger.output.iterdir()} == {".lock", "validation"}
 
 

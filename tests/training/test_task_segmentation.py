@@ -348,6 +348,18 @@ def test_broken_file_does_not_stop_the_start(folder, kind):
         train_set[0]
 
 
+def test_picture_is_predicted_before_files_are_written(folder, tmp_path):
+    """With FSDP, all processes run the model together: an error of one must come after that."""
+    (tmp_path / "validation").symlink_to("/dev/null")
+    _, val_set = build_datasets(folder)
+    model = task.build_model("unet", 3)
+    calls = []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    with pytest.raises(OSError, match="is a link"):
+        task.show(model, val_set, task.Metrics(3, CPU, Namespace()), tmp_path)
+    assert calls == [1]
+
+
 def test_formulas_in_class_names_are_quoted(folder, tmp_path):
     (folder / "classes.txt").write_text("=1+1\ntree\nhouse\n")
     _, val_set = build_datasets(folder)

@@ -346,7 +346,7 @@ class CheckpointManager:
         dist.gather_object(own, ranks if dist.get_rank() == 0 else None, group=self._group)
         self.saved_at = time.monotonic()
         self._saved_step = self.state.progress.step
-        self.logger.lock()  # again, if the folder was removed
+        self.logger.lock_again()
         if dist.get_rank() != 0 and not self._is_sharded:
             return
         progress = self.state.progress

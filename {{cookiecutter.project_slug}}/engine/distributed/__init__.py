@@ -230,11 +230,14 @@ def describe(world_size: int, device: torch.device) -> str:
 
 @contextmanager
 def folder_of_rank(folder: Path) -> Iterator[Path]:
-    """Yield `folder` on rank 0, and a temporary folder, for files that nobody needs, on others."""
+    """Yield `folder` on rank 0; on others a temporary folder, for files that nobody needs.
+
+    Errors of writing those, an OSError of the body, are ignored.
+    """
     if is_rank_zero():
         yield folder
         return
-    with tempfile.TemporaryDirectory() as temporary:
+    with tempfile.TemporaryDirectory() as temporary, suppress(OSError):
         yield Path(temporary)
 
 

@@ -209,6 +209,16 @@ class Logger(Console):
             with writing_output(self.output):
                 self.folder_lock.acquire()
 
+    def lock_again(self) -> None:
+        """Lock the folder again if it was removed since it was locked; create it, too.
+
+        Raises UserError if another run holds the lock, or another folder has the name. If the disk
+        does not answer just now, that is a warning: the lock is kept.
+        """
+        if self.folder_lock.file:  # not for an evaluation
+            with self._errors_as_warning(f"{self.output} does not answer", OSError):
+                self.folder_lock.acquire()
+
     @contextlib.contextmanager
     def _errors_as_warning(
         self, consequence: str, kind: type[Exception] = Exception
@@ -257,7 +267,7 @@ class Logger(Console):
         """Add a row to metrics.csv, to the events and to the curves, and print it."""
         if not self.active:
             return
-        self.lock()  # another folder may have the name by now
+        self.lock_again()
         values = {name: float(value) for name, value in row.items() if name not in POSITION}
         throughput = values["images_per_second"]
         if throughput:
@@ -320,10 +330,9 @@ class Logger(Console):
         """Call ``write_image(*args)``, which writes files; if it returns a PNG file, log that."""
         if not self.active:
             return
+        self.lock_again()
         # Errors other than those of the disk are bugs of write_image.
         with self._errors_as_warning("files of the validation are not written", OSError):
-            if self.folder_lock.file:  # again, if the folder was removed; not by an evaluation
-                self.folder_lock.acquire()
             path = write_image(*args)
             if path.suffix == ".png":
                 self._write_event(lambda events: events.add_image(path.parent.name, path, step))
