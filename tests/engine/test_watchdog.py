@@ -184,6 +184,29 @@ def test_killed_process_ends_all_others_with_one_message(rank) -> None:
     assert re.findall(r"error: rank (\d) on \S+ has ended without a message", errors) == [str(rank)]
 
 
+FULL_DISK = "os.dup2(os.open('/dev/full', os.O_WRONLY), 2)"
+
+
+def test_a_log_that_can_not_be_written_keeps_no_process_alive() -> None:
+    """Neither after the loss of another one, nor in a hang or after an exception of its own."""
+    alone = f"{FULL_DISK}; {WAIT}"
+    with Job(alone, alone, WAIT) as job:
+        time.sleep(1)
+        job.processes[2].kill()
+        assert job.statuses(20) == [1, 1, -signal.SIGKILL]
+    action = f"""
+from engine.distributed.watchdog import time_limit
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+{FULL_DISK}
+with time_limit("reading the data", 1.0):
+    time.sleep(60)
+"""
+    with Job(action) as job:
+        assert job.statuses(20) == [1]
+    with Job(f"{FULL_DISK}; raise ValueError('the cause')") as job:
+        assert job.statuses(20) == [1]
+
+
 WRITE = """
 import threading
 from engine.distributed import peers

@@ -38,6 +38,12 @@ class PeerError(UserError):
     status = 1
 
 
+def print_error(message: str) -> None:
+    """Print an error message; if that fails, as on a full disk, the exit status remains."""
+    with suppress(OSError):
+        print(f"error: {message}", file=sys.stderr, flush=True)
+
+
 def require_traceable(folder: Path = Path(__file__).parent.parent) -> None:
     """Raise UserError if torch can't trace code in the project's folder, because of its name."""
     try:

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from engine import EXIT_USAGE, UserError
+from engine import EXIT_USAGE, UserError, print_error
 
 LAUNCHER = "ENGINE_LAUNCH_PID"  # environment variable with the process id of the launcher
 LAUNCH_ID = "ENGINE_LAUNCH_ID"  # the same with an id that all launchers of a job share
@@ -48,7 +48,7 @@ def main() -> None:
     if status and signals.is_stopping:
         signals.join()  # exits
     if message:
-        print(f"error: {message}", file=sys.stderr)
+        print_error(message)
     sys.stdout.flush()
     sys.stderr.flush()
     # Python's finalization aborts the process if a daemon thread, torchrun's or ours, uses a store.

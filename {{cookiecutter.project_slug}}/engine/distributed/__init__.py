@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from engine import EXIT_USAGE, PeerError, UserError, end_with_parent
+from engine import EXIT_USAGE, PeerError, UserError, end_with_parent, print_error
 from engine.distributed import consistency
 from engine.distributed.network import is_loopback, local_address, select_interface, serve_store
 from engine.distributed.peers import (
@@ -335,7 +335,8 @@ def run(main: Callable[[], None]) -> None:
         if isinstance(error, RuntimeError) and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             time.sleep(SETTLE_S)
         if announce_failure(1):
-            traceback.print_exc()
+            with suppress(OSError):  # a full disk: the exit status remains
+                traceback.print_exc()
         exit_process(1)
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -351,7 +352,7 @@ def _end_with_launcher() -> None:
     end_with_parent()
     launcher = os.environ.get(LAUNCHER)
     if launcher and not Path(f"/proc/{launcher}").exists():  # killed while torch was imported
-        print("error: the launcher is gone", file=sys.stderr)
+        print_error("the launcher is gone")
         exit_process(1)
 
 
@@ -367,6 +368,5 @@ def stop(message: str, status: int = EXIT_USAGE) -> NoReturn:
         # A data loader's worker wraps the message in its own traceback: the last line is ours.
         if message.startswith("Caught "):
             message = re.sub(r"^[\w.]*(User|File)Error: ", "", message.strip().splitlines()[-1])
-        with suppress(OSError):  # a full disk: the exit status remains
-            print(f"error: {one_message(message)}", file=sys.stderr, flush=True)
+        print_error(one_message(message))
     exit_process(status)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.torch_version import TorchVersion
 
-from engine import UserError
+from engine import UserError, print_error
 from engine.distributed.consistency import clock_problem
 from engine.launch import LAUNCH_ID, kill_processes
 
@@ -192,7 +192,7 @@ def _exit_without_store(connection: socket.socket, address: str) -> None:
     if HAS_FAILED.is_set():  # which ends it, with that message
         return
     kill_processes()
-    print(f"error: the store at MASTER_ADDR={address} is lost: {RESUME}", file=sys.stderr)
+    print_error(f"the store at MASTER_ADDR={address} is lost: {RESUME}")
     os._exit(1)
 
 
@@ -218,7 +218,7 @@ def _exit_after_failure(store: dist.Store) -> None:
         time.sleep(FAILURE_S)
         if not kill_processes():  # they have ended well, and torchrun waits for other hosts
             return
-        print(f"error: {ELSEWHERE}", file=sys.stderr)
+        print_error(ELSEWHERE)
         os._exit(1)
 
 

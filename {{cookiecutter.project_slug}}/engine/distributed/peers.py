@@ -14,7 +14,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from engine import EXIT_USAGE, PeerError, distributed
+from engine import EXIT_USAGE, PeerError, distributed, print_error
 from engine.distributed.network import keep_alive, listen, read_words, send
 from engine.launch import LAUNCHER, USAGE_SIGNAL
 
@@ -162,11 +162,7 @@ class PeerMonitor(threading.Thread):
             exit_process(int(detail))
         time.sleep(LINGER_S)
         if self.rank == 0 or (rank == "0" and (self.rank == 1 or distributed.is_local_leader())):
-            print(
-                f"error: rank {rank} on {detail} has ended without a message, or is out of reach",
-                file=sys.stderr,
-                flush=True,
-            )
+            print_error(f"rank {rank} on {detail} has ended without a message, or is out of reach")
         exit_process(1, has_lost_peer=True)
 
 

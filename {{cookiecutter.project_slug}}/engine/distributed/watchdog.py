@@ -11,11 +11,12 @@ import threading
 import time
 import traceback
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NoReturn
 
 import torch.distributed as dist
 
+from engine import print_error
 from engine.distributed.peers import exit_process, peer_monitor
 from engine.launch import LAUNCHER, REPEAT_S
 
@@ -85,12 +86,13 @@ class StopSignals(threading.Thread):
             self.received.set()
             if self.rank == 0 and dist.is_initialized():  # else the run has just ended
                 name = signal.Signals(number).name
-                print(
-                    f"{name}: saves after this step, or batch of the validation, and stops; "
-                    "another signal stops it at once",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                with suppress(OSError):  # a full disk
+                    print(
+                        f"{name}: saves after this step, or batch of the validation, and stops; "
+                        "another signal stops it at once",
+                        file=sys.stderr,
+                        flush=True,
+                    )
         elif now - self.requested_at > REPEAT_S:
             os._exit(128 + number)
 
@@ -155,11 +157,9 @@ def _exit_from(place: str, seconds: float) -> None:
     # Documented despite its name; faulthandler's format would lack the lines of code.
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     stack = traceback.format_stack(frame)
-    print(
-        f"error: rank {dist.get_rank()} has been in {place} for {seconds:.0f} s, more than "
-        f"--timeout; it is here:\n{''.join(stack)}",
-        file=sys.stderr,
-        flush=True,
+    print_error(
+        f"rank {dist.get_rank()} has been in {place} for {seconds:.0f} s, more than --timeout; it "
+        f"is here:\n{''.join(stack)}"
     )
     time.sleep(LINGER_S)  # the others log where they are: one of them is the cause
     exit_process(1)
