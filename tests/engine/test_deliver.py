@@ -132,6 +132,18 @@ def test_points_that_a_tracker_loses_with_its_process_are_sent_again(
     assert steps("rows") == [2, 9]
 
 
+@pytest.mark.parametrize("added", [3, 30])
+def test_queue_that_a_crash_of_the_host_has_shortened_is_sent_again(queue, tmp_path, added):
+    """The state may be newer on the disk than the queue; the run adds what it trains again."""
+    queue(*(point(step) for step in range(10)))
+    Delivery(tmp_path, "mlflow").send()
+    path = tmp_path / FOLDER / QUEUE
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:4]))
+    queue(start(2), *(point(step, loss=0.25) for step in range(3, 3 + added)))
+    Delivery(tmp_path, "mlflow").send()
+    assert [step for _, step, _ in FakeTracker.points] == list(range(max(10, 3 + added)))
+
+
 def test_state_of_another_run_is_not_used(queue, tmp_path):
     queue(point(1), point(2))
     Delivery(tmp_path, "mlflow").send()

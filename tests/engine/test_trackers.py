@@ -349,15 +349,21 @@ def test_environment_variables_are_not_logged(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("idle", "clock")
-def test_full_disk_ends_the_queue_with_a_warning(tmp_path, capsys):
+def test_points_of_epochs_lost_to_a_full_disk_are_queued_later(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(BackgroundProcess, "start", lambda self: None)
+    monkeypatch.setattr(Tracking, "check", lambda self: None)
     logger = open_logger(tmp_path, trackers=["mlflow"])
+    queue = logger.tracking._queue
     with Path("/dev/full").open("wb", buffering=0) as full:
         logger.tracking._queue = full
-        for step in (1, 2):
-            log_step(logger, step)
+        log_step(logger, 1)
+        logger.log_epoch(row(1))
     said = capsys.readouterr().out
-    assert said.count("warning: no further points are logged to the trackers (No space left") == 1
-    assert logger.tracking is None
+    assert said.count("warning: points of the trackers are missing (No space left") == 1
+    logger.tracking._queue = queue
+    logger.log_epoch(row(2))
+    points = [record for record in queue_of(tmp_path) if record.get("group") == "epoch"]
+    assert [record["step"] for record in points] == [10, 20]
 
 
 @pytest.mark.usefixtures("clock")

@@ -70,8 +70,16 @@ class Delivery:
         self.state |= {"is_sending": False, "is_open": False, "problem": ""}
         state = read_state(output, name)
         self.state |= state if state.get("run_id") == self.run_id else {}
+        if not self._is_line_end(self.state["offset"]):  # a crash of the host has cost lines
+            self.state |= {"offset": 0, "is_sending": True}  # the tracker tells what it has
         self.tracker: Tracker | None = None
         self._image_failures = 0
+
+    def _is_line_end(self, offset: int) -> bool:
+        """Return whether a position in the queue is its start, or that behind a line."""
+        with self.queue.open("rb") as file:
+            file.seek(max(0, offset - 1))
+            return offset == 0 or file.read(1) == b"\n"
 
     def send(self) -> int:
         """Send all records that are not delivered; return their number."""

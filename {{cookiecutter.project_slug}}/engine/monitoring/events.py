@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import time
 from collections.abc import Mapping
+from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 
 from PIL import Image
@@ -28,7 +31,8 @@ class EventWriter:
         numbers = [path.suffix[1:] for path in folder.glob(f"{PREFIX}.*")]
         last = max((int(number) for number in numbers if number.isdecimal()), default=0)
         path = folder / f"{PREFIX}.{max(time.time_ns(), last + 1)}"
-        self.writer = RecordWriter(path.open("wb"))
+        self._record_writer = RecordWriter
+        self.file = path.open("wb", buffering=0)  # noqa: SIM115 - kept open
         self._write(file_version="brain.Event:2")
         # Hides events of later steps, which a stopped run wrote after its last checkpoint.
         self._write(step=step + 1, session_log={"status": event_pb2.SessionLog.START})
@@ -47,5 +51,20 @@ class EventWriter:
 
     def _write(self, **fields: object) -> None:
         event = self._event_type(wall_time=time.time(), **fields)
-        self.writer.write(event.SerializeToString())
-        self.writer.flush()
+        record = io.BytesIO()
+        self._record_writer(record).write(event.SerializeToString())
+        append(self.file, record.getvalue())
+
+
+def append(file: FileIO, record: bytes) -> None:
+    """Append a record to an unbuffered file. Raises OSError; then nothing of it is left there."""
+    end = file.tell()
+    rest = memoryview(record)
+    try:
+        while rest:
+            rest = rest[file.write(rest) :]
+    except OSError:
+        with suppress(OSError):
+            file.seek(end)
+            file.truncate()
+        raise

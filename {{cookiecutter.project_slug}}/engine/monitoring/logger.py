@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from itertools import dropwhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,6 +76,7 @@ class Logger(Console):
         self._config = ""  # the text of config.json
         self.events: EventWriter | None = None
         self.tracking: Tracking | None = None
+        self._late_rows: list[tuple[EventWriter | Tracking, dict[str, Any]]] = []  # not written yet
         self._trackers = trackers
         self.curves = curves.BackgroundProcess(output, self.warning)
         self._meter: Meter | None = None
@@ -279,8 +281,11 @@ class Logger(Console):
         is_logged = any({n: int(one[n]) for n in POSITION} == position for one in self.rows)
         self.rows = [one for one in self.rows if int(one["epoch"]) != position["epoch"]]
         self.rows.append(position | values)
-        if not is_logged:
-            self._write_event(lambda events: events.add_scalars("epoch", values, position["step"]))
+        late, self._late_rows = self._late_rows, []
+        new = [] if is_logged else [(writer, self.rows[-1]) for writer in self._writers()]
+        for writer, one in late + new:
+            if not self._write(writer, partial(self._add_rows, rows=[one])):
+                self._late_rows.append((writer, one))
         with self._errors_as_warning(f"rows are missing in {TABLE}"):
             run_files.write_rows(self.output / TABLE, self.rows, self.monitored.name)
         if self._config and not (self.output / CONFIG).exists():  # the folder was removed
@@ -350,18 +355,23 @@ class Logger(Console):
         text = " ".join(f"{name} {value:.4f}" for name, value in results.items())
         self.info(f"{path}: {text}")
 
+    def _writers(self) -> list[EventWriter | Tracking]:
+        return [writer for writer in (self.events, self.tracking) if writer]
+
     def _write_event(self, write: Callable[[EventWriter | Tracking], None]) -> None:
-        """Call `write` with each writer. After an error, its file may end in a torn event."""
-        events, tracking = self.events, self.tracking
-        self.events = self.tracking = None
-        if events:
-            with self._errors_as_warning("no further TensorBoard events are written"):
-                write(events)
-                self.events = events
-        if tracking:
-            with self._errors_as_warning("no further points are logged to the trackers"):
-                write(tracking)
-                self.tracking = tracking
+        """Call `write` with each writer."""
+        for writer in self._writers():
+            self._write(writer, write)
+
+    def _write(
+        self, writer: EventWriter | Tracking, write: Callable[[EventWriter | Tracking], None]
+    ) -> bool:
+        """Call `write` with a writer; return whether that has succeeded."""
+        kind = "TensorBoard events" if writer is self.events else "points of the trackers"
+        with self._errors_as_warning(f"{kind} are missing"):
+            write(writer)
+            return True
+        return False
 
     def finish_tracking(self, status: str) -> None:
         """End the run in the trackers as FINISHED or KILLED; wait for them, but not for long."""

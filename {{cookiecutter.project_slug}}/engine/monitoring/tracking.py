@@ -17,14 +17,15 @@ import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from io import BufferedReader, FileIO
 from pathlib import Path
 from shlex import quote
-from typing import IO
 
 import torch
 import torch.distributed as dist
 
 from engine import MAX_BYTES, regular_only
+from engine.monitoring.events import append
 from engine.monitoring.trackers import FOLDER, LOG, QUEUE, complete_lines, is_run_id, read_state
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -47,7 +48,7 @@ class Tracking:
 
     run_id: str = field(default="", init=False)
     is_first: bool = field(default=True, init=False)  # there were no points of this run
-    _queue: IO[bytes] = field(init=False)
+    _queue: FileIO = field(init=False)
     _processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict, init=False)
     _warned: set[str] = field(default_factory=set, init=False)
     _checked_at: float = field(default=0.0, init=False)
@@ -69,7 +70,7 @@ class Tracking:
         self.run_id = run_id or queued_id or uuid.uuid4().hex[:16]
         self.is_first = queued_id != self.run_id
         mode = "w+b" if self.is_first else "r+b"
-        self._queue = open(path, mode, opener=regular_only)  # noqa: SIM115 - kept open
+        self._queue = open(path, mode, 0, opener=regular_only)  # noqa: SIM115 - kept open
         _remove_torn_line(self._queue)
         texts = {name: str(value) for name, value in parameters.items() if value is not None}
         start = {"run_id": self.run_id, "step": step, "name": self.output.name}
@@ -126,8 +127,7 @@ class Tracking:
                 self.info(f"{name}: {left} records are not delivered{reason}; send them: {command}")
 
     def _append(self, record: Mapping[str, object]) -> None:
-        self._queue.write(json.dumps(record).encode() + b"\n")
-        self._queue.flush()
+        append(self._queue, json.dumps(record).encode() + b"\n")
 
     def _left(self, name: str) -> int:
         """Return the number of records that are not delivered."""
@@ -160,13 +160,12 @@ def _queued_run_id(path: Path) -> str:
     return ""
 
 
-def _remove_torn_line(queue: IO[bytes]) -> None:
+def _remove_torn_line(queue: FileIO) -> None:
     """Remove a line that a killed process has not completed; move to the end."""
-    size = queue.seek(0, os.SEEK_END)
-    queue.seek(0)
-    complete = sum(map(len, complete_lines(queue)))
-    if complete < size:
-        queue.truncate(complete)
+    reader = BufferedReader(queue)
+    complete = sum(map(len, complete_lines(reader)))
+    reader.detach()
+    queue.truncate(complete)
     queue.seek(complete)
 
 
