@@ -598,7 +598,7 @@ def evaluate(run: Run, batches: Sequence | DataLoader) -> dict[str, float]:
                 run.logger.warning(f"the outputs for {batches_with_nan} batches hold nan")
                 found = dict.fromkeys(found, math.nan)
             results |= found
-        run.logger.check_results(results)
+        results = run.logger.agree_on(results)
         run.watchdog.leave()
     return results
 

@@ -760,6 +760,15 @@ def test_disk_that_does_not_answer_about_best_costs_no_save(
     assert two_processes(saved_without_an_answer_of_the_disk, str(tmp_path)) == [(0.9, [])] * 2
 
 
+def test_disk_that_does_not_answer_is_not_taken_for_no_best(tmp_path, monkeypatch) -> None:
+    """Since Python 3.14, Path.exists raises no errors of the disk."""
+    monkeypatch.setattr(Path, "exists", lambda self: False)
+    assert files.best_of(tmp_path) is None
+    monkeypatch.setattr(Path, "stat", mock.Mock(side_effect=OSError(errno.ESTALE, "")))
+    with pytest.raises(OSError, match=str(errno.ESTALE)):
+        files.best_of(tmp_path)
+
+
 def results_during_a_write(folder: str) -> tuple[float, float, list[bool], bool]:
     """Train on after a validation that ended before its epoch's checkpoint was written."""
     model = nn.Linear(3, 3)

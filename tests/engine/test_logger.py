@@ -737,9 +737,9 @@ def test_loop_and_task_use_different_names(logger, is_logged_first):
     if is_logged_first:  # as in a resumed run, which begins without a validation
         meter.log(val_top5=0.5)
         with pytest.raises(UserError, match=r"meter\.log\(val_top5=.* in the loop and Metrics"):
-            logger.check_results({METRIC: 0.5, "val_top5": 0.75})
+            logger.agree_on({METRIC: 0.5, "val_top5": 0.75})
     else:
-        logger.check_results({METRIC: 0.5, "val_top5": 0.75})
+        logger.agree_on({METRIC: 0.5, "val_top5": 0.75})
         meter = logger.start_epoch(torch.device("cpu"), 10)
         meter.log(top5=0.5)
         with pytest.raises(UserError, match="val_top5=.*: it is a column of metrics.csv"):
@@ -750,8 +750,17 @@ def warnings_of_results(results):
     """Return what each process warns of its own one of `results`."""
     logger, warnings = Logger(None, 0, ACCURACY), []
     logger.warning = warnings.append
-    logger.check_results(results[dist.get_rank()])
+    logger.agree_on(results[dist.get_rank()])
     return warnings
+
+
+def agreed_results():
+    return Logger(None, 1, ACCURACY).agree_on({METRIC: float(dist.get_rank()), "val_loss": 0.5})
+
+
+def test_all_processes_have_the_results_of_rank_0(two_processes):
+    """Or --patience would end some of them alone."""
+    assert two_processes(agreed_results) == [{METRIC: 0.0, "val_loss": 0.5}] * 2
 
 
 def test_metric_of_a_part_of_the_samples_is_a_warning(two_processes):

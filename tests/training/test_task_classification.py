@@ -183,7 +183,7 @@ def test_weighted_loss_is_the_mean_of_that_of_parts(project: Project) -> None:
     assert whole.item() == pytest.approx(torch.stack(losses).mean().item())
 
 
-@pytest.mark.parametrize("labels", [None, ["cat", "dog", "cat"]])
+@pytest.mark.parametrize("labels", [None, ["cat", "dog", "cat"], [0, 1, 0, 1]])
 def test_data_without_labels_has_no_class_weights(labels: list[str] | None) -> None:
     data = type("Data", (list,), {} if labels is None else {"labels": labels})(range(3))
     with pytest.raises(UserError, match="--class-weights: the training data needs an attribute"):

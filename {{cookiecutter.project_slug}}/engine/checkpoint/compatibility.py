@@ -33,11 +33,11 @@ def was_begun(folder: Path, settings: Mapping[str, Any]) -> bool:
     """
     path, ids = folder / CONFIG, distributed.launch_ids()
     has_id = LAUNCH_ID in ids
-    if not path.exists():
-        return not has_id
     try:
         theirs = dict(json.loads(read_text(path)))
         launch = dict(theirs.get(LAUNCH, {}))
+    except FileNotFoundError:
+        return not has_id
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise UserError(
             f"{path} can't be read ({shorten(str(error), 80)}): add --resume auto to continue "

@@ -81,9 +81,15 @@ def _is_same(name: Path, path: Path) -> bool:
 
 
 def best_of(folder: Path) -> Path | None:
-    """Return the path of the checkpoint of the best metric, of either kind, if there is one."""
-    best = folder / BEST
-    return next((path for path in (best, best.with_suffix("")) if path.exists()), None)
+    """Return the path of the checkpoint of the best metric, of either kind, if there is one.
+
+    Raises OSError if the disk does not answer, for which Path.exists is False since Python 3.14.
+    """
+    for path in (folder / BEST, (folder / BEST).with_suffix("")):
+        with suppress(FileNotFoundError, NotADirectoryError):
+            path.stat()
+            return path
+    return None
 
 
 def identify_best(folder: Path) -> tuple[float, int] | None:

@@ -28,7 +28,7 @@ def balanced_weights(labels: Sequence[int] | Tensor) -> Tensor:
 class WeightedDataset(DatasetWrapper):
     """`dataset` with the weight of each sample, a float32 scalar, as its last element.
 
-    Raises UserError if it has no attribute ``labels``, or that is no list of numbers.
+    Raises UserError if it has no attribute ``labels``, or that is no list of a number for each.
     """
 
     def __init__(self, dataset: SizedDataset) -> None:
@@ -36,6 +36,8 @@ class WeightedDataset(DatasetWrapper):
         labels: Any = getattr(dataset, "labels", None)
         try:
             self.weights = balanced_weights(labels)
+            if len(self.weights) != len(dataset):  # such as those of the set that it is a part of
+                raise ValueError
         except (TypeError, ValueError, RuntimeError):  # None is no tensor either
             raise UserError(
                 "--class-weights: the training data needs an attribute .labels, the list of the "

@@ -297,8 +297,8 @@ class Logger(Console):
         self._print_warm_up(throughput)
         self.print_row(self.rows[-1], run_files.main_columns(self.monitored.name))
 
-    def check_results(self, results: dict[str, float]) -> None:
-        """Warn of metrics that differ between the processes, which all call it.
+    def agree_on(self, results: dict[str, float]) -> dict[str, float]:
+        """Return the results of rank 0, on all ranks; warn of those that differ.
 
         Raises UserError without the monitored metric, and for names that the loop logs, too.
         """
@@ -320,6 +320,7 @@ class Logger(Console):
                     f"{name} is not that of all samples, but differs between the processes "
                     f"({shown}): sum its counts in Metrics.compute, with dist.all_reduce"
                 )
+        return everywhere[0]  # on which --patience depends, and with it who trains on
 
     def _print_warm_up(self, images_per_second: float) -> None:
         """Print how long the warm-up took, if it was notably longer than other steps."""
