@@ -105,7 +105,7 @@ class RemoteFolder:
         manifest = shards.read_manifest(folder)
         self._check(manifest)
         index = folder / INDEX
-        if not index.is_file() or index.stat().st_size != manifest.index_size:
+        if not index.is_file() or shards.checksum(index) != manifest.index_sha256:
             with replacing(index) as temporary, temporary.open("wb") as file:
                 name = f"{folder.name}/{INDEX}"
                 size, expected = manifest.index_size, manifest.index_sha256
