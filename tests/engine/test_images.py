@@ -294,6 +294,26 @@ def test_files_that_the_gpu_cannot_decode_are_decoded_on_the_cpu(folder, monkeyp
     assert torch.equal(found, expected)
 
 
+@decodes_files
+@pytest.mark.parametrize("reports", [True, False])
+@pytest.mark.parametrize("kind", gpu_decoding.DEVICE_ERRORS)
+def test_error_of_the_gpu_is_not_reported_as_one_of_a_file(folder, monkeypatch, kind, reports):
+    """The decoder reports it, or fails in another way, and copying the image reports it."""
+
+    class Image:
+        def to(self, device):
+            raise kind("CUDA error")
+
+    def decode_jpeg(files, mode, device=None):
+        if device is None:
+            return Image()
+        raise kind("CUDA error") if reports else RuntimeError("nvjpegDecode failed")
+
+    monkeypatch.setattr(gpu_decoding, "decode_jpeg", decode_jpeg)
+    with pytest.raises(kind, match="CUDA error"):
+        next(iter(DecodingLoader(CPU, datasets_in(folder)[1], batch_size=5)))
+
+
 def test_decoding_loader_refuses_a_data_set_without_files():
     with pytest.raises(UserError, match="--decode gpu: .* leave it out"):
         next(iter(DecodingLoader(CPU, task.Digits(train=True))))

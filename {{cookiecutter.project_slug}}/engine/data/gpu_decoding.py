@@ -4,7 +4,6 @@ import io
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from importlib import util
 from typing import Any, NamedTuple
 
@@ -34,6 +33,11 @@ ENOUGH_CORES = 14
 PREFETCH = 2  # batches that are decoded before they are needed
 MANY_WORKERS = 6  # have cores to spare: they decode some files, see `is_for_workers`
 SMALL_IMAGE = 2**17  # pixels
+# Errors of the GPU, which files do not cause. torch before 2.8 has the first one only.
+DEVICE_ERRORS = (
+    torch.OutOfMemoryError,
+    getattr(torch, "AcceleratorError", torch.OutOfMemoryError),
+)
 
 
 class Packed(NamedTuple):
@@ -142,15 +146,21 @@ def _decode_on(device: torch.device, files: list[Tensor], paths: list[str]) -> l
         return []
     try:
         return decode_jpeg(files, mode=RGB, device=device)
+    except DEVICE_ERRORS:
+        raise
     except RuntimeError:  # caused by one of them, which is not named
         return [_decode_alone(device, *file) for file in zip(files, paths, strict=True)]
 
 
 def _decode_alone(device: torch.device, file: Tensor, path: str) -> Tensor:
-    with suppress(RuntimeError):  # damaged, or of a kind that only the CPU's decoder supports
+    try:
         return decode_jpeg(file, mode=RGB, device=device)
-    with naming_errors(path, "an image"):
-        return decode_jpeg(file, mode=RGB).to(device)
+    except DEVICE_ERRORS:
+        raise
+    except RuntimeError:  # damaged, or of a kind that only the CPU's decoder supports
+        with naming_errors(path, "an image"):
+            image = decode_jpeg(file, mode=RGB)
+    return image.to(device)
 
 
 def _crop_batch(images: list[Tensor], spans: Tensor, flips: list[int], size: int) -> Tensor:
