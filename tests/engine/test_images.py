@@ -3,6 +3,7 @@
 import io
 import struct
 import zlib
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -312,6 +313,22 @@ def test_error_of_the_gpu_is_not_reported_as_one_of_a_file(folder, monkeypatch, 
     monkeypatch.setattr(gpu_decoding, "decode_jpeg", decode_jpeg)
     with pytest.raises(kind, match="CUDA error"):
         next(iter(DecodingLoader(CPU, datasets_in(folder)[1], batch_size=5)))
+
+
+@decodes_files
+def test_decoding_thread_uses_the_gpu_of_its_process(folder, monkeypatch):
+    """A thread starts with GPU 0, on which each process would have a context."""
+    loader = DecodingLoader(CPU, datasets_in(folder)[0], batch_size=5)
+    loader.stream = SimpleNamespace(device=torch.device("cuda", 1))
+    calls = []
+    batch = SimpleNamespace(record_stream=calls.append)
+    monkeypatch.setattr(torch.cuda, "set_device", calls.append)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext(calls.append("entered")))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: "of the training")
+    monkeypatch.setattr(gpu_decoding, "unpack", lambda *_: batch)
+    next(iter(loader))
+    assert calls[:2] == [loader.stream.device, "entered"]
+    assert "of the training" in calls
 
 
 def test_decoding_loader_refuses_a_data_set_without_files():

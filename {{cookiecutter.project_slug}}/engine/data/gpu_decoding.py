@@ -200,6 +200,8 @@ class DecodingLoader(DataLoader):
                 yield self._collect(pending.popleft())
 
     def _decode(self, batch: list) -> list[Tensor]:
+        if self.stream:  # a thread starts with GPU 0, where the stream would create a context
+            torch.cuda.set_device(self.stream.device)
         with torch.cuda.stream(self.stream):
             return [unpack(batch[0], self.device), *batch[1:]]
 
