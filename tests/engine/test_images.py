@@ -406,25 +406,27 @@ def test_decoding_on_the_gpu_requires_a_gpu():
 
 
 @pytest.mark.parametrize(
-    ("wanted", "gpu", "cores", "works", "expected", "logged"),
+    ("wanted", "gpu", "cores", "works", "skipped", "expected", "logged"),
     [
         (
             "auto",
             True,
             8,
             True,
+            0,
             "gpu",
             "--decode auto: gpu, on 8 CPU cores for each process, fewer",
         ),
-        ("auto", True, 14, True, "cpu", "--decode auto: cpu, on 14 CPU cores for each process\n"),
-        ("auto", True, 8, False, "cpu", "fewer than 14; --decode gpu: no decoder"),
-        ("auto", False, 8, True, "cpu", ""),
-        ("cpu", True, 8, True, "cpu", ""),
-        ("gpu", True, 99, False, "gpu", ""),  # refused when the loader is built
+        ("auto", True, 14, True, 0, "cpu", "decode auto: cpu, on 14 CPU cores for each process\n"),
+        ("auto", True, 8, False, 0, "cpu", "fewer than 14; --decode gpu: no decoder"),
+        ("auto", True, 8, True, 1, "cpu", "--decode auto: cpu, which --skip-broken requires\n"),
+        ("auto", False, 8, True, 1, "cpu", ""),
+        ("cpu", True, 8, True, 1, "cpu", ""),
+        ("gpu", True, 99, False, 0, "gpu", ""),  # refused when the loader is built
     ],
 )
 def test_decoder_is_chosen_by_the_cpu_cores(
-    wanted, gpu, cores, works, expected, logged, monkeypatch, capsys
+    wanted, gpu, cores, works, skipped, expected, logged, monkeypatch, capsys
 ):
     def require_gpu_decoder(device):
         if not works:
@@ -434,7 +436,7 @@ def test_decoder_is_chosen_by_the_cpu_cores(
     monkeypatch.setattr(gpu_decoding.distributed, "cpu_cores", lambda: cores)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    assert gpu_decoding.choose_decoder(wanted) == expected
+    assert gpu_decoding.choose_decoder(wanted, skipped) == expected
     said = capsys.readouterr().err
     assert logged in said if logged else not said
 

@@ -50,16 +50,12 @@ class Packed(NamedTuple):
     size: int
 
 
-def pack(batch: list[tuple]) -> list | None:
+def pack(batch: list[tuple]) -> list:
     """Collate a batch of (Encoded, …) to [Packed, …]; the CPU decodes what the GPU should not.
-
-    Returns None for no samples.
 
     Raises:
         UserError: if the dataset returns something else, or a file is damaged.
     """
-    if not batch:
-        return None
     if not isinstance(batch[0][0], Encoded):
         raise UserError("--decode gpu: this data set's images are not files; leave it out")
     images, *others = zip(*batch, strict=True)
@@ -189,10 +185,10 @@ class DecodingLoader(DataLoader):
     def __iter__(self) -> Iterator[list[Tensor]]:  # type: ignore[override]  # torch's is narrower
         return self._decode_ahead(super().__iter__())  # draws the workers' seed now
 
-    def _decode_ahead(self, batches: Iterator[list | None]) -> Iterator[list[Tensor]]:
+    def _decode_ahead(self, batches: Iterator[list]) -> Iterator[list[Tensor]]:
         with ThreadPoolExecutor(1) as thread:
             pending: deque[Future[list[Tensor]]] = deque()
-            for batch in filter(None, batches):  # without those of which no sample is left
+            for batch in batches:
                 pending.append(thread.submit(self._decode, batch))
                 if len(pending) > PREFETCH:
                     yield self._collect(pending.popleft())
@@ -212,13 +208,19 @@ class DecodingLoader(DataLoader):
         return batch
 
 
-def choose_decoder(wanted: str) -> str:
-    """Return where JPEG files are decoded, "cpu" or "gpu"; choose, and log it, for "auto"."""
+def choose_decoder(wanted: str, skip_broken: int = 0) -> str:
+    """Return where JPEG files are decoded, "cpu" or "gpu"; choose, and log it, for "auto".
+
+    Args:
+        skip_broken: number of files to skip; what the GPU can't decode is found too late for it.
+    """
     if wanted != "auto" or not torch.cuda.is_available():
         return "cpu" if wanted == "auto" else wanted
     cores = distributed.cpu_cores()
     decoder, reason = "cpu", f"on {cores} CPU cores for each process"
-    if cores < ENOUGH_CORES:
+    if skip_broken:
+        reason = "which --skip-broken requires"
+    elif cores < ENOUGH_CORES:
         reason += f", fewer than {ENOUGH_CORES}"
         try:
             require_gpu_decoder(torch.device("cuda", torch.cuda.current_device()))
