@@ -14,6 +14,7 @@ UNCHANGED = {
     "image_size": None,
     "hflip": 0.5,
     "model_options": {},
+    "skip_broken": 0,
 }  # the flags of training samples of the task classification, by default
 LEFTOVERS = ("__pycache__", ".*_cache", "*.egg-info", "runs")
 

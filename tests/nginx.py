@@ -35,6 +35,7 @@ http {{
         root {root};
         location /slow/ {{ alias {root}/; limit_rate 200k; }}
         location /private/ {{ return 403; }}
+        location /unlisted/ {{ alias {root}/; error_page 404 = /private/; }}
         location /whole/ {{ alias {root}/; max_ranges 0; }}
     }}
 }}
@@ -42,7 +43,10 @@ http {{
 
 
 class Nginx:
-    """A server of the files in `root`: /slow/ sends 200 KB/s, /whole/ ignores range requests."""
+    """A server of the files in `root`: /slow/ sends 200 KB/s, /whole/ ignores range requests.
+
+    /unlisted/ answers 403 for files that are not there, as S3 does without s3:ListBucket.
+    """
 
     def __init__(self, root: Path, folder: Path) -> None:
         self.folder, self.port = folder, free_port()

@@ -94,6 +94,8 @@ def check_arguments(parser: cli.ArgumentParser, args: argparse.Namespace) -> Non
     models.set_model_options(parser, args, default_image(args))
     if args.decode == "gpu" and (args.dummy or args.data is None or idx.is_idx(args.data)):
         parser.error("--decode gpu is for the JPEG files of --data")
+    if args.decode == "gpu" and args.skip_broken:
+        parser.error("--skip-broken needs files that the CPU decodes; leave out --decode gpu")
     if args.class_weights and args.dummy:
         parser.error("--class-weights is for the classes of training data, not for --dummy")
     if (args.mixup or args.cutmix or args.random_erasing) and args.dummy:
@@ -199,7 +201,7 @@ def read_datasets(args: argparse.Namespace) -> tuple[SizedDataset, SizedDataset]
         if not folder.is_dir():
             raise UserError(f"--data {args.data}: there is no folder {folder}; it takes {LAYOUT}")
     on_cpu = args.auto_augment or spec.interpolation != "bilinear"  # the GPU's is bilinear
-    decode = choose_decoder("cpu" if on_cpu else args.decode)
+    decode = choose_decoder("cpu" if on_cpu else args.decode, args.skip_broken)
     to_center = partial(center_crop, spec=spec.for_eval())
     if args.eval_only:
         val_set = Images(args.data / "val", to_center, decode=decode)

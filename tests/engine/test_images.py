@@ -3,6 +3,7 @@
 import io
 import struct
 import zlib
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -294,6 +295,42 @@ def test_files_that_the_gpu_cannot_decode_are_decoded_on_the_cpu(folder, monkeyp
     assert torch.equal(found, expected)
 
 
+@decodes_files
+@pytest.mark.parametrize("reports", [True, False])
+@pytest.mark.parametrize("kind", gpu_decoding.DEVICE_ERRORS)
+def test_error_of_the_gpu_is_not_reported_as_one_of_a_file(folder, monkeypatch, kind, reports):
+    """The decoder reports it, or fails in another way, and copying the image reports it."""
+
+    class Image:
+        def to(self, device):
+            raise kind("CUDA error")
+
+    def decode_jpeg(files, mode, device=None):
+        if device is None:
+            return Image()
+        raise kind("CUDA error") if reports else RuntimeError("nvjpegDecode failed")
+
+    monkeypatch.setattr(gpu_decoding, "decode_jpeg", decode_jpeg)
+    with pytest.raises(kind, match="CUDA error"):
+        next(iter(DecodingLoader(CPU, datasets_in(folder)[1], batch_size=5)))
+
+
+@decodes_files
+def test_decoding_thread_uses_the_gpu_of_its_process(folder, monkeypatch):
+    """A thread starts with GPU 0, on which each process would have a context."""
+    loader = DecodingLoader(CPU, datasets_in(folder)[0], batch_size=5)
+    loader.stream = SimpleNamespace(device=torch.device("cuda", 1))
+    calls = []
+    batch = SimpleNamespace(record_stream=calls.append)
+    monkeypatch.setattr(torch.cuda, "set_device", calls.append)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext(calls.append("entered")))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: "of the training")
+    monkeypatch.setattr(gpu_decoding, "unpack", lambda *_: batch)
+    next(iter(loader))
+    assert calls[:2] == [loader.stream.device, "entered"]
+    assert "of the training" in calls
+
+
 def test_decoding_loader_refuses_a_data_set_without_files():
     with pytest.raises(UserError, match="--decode gpu: .* leave it out"):
         next(iter(DecodingLoader(CPU, task.Digits(train=True))))
@@ -369,25 +406,27 @@ def test_decoding_on_the_gpu_requires_a_gpu():
 
 
 @pytest.mark.parametrize(
-    ("wanted", "gpu", "cores", "works", "expected", "logged"),
+    ("wanted", "gpu", "cores", "works", "skipped", "expected", "logged"),
     [
         (
             "auto",
             True,
             8,
             True,
+            0,
             "gpu",
             "--decode auto: gpu, on 8 CPU cores for each process, fewer",
         ),
-        ("auto", True, 14, True, "cpu", "--decode auto: cpu, on 14 CPU cores for each process\n"),
-        ("auto", True, 8, False, "cpu", "fewer than 14; --decode gpu: no decoder"),
-        ("auto", False, 8, True, "cpu", ""),
-        ("cpu", True, 8, True, "cpu", ""),
-        ("gpu", True, 99, False, "gpu", ""),  # refused when the loader is built
+        ("auto", True, 14, True, 0, "cpu", "decode auto: cpu, on 14 CPU cores for each process\n"),
+        ("auto", True, 8, False, 0, "cpu", "fewer than 14; --decode gpu: no decoder"),
+        ("auto", True, 8, True, 1, "cpu", "--decode auto: cpu, which --skip-broken requires\n"),
+        ("auto", False, 8, True, 1, "cpu", ""),
+        ("cpu", True, 8, True, 1, "cpu", ""),
+        ("gpu", True, 99, False, 0, "gpu", ""),  # refused when the loader is built
     ],
 )
 def test_decoder_is_chosen_by_the_cpu_cores(
-    wanted, gpu, cores, works, expected, logged, monkeypatch, capsys
+    wanted, gpu, cores, works, skipped, expected, logged, monkeypatch, capsys
 ):
     def require_gpu_decoder(device):
         if not works:
@@ -397,7 +436,7 @@ def test_decoder_is_chosen_by_the_cpu_cores(
     monkeypatch.setattr(gpu_decoding.distributed, "cpu_cores", lambda: cores)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    assert gpu_decoding.choose_decoder(wanted) == expected
+    assert gpu_decoding.choose_decoder(wanted, skipped) == expected
     said = capsys.readouterr().err
     assert logged in said if logged else not said
 

@@ -1,6 +1,7 @@
 """python -m engine.data.pack: packed image folders, read as the folders are."""
 
 import copy
+import fcntl
 import json
 import os
 import resource
@@ -15,6 +16,7 @@ from io import FileIO
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from threading import Barrier
+from typing import Any
 
 import numpy as np
 import pytest
@@ -221,6 +223,20 @@ def test_folder_is_locked_until_its_pack_is_complete(folder, tmp_path):
             pack.plan(folder, out, options)
     pack.pack(packers, 1, 0)
     assert all(packer.is_complete for packer in pack.plan(folder, out, options))
+
+
+def test_pack_that_another_process_continues_before_the_lock_is_kept(folder, tmp_path, monkeypatch):
+    options = packing.Options(1000, 90, 20_000, False)
+
+    def flock(*arguments: Any) -> None:
+        monkeypatch.undo()
+        pack.plan(folder, tmp_path / "out", options)[0].run(1)
+        fcntl.flock(*arguments)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    packers = pack.plan(folder, tmp_path / "out", options)
+    pack.pack(packers, 1, 0)
+    assert len(datasets(tmp_path / "out")[0]) == 10
 
 
 def test_complete_pack_is_left_unchanged(folder, tmp_path, run_pack, capsys):

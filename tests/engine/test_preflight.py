@@ -126,11 +126,12 @@ def test_low_limit_of_open_files_is_a_warning(run_check, monkeypatch):
         assert status == WARNING and fix in text
 
 
-def test_used_master_port_is_an_error(run_check, two_hosts, monkeypatch):
+def test_master_address_of_another_host_is_an_error(run_check, two_hosts, monkeypatch):
+    two_hosts.listen()  # as rank 0 of the check does
     assert run_check(check_rendezvous)[0] == OK
-    two_hosts.listen()
+    monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")
     status, text = run_check(check_rendezvous)
-    assert status == ERROR and "free port" in text
+    assert status == ERROR and "use an address of this host" in text
     monkeypatch.setenv("NODE_RANK", "1")
     assert run_check(check_rendezvous)[0] == OK
 

@@ -168,6 +168,12 @@ def test_unreachable_master_is_an_error(run_check, master):
     assert status == ERROR and "MASTER_ADDR=127.0.0.1" in text and "can't be reached" in text
 
 
+def test_used_master_port_is_an_error(run_check, two_hosts):
+    two_hosts.listen()
+    status, text = run_check(rank_checks.check_all_reduce, 0, 0, 2, torch.device("cpu"))
+    assert status == ERROR and "can't be used on this host (Address already in use" in text
+
+
 def test_all_reduce(run_check, master, monkeypatch):
     device = torch.device("cpu")
     try:

@@ -255,6 +255,23 @@ def test_damaged_shard_in_the_cache_is_read_by_url_again(server, packed, tmp_pat
 
 
 @needs_nginx
+def test_refused_files_of_other_layouts_count_as_absent(server, tmp_path, run_pack, masks_folder):  # noqa: F811
+    run_pack(masks_folder, tmp_path / "served" / "pairs", LARGE)
+    url = RemoteFolder(f"{server.url}/unlisted/pairs", tmp_path / "cache", MANY)
+    for original, other in zip(mask_datasets(masks_folder), mask_datasets(url), strict=True):
+        assert len(other) == len(original) and other.classes == original.classes
+
+
+@needs_nginx
+def test_damaged_index_in_the_cache_is_downloaded_again(server, packed, tmp_path):
+    mirror = RemoteFolder(f"{server.url}/packed", tmp_path / "cache", MANY).mirror
+    index = mirror / "train" / "index.bin"
+    index.write_bytes(bytes(index.stat().st_size))
+    datasets(RemoteFolder(f"{server.url}/packed", tmp_path / "cache", MANY))
+    assert index.read_bytes() == (packed / "train" / "index.bin").read_bytes()
+
+
+@needs_nginx
 def test_failing_requests_are_repeated(server, packed, tmp_path, monkeypatch):
     monkeypatch.setattr(store, "READ_S", 1)
     proxy = FaultyProxy(server.port, ["error", "", "cut", "refuse", "stall", "", "cut"] * 3)

@@ -212,6 +212,10 @@ def test_flip_average_is_the_mean_of_both_predictions(
         (("--data", "IDX", "--eval-size", 20_000), "--eval-size 20000: use at most 16384"),
         (("--data", "IDX", "--interpolation", "bicubic"), "are not for IDX files"),
         (("--data", "IDX", "--decode", "gpu"), "--decode gpu is for the JPEG files"),
+        (
+            ("--data", "folder", "--decode", "gpu", "--skip-broken", 1),
+            "--skip-broken needs files that the CPU decodes; leave out --decode gpu",
+        ),
         (("--image-size", "64:32"), "'64:32' is not a number of pixels"),
     ],
 )

@@ -4,7 +4,6 @@ import io
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from importlib import util
 from typing import Any, NamedTuple
 
@@ -34,6 +33,11 @@ ENOUGH_CORES = 14
 PREFETCH = 2  # batches that are decoded before they are needed
 MANY_WORKERS = 6  # have cores to spare: they decode some files, see `is_for_workers`
 SMALL_IMAGE = 2**17  # pixels
+# Errors of the GPU, which files do not cause. torch before 2.8 has the first one only.
+DEVICE_ERRORS = (
+    torch.OutOfMemoryError,
+    getattr(torch, "AcceleratorError", torch.OutOfMemoryError),
+)
 
 
 class Packed(NamedTuple):
@@ -46,16 +50,12 @@ class Packed(NamedTuple):
     size: int
 
 
-def pack(batch: list[tuple]) -> list | None:
+def pack(batch: list[tuple]) -> list:
     """Collate a batch of (Encoded, …) to [Packed, …]; the CPU decodes what the GPU should not.
-
-    Returns None for no samples.
 
     Raises:
         UserError: if the dataset returns something else, or a file is damaged.
     """
-    if not batch:
-        return None
     if not isinstance(batch[0][0], Encoded):
         raise UserError("--decode gpu: this data set's images are not files; leave it out")
     images, *others = zip(*batch, strict=True)
@@ -142,15 +142,21 @@ def _decode_on(device: torch.device, files: list[Tensor], paths: list[str]) -> l
         return []
     try:
         return decode_jpeg(files, mode=RGB, device=device)
+    except DEVICE_ERRORS:
+        raise
     except RuntimeError:  # caused by one of them, which is not named
         return [_decode_alone(device, *file) for file in zip(files, paths, strict=True)]
 
 
 def _decode_alone(device: torch.device, file: Tensor, path: str) -> Tensor:
-    with suppress(RuntimeError):  # damaged, or of a kind that only the CPU's decoder supports
+    try:
         return decode_jpeg(file, mode=RGB, device=device)
-    with naming_errors(path, "an image"):
-        return decode_jpeg(file, mode=RGB).to(device)
+    except DEVICE_ERRORS:
+        raise
+    except RuntimeError:  # damaged, or of a kind that only the CPU's decoder supports
+        with naming_errors(path, "an image"):
+            image = decode_jpeg(file, mode=RGB)
+    return image.to(device)
 
 
 def _crop_batch(images: list[Tensor], spans: Tensor, flips: list[int], size: int) -> Tensor:
@@ -179,10 +185,10 @@ class DecodingLoader(DataLoader):
     def __iter__(self) -> Iterator[list[Tensor]]:  # type: ignore[override]  # torch's is narrower
         return self._decode_ahead(super().__iter__())  # draws the workers' seed now
 
-    def _decode_ahead(self, batches: Iterator[list | None]) -> Iterator[list[Tensor]]:
+    def _decode_ahead(self, batches: Iterator[list]) -> Iterator[list[Tensor]]:
         with ThreadPoolExecutor(1) as thread:
             pending: deque[Future[list[Tensor]]] = deque()
-            for batch in filter(None, batches):  # without those of which no sample is left
+            for batch in batches:
                 pending.append(thread.submit(self._decode, batch))
                 if len(pending) > PREFETCH:
                     yield self._collect(pending.popleft())
@@ -190,6 +196,8 @@ class DecodingLoader(DataLoader):
                 yield self._collect(pending.popleft())
 
     def _decode(self, batch: list) -> list[Tensor]:
+        if self.stream:  # a thread starts with GPU 0, where the stream would create a context
+            torch.cuda.set_device(self.stream.device)
         with torch.cuda.stream(self.stream):
             return [unpack(batch[0], self.device), *batch[1:]]
 
@@ -200,13 +208,19 @@ class DecodingLoader(DataLoader):
         return batch
 
 
-def choose_decoder(wanted: str) -> str:
-    """Return where JPEG files are decoded, "cpu" or "gpu"; choose, and log it, for "auto"."""
+def choose_decoder(wanted: str, skip_broken: int = 0) -> str:
+    """Return where JPEG files are decoded, "cpu" or "gpu"; choose, and log it, for "auto".
+
+    Args:
+        skip_broken: number of files to skip; what the GPU can't decode is found too late for it.
+    """
     if wanted != "auto" or not torch.cuda.is_available():
         return "cpu" if wanted == "auto" else wanted
     cores = distributed.cpu_cores()
     decoder, reason = "cpu", f"on {cores} CPU cores for each process"
-    if cores < ENOUGH_CORES:
+    if skip_broken:
+        reason = "which --skip-broken requires"
+    elif cores < ENOUGH_CORES:
         reason += f", fewer than {ENOUGH_CORES}"
         try:
             require_gpu_decoder(torch.device("cuda", torch.cuda.current_device()))

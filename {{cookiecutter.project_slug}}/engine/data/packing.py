@@ -325,7 +325,8 @@ class SplitPacker:
     def run(self, workers: int) -> None:
         """Pack what is left, without the manifest."""
         if self.progress.shards:
-            self.index.truncate(min(self.index.tell(), self.progress.index_size))
+            size = os.fstat(self.index.fileno()).st_size
+            self.index.truncate(min(size, self.progress.index_size))
         else:
             self.index.truncate(0)
             self.index.write(shards.MAGIC + self.progress.id.encode())

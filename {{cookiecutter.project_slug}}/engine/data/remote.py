@@ -24,7 +24,7 @@ from torch.utils.data import get_worker_info
 from engine import SUFFIX, UserError, distributed, open_regular, regular_only, replacing
 from engine.data import shards
 from engine.data.shards import INDEX, MANIFEST, REMOTE, Manifest, Shard
-from engine.data.store import Store
+from engine.data.store import RefusedError, Store
 
 WINDOW = 8  # shards that a stretch of an epoch's order is mixed of
 SPARE = 4  # further shards that the cache has room for: of the validation, and being downloaded
@@ -82,21 +82,26 @@ class RemoteFolder:
     def _read_metadata(self, store: Store) -> dict[str, bytes]:
         """Return the manifests, and the files that name the classes of masks, by name."""
         files: dict[str, bytes] = {}
+        refusal = None
         for splits in (shards.SPLITS, shards.MASK_SPLITS):
             for name in [f"{split}/{MANIFEST}" for split in splits]:
-                with suppress(FileNotFoundError):
+                try:
                     files[name] = store.read(name)
                     shards.parse_manifest(files[name], f"{self.url}/{name}")
+                except FileNotFoundError:
+                    continue
+                except RefusedError as error:  # S3's answer, unless one may list the bucket
+                    refusal = refusal or error
             if files:
                 break
         else:
-            raise UserError(
+            raise refusal or UserError(
                 f"--data {self.url}: there is neither train/{MANIFEST} nor training/{MANIFEST}; "
                 "pack the data (python -m engine.data.pack), and upload it"
             )
         if splits == shards.MASK_SPLITS:
             for name in shards.CLASS_FILES:
-                with suppress(FileNotFoundError):
+                with suppress(FileNotFoundError, RefusedError):
                     files[name] = store.read(name)
         return files
 
@@ -105,7 +110,7 @@ class RemoteFolder:
         manifest = shards.read_manifest(folder)
         self._check(manifest)
         index = folder / INDEX
-        if not index.is_file() or index.stat().st_size != manifest.index_size:
+        if not index.is_file() or shards.checksum(index) != manifest.index_sha256:
             with replacing(index) as temporary, temporary.open("wb") as file:
                 name = f"{folder.name}/{INDEX}"
                 size, expected = manifest.index_size, manifest.index_sha256

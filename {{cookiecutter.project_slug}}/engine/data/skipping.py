@@ -9,7 +9,6 @@ from typing import Any
 from engine import UserError, regular_only
 from engine.data import DatasetWrapper, SeededDataset, SizedDataset, decode_crops
 from engine.data.files import FileError
-from engine.data.images import Encoded, decode
 from engine.text import printable
 
 RECORD = "broken_files.txt"  # in --output
@@ -40,6 +39,8 @@ class SkippingDataset(DatasetWrapper):
         record: text file that lists them, one in each line.
     """
 
+    decode = "cpu"  # the GPU would decode a file when nothing can take its place
+
     def __init__(self, dataset: SizedDataset, limit: int, record: Path) -> None:
         super().__init__(dataset)
         self.limit = limit
@@ -53,20 +54,12 @@ class SkippingDataset(DatasetWrapper):
         raise UserError("no file of the data set can be read")
 
     def read(self, index: int) -> Any:
-        """Return a sample, or None if its file can't be read, which is recorded."""
+        """Return a decoded sample, or None if its file can't be read, which is recorded."""
         try:
-            return self._decode(self.dataset[index])
+            return decode_crops(self.dataset[index])
         except FileError as error:
             self._add(error)
             return None
-
-    def _decode(self, sample: Any) -> Any:
-        """Return a sample after decoding what a loader's worker would decode."""
-        if getattr(self.dataset, "decode", "cpu") == "cpu":
-            return decode_crops(sample)
-        if isinstance(sample[0], Encoded) and not sample[0].suits_gpu:
-            decode(sample[0])
-        return sample
 
     def _add(self, error: FileError) -> None:
         """Add a file to the record. Raises UserError if it is one too many."""

@@ -35,6 +35,10 @@ MAX_REASON = 200  # characters of what a server says
 UPLOAD = "upload the pack again"
 
 
+class RefusedError(UserError):
+    """A refused request, such as for an absent key of a bucket that may not be listed."""
+
+
 class CallingThread(ThreadPoolExecutor):
     """Executor without threads, for the calls that aiohttp would leave to one, as of names."""
 
@@ -74,8 +78,8 @@ class Store:
 
         Raises:
             FileNotFoundError: if there is no such file.
-            UserError: if the server refuses the request or ignores its range, or each of several
-                attempts fails.
+            RefusedError: if the server refuses the request.
+            UserError: if the server ignores its range, or each of several attempts fails.
         """
         path = f"{self.url}/{name}"
         delay = FIRST_DELAY_S
@@ -88,8 +92,10 @@ class Store:
             except Exception as error:  # of aiohttp, botocore, the operating system and others
                 if _is_behind_end(error):
                     return b""
-                if attempt == ATTEMPTS or _is_refusal(error):
-                    raise UserError(
+                is_refusal = _is_refusal(error)
+                if attempt == ATTEMPTS or is_refusal:
+                    kind = RefusedError if is_refusal else UserError
+                    raise kind(
                         f"{path} can't be read ({_reason(error)}; attempts: {attempt}); check the "
                         "server and the credentials, and continue with --resume auto"
                     ) from None
