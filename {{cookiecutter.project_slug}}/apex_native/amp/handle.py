@@ -11,7 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .casting import HALF_TYPES, current_master, disable_casts, make_master, mark_up_to_date
+from .casting import (
+    HALF_TYPES,
+    current_master,
+    disable_casts,
+    finish_master,
+    make_master,
+    mark_up_to_date,
+)
 from .state import LossScaler, _amp_state
 
 
@@ -20,6 +27,7 @@ class AmpStash:
     """State that ``scale_loss`` and ``step`` keep for one optimizer, as its ``_amp_stash``."""
 
     masters: dict[Tensor, Tensor] = field(default_factory=dict)  # fp32, of half parameters
+    new: list[Tensor] = field(default_factory=list)  # half parameters before their first backward
     plain: list[Tensor] = field(default_factory=list)  # parameters that are stepped as they are
     # Gradients of earlier backward passes, unscaled, set aside during this one.
     stashed: dict[Tensor, Tensor] = field(default_factory=dict)
@@ -198,6 +206,7 @@ def _adopt(optimizer: Any, group: dict, master_weights: bool) -> None:
             master = make_master(parameter)
             group["params"][index] = master
             stash.masters[parameter] = master
+            stash.new.append(parameter)
             if parameter in optimizer.state:
                 optimizer.state[master] = optimizer.state.pop(parameter)
         else:
@@ -206,6 +215,8 @@ def _adopt(optimizer: Any, group: dict, master_weights: bool) -> None:
 
 def _before_backward(stash: AmpStash) -> None:
     """Set existing gradients, which are unscaled, aside from the scaled ones that follow."""
+    while stash.new:
+        finish_master(stash.new.pop())
     for parameter in stash.masters:
         parameter.grad = None  # what it held is in the master's gradient already
     for parameter in stash.plain:
