@@ -14,6 +14,7 @@ from apex_native import amp
 from apex_native.optimizers import FusedAdam
 from apex_native.parallel import (
     DistributedDataParallel,
+    Reducer,
     convert_syncbn_model,
 )
 from parallel_helpers import Weighted, wrap
@@ -183,6 +184,25 @@ def on_each_rank_begin_differently(level, torchs_ddp):
 def test_masters_equal_the_broadcast_weights(two_processes, level, torchs_ddp):
     first, second = two_processes(on_each_rank_begin_differently, level, torchs_ddp)
     assert same(first, second)
+
+
+def on_each_rank_load_on_rank_0(reduces):
+    """Return the weights after a load of fp32 weights on rank 0 alone, and before it."""
+    model, optimizer = initialize("O2")
+    exact = model.state_dict()
+    if dist.get_rank() == 0:
+        model.load_state_dict(exact | {"0.bias": exact["0.bias"] + 1e-5})
+    loaded = copy.deepcopy(model.state_dict())
+    (Reducer if reduces else DistributedDataParallel)(model)
+    step(model, optimizer, torch.ones(2, 4), factor=0.0)
+    return list(loaded.values()), list(model.state_dict().values())
+
+
+@pytest.mark.parametrize("reduces", [False, True])
+def test_masters_of_rank_0_are_broadcast(two_processes, reduces):
+    (loaded, first), (other, second) = two_processes(on_each_rank_load_on_rank_0, reduces)
+    assert not same(loaded, other)
+    assert same(first, loaded) and same(second, loaded)
 
 
 def on_each_rank_train_beside_an_unsynced_model():
