@@ -33,8 +33,9 @@ class AmpStash:
     stashed: dict[Tensor, Tensor] = field(default_factory=dict)
     # 1 if a gradient since the last step overflowed, else 0; None if nothing was checked.
     found_inf: Tensor | None = None
-    # Scaler of blocks with ``delay_unscale`` whose gradients are still scaled.
-    delayed_by: LossScaler | None = None
+    # Scaler, and its scale at the time, of blocks with ``delay_unscale`` whose gradients are still
+    # scaled. Another optimizer's block may change the scaler's own scale meanwhile.
+    delayed: tuple[LossScaler, Tensor | float] | None = None
 
 
 def master_pairs(optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:
@@ -77,31 +78,32 @@ def scale_loss(
         return
 
     stashes = _stashes_of(optimizers)
-    scaler = _scaler_for(stashes, loss_id)
+    scaler, factor = _scaler_for(stashes, loss_id)
     # The gradients' types were settled in the forward pass: the backward pass runs without casts.
-    if not (scaler.dynamic or level.master_weights) and scaler.factor == 1.0:
+    if not (scaler.dynamic or level.master_weights) and factor == 1.0:
         with disable_casts():
             yield loss.float()
         return
 
     scaler.report()
     delay_unscale = delay_unscale or _holds_unsynced(stashes)
-    fresh = [stash for stash in stashes if not stash.delayed_by]
+    fresh = [stash for stash in stashes if not stash.delayed]
     for stash in fresh:
         _before_backward(stash)
     try:
         with disable_casts():
-            yield loss.float() * scaler.factor
+            yield loss.float() * factor
     except BaseException:
         for stash in fresh:
             _after_failure(stash)
         raise
 
     if delay_unscale:
+        kept = factor.clone() if isinstance(factor, Tensor) else factor
         for stash in stashes:
-            stash.delayed_by = scaler
+            stash.delayed = scaler, kept
         return
-    found: list[Any] = [_after_backward(stash, scaler) for stash in stashes]
+    found: list[Any] = [_after_backward(stash, scaler, factor) for stash in stashes]
     if scaler.dynamic and not delay_overflow_check:
         _check_overflow(stashes, scaler, reduce(torch.maximum, found))
 
@@ -116,16 +118,16 @@ def _stashes_of(optimizers: Optimizer | list[Optimizer]) -> list[AmpStash]:
     return [optimizer._amp_stash for optimizer in given]
 
 
-def _scaler_for(stashes: list[AmpStash], loss_id: int) -> LossScaler:
-    """Return the scaler of that loss, or that of earlier gradients that are still scaled."""
+def _scaler_for(stashes: list[AmpStash], loss_id: int) -> tuple[LossScaler, Tensor | float]:
+    """Return the scaler of that loss and its scale, or those of gradients that are still scaled."""
     scalers = _amp_state.loss_scalers
     if not 0 <= loss_id < len(scalers):
         raise RuntimeError(
             f"amp.scale_loss was given loss_id={loss_id}, and amp.initialize "
             f"num_losses={len(scalers)}: ids start at 0."
         )
-    delaying = (stash.delayed_by for stash in stashes if stash.delayed_by)
-    return next(delaying, scalers[loss_id])
+    scaler = scalers[loss_id]
+    return next((stash.delayed for stash in stashes if stash.delayed), (scaler, scaler.factor))
 
 
 def _holds_unsynced(stashes: list[AmpStash]) -> bool:
@@ -182,7 +184,7 @@ def prepare_optimizer(optimizer: Any, master_weights: bool) -> None:
     def zero_grad(self: Any, *args: object, **kwargs: object) -> None:
         plain_zero_grad(*args, **kwargs)
         self._amp_stash.stashed.clear()
-        self._amp_stash.delayed_by = None
+        self._amp_stash.delayed = None
         for parameter in self._amp_stash.masters:
             parameter.grad = None
 
@@ -228,7 +230,7 @@ def _before_backward(stash: AmpStash) -> None:
             parameter.grad = None
 
 
-def _after_backward(stash: AmpStash, scaler: LossScaler) -> Tensor | None:
+def _after_backward(stash: AmpStash, scaler: LossScaler, factor: Tensor | float) -> Tensor | None:
     """Unscale the new gradients and add them to those set aside; return what `unscale_` does."""
     new = [(master, half.grad) for half, master in stash.masters.items() if half.grad is not None]
     master_grads = [torch.empty_like(master) for master, _ in new]
@@ -236,14 +238,14 @@ def _after_backward(stash: AmpStash, scaler: LossScaler) -> Tensor | None:
         dense = [grad.to_dense() if grad.is_sparse else grad for _, grad in new]
         torch._foreach_copy_(master_grads, dense)
     plain_grads = [parameter.grad for parameter in stash.plain if parameter.grad is not None]
-    found_inf = scaler.unscale_(master_grads + plain_grads)
+    found_inf = scaler.unscale_(master_grads + plain_grads, factor)
 
     for (master, _), grad in zip(new, master_grads, strict=True):
         master.grad = grad if master.grad is None else master.grad.add_(grad)
     for parameter, grad in stash.stashed.items():
         parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
     stash.stashed.clear()
-    stash.delayed_by = None
+    stash.delayed = None
     return found_inf
 
 
@@ -286,7 +288,7 @@ def _prepare_sgd(optimizer: torch.optim.SGD, group: dict) -> bool:
 def _step(optimizer: Any, plain_step: types.MethodType, closure: object) -> object:
     """Take a step of `optimizer`, unless a gradient overflowed, and copy masters to the model."""
     stash: AmpStash = optimizer._amp_stash
-    if stash.delayed_by:
+    if stash.delayed:
         raise RuntimeError(
             "optimizer.step() was called while gradients are still scaled: after blocks with "
             "delay_unscale=True or under no_sync(), take one more amp.scale_loss without them."
