@@ -92,7 +92,7 @@ def scale_loss(
         _before_backward(stash)
     try:
         with disable_casts():
-            yield loss.float() * factor
+            yield loss.float() * (factor.to(loss.device) if isinstance(factor, Tensor) else factor)
     except BaseException:
         for stash in fresh:
             _after_failure(stash)
