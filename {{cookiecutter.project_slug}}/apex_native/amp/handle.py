@@ -155,7 +155,10 @@ def _check_overflow(stashes: list[AmpStash], scaler: LossScaler, found_inf: Tens
 def _first_non_finite_gradient() -> str:
     for model in _amp_state.models:
         for name, parameter in model.named_parameters():
-            if parameter.grad is not None and not parameter.grad.isfinite().all():
+            grad: Any = parameter.grad
+            if hasattr(grad, "to_local"):  # a DTensor; ranks come here at different times
+                grad = grad.to_local()
+            if grad is not None and not grad.isfinite().all():
                 return name
     return "a parameter outside the models"
 
