@@ -6,6 +6,7 @@ import torch.distributed as dist
 from apex_native.extras.distributed_optimizers import DistributedFusedAdam, DistributedFusedLAMB
 from apex_native.optimizers import FusedAdam, FusedLAMB
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 STEPS = 4
 OPTIONS = {
@@ -178,6 +179,22 @@ def scaled_step_after_no_sync():
 def test_gradscaler_refuses_gradients_of_no_sync(two_package_processes):
     one, two = two_package_processes(scaled_step_after_no_sync)
     assert torch.equal(one, two) and not torch.equal(one, parameters_of(build()))
+
+
+def devices_after_loading():
+    """Return the types of the devices of a state, loaded for a parameter on an imitated GPU."""
+    with FakeTensorMode():
+        parameter = nn.Parameter(torch.ones(2, 2, device="cuda"))
+        optimizer = DistributedFusedAdam([parameter, nn.Parameter(torch.ones(1, device="cuda"))])
+        moments = {name: torch.zeros(2, 2) for name in ("exp_avg", "exp_avg_sq")}
+        groups = [{**group, "params": [0, 1]} for group in optimizer.param_groups]
+        state = {0: {"step": torch.ones(()), **moments}}
+        optimizer.load_state_dict({"state": state, "param_groups": groups})
+        return {value.device.type for value in optimizer.optim.state[parameter].values()}
+
+
+def test_loaded_state_is_on_the_device_of_the_parameter(two_package_processes):
+    assert two_package_processes(devices_after_loading) == [{"cuda"}, set()]
 
 
 def manual_scale(overflows):

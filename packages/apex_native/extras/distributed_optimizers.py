@@ -124,6 +124,14 @@ class _DistributedOptimizer(ZeroRedundancyOptimizer):
     def _update(self) -> float | None:
         return super().step()
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of all processes."""
+        super().load_state_dict(state_dict)
+        # It moves steps to the CPU, where torch's fused kernels do not take them.
+        for parameter, state in self.optim.state.items():
+            if "step" in state:
+                state["step"] = state["step"].to(parameter.device)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set gradients to None or zero."""
         super().zero_grad(set_to_none)
