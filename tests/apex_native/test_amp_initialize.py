@@ -98,6 +98,13 @@ def test_override_of_cast_model_type(level, options, weight, norm):
     assert (model.first.weight.dtype, model.norm.weight.dtype) == (weight, norm)
 
 
+@pytest.mark.parametrize("given", [False, FP32])
+def test_override_that_states_what_o1_does_keeps_its_half_type(device, given):
+    initialize(Net().to(device), None, "O1", cast_model_type=given)
+    product = torch.ones(2, 2, device=device) @ torch.ones(2, 2, device=device)
+    assert product.dtype == amp.properties().function_type == on(device, FP16)
+
+
 @pytest.mark.parametrize(
     ("level", "given", "loss_scale", "dynamic"),
     [

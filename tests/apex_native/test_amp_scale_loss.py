@@ -188,6 +188,25 @@ def test_delayed_gradients_keep_their_scale_and_are_added(level):
     torch.testing.assert_close(gradients(optimizer), expected, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_delayed_gradients_survive_a_change_of_scale(level):
+    """Another optimizer's block with the same scaler overflows between the delayed blocks."""
+    model, other = Net(), nn.Linear(2, 1)
+    options = {"cast_model_type": FP16} if level == "O2" else {}
+    _, (optimizer, others) = initialize(
+        [model, other], [sgd(model), sgd(other)], level, loss_scale="dynamic", **options
+    )
+    set_scale(256.0)
+    losses = two_losses(model)
+    first, second = alone(optimizer, losses)
+    for loss, is_last in ((losses[0], False), (losses[0], False), (losses[1], True)):
+        backward(loss(), optimizer, delay_unscale=not is_last)
+        backward(other(torch.ones(1, 2)).sum() * float("inf"), others)
+    assert scale() == 32.0
+    expected = [2 * one + other for one, other in zip(first, second, strict=True)]
+    torch.testing.assert_close(gradients(optimizer), expected, rtol=2e-3, atol=1e-4)
+
+
 def test_failed_backward_pass_leaves_no_gradients():
     model, optimizer = prepare("O0", loss_scale="dynamic")
     losses = two_losses(model)

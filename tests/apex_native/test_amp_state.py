@@ -70,6 +70,20 @@ def test_writes_to_a_model_update_its_masters():
     assert (model.first.weight == 0.25).all()
 
 
+def test_writes_through_data_before_the_first_backward_pass_update_masters():
+    model, optimizer = prepare("O2", lambda model: sgd(model, lr=0.0))
+    model.first.weight.data.fill_(0.5)  # leaves the parameter's version as it is
+    assert (model.state_dict()["first.weight"] == 0.5).all()
+    model.first.weight.data.fill_(0.25)
+    masters = list(amp.master_params(optimizer))
+    masters[-2].data.fill_(0.75)  # the last layer's weight
+    for _ in range(2):
+        backward(model(torch.randn(4, 4)).sum(), optimizer)
+        optimizer.step()
+        assert (masters[0] == 0.25).all() and (model.first.weight == 0.25).all()
+        assert (masters[-2] == 0.75).all() and (model.last.weight == 0.75).all()
+
+
 def test_private_names_that_old_scripts_use():
     _, optimizer = prepare("O2")
     optimizer._lazy_init_maybe_master_weights()

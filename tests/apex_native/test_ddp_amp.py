@@ -11,9 +11,11 @@ import torch
 import torch.distributed as dist
 from amp_helpers import COMPILED_LEVELS, FP16, LEVELS, same
 from apex_native import amp
+from apex_native.amp.handle import _first_non_finite_gradient
 from apex_native.optimizers import FusedAdam
 from apex_native.parallel import (
     DistributedDataParallel,
+    Reducer,
     convert_syncbn_model,
 )
 from parallel_helpers import Weighted, wrap
@@ -21,6 +23,9 @@ from parameters import mostly_slow
 from processes import Processes
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 
 def net():
@@ -183,6 +188,44 @@ def on_each_rank_begin_differently(level, torchs_ddp):
 def test_masters_equal_the_broadcast_weights(two_processes, level, torchs_ddp):
     first, second = two_processes(on_each_rank_begin_differently, level, torchs_ddp)
     assert same(first, second)
+
+
+def on_each_rank_load_on_rank_0(reduces):
+    """Return the weights after a load of fp32 weights on rank 0 alone, and before it."""
+    model, optimizer = initialize("O2")
+    exact = model.state_dict()
+    if dist.get_rank() == 0:
+        model.load_state_dict(exact | {"0.bias": exact["0.bias"] + 1e-5})
+    loaded = copy.deepcopy(model.state_dict())
+    (Reducer if reduces else DistributedDataParallel)(model)
+    step(model, optimizer, torch.ones(2, 4), factor=0.0)
+    return list(loaded.values()), list(model.state_dict().values())
+
+
+@pytest.mark.parametrize("reduces", [False, True])
+def test_masters_of_rank_0_are_broadcast(two_processes, reduces):
+    (loaded, first), (other, second) = two_processes(on_each_rank_load_on_rank_0, reduces)
+    assert not same(loaded, other)
+    assert same(first, loaded) and same(second, loaded)
+
+
+def on_each_rank_overflow_on_one_shard():
+    """Return the name of the gradient that is not finite, and the number of collectives for it."""
+    model = nn.Linear(4, 4, bias=False)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(0)]))
+    shard = torch.full((2, 4), float("inf") if dist.get_rank() else 0.0)
+    model.weight.grad = DTensor.from_local(shard, mesh, [Shard(0)])
+    amp.initialize(model, opt_level="O1", verbosity=0)
+    with CommDebugMode() as communication:
+        name = _first_non_finite_gradient()
+    return name, communication.get_total_counts()
+
+
+def test_search_for_the_overflow_is_of_the_rank_alone(two_processes):
+    """Ranks notice the 32nd overflow in a row at different times, since they wait for no GPU."""
+    found = two_processes(on_each_rank_overflow_on_one_shard)
+    assert found == [("a parameter outside the models", 0), ("weight", 0)]
 
 
 def on_each_rank_train_beside_an_unsynced_model():

@@ -76,6 +76,28 @@ def start(tmp_path, monkeypatch):
     return start
 
 
+CHANGING_FOLDER = """
+import os, sys
+print(sys.argv, __file__ == os.path.abspath("sub/old.py"), sys.modules["__main__"].__file__)
+os.makedirs("elsewhere")
+os.chdir("elsewhere")
+import sibling
+from apex import amp
+print(os.path.exists(__file__), sibling.__file__)
+"""
+
+
+def test_script_that_changes_its_folder_imports_a_sibling(start, tmp_path):
+    folder = tmp_path / "sub"
+    folder.mkdir()
+    (folder / "sibling.py").touch()
+    (folder / "old.py").write_text(CHANGING_FOLDER)
+    done = start("sub/old.py", "--flag")
+    assert done.returncode == 0, done.stderr
+    expected = f"['sub/old.py', '--flag'] True {folder / 'old.py'}"
+    assert done.stdout.splitlines() == [expected, f"True {folder / 'sibling.py'}"]
+
+
 @pytest.mark.slow
 def test_old_script_runs_unchanged_under_torchrun(start, tmp_path):
     (tmp_path / "helper.py").write_text("from apex import amp")

@@ -35,6 +35,23 @@ def o1(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+@pytest.mark.usefixtures("o1")
+def test_loss_on_another_gpu_is_scaled(request):
+    """Of a model on several GPUs, whose scaler is on the first one."""
+    if "imitated" not in request.node.name and torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    model = nn.Linear(1, 1, device="cuda:1")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    amp._amp_state.loss_scalers[0].factor = torch.ones((), device="cuda:0")
+    with (
+        pytest.raises(ZeroDivisionError),  # the imitation has no values to unscale by
+        amp.scale_loss(model(torch.ones(2, 1, device="cuda:1")), optimizer) as scaled_loss,
+    ):
+        assert scaled_loss.device == torch.device("cuda:1")
+        raise ZeroDivisionError
+
+
 def half(*shape: int) -> Tensor:
     return torch.rand(shape, device="cuda").half()
 

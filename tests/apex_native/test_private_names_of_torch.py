@@ -27,8 +27,8 @@ PRIVATE = {
 }
 # Attributes that it gives to optimizers and parameters, its folder, and a documented one.
 OWN = {
-    *("_amp_stash", "_amp_master", "_amp_version", "_lazy_init_maybe_master_weights"),
-    *("_spawned", "_fields"),
+    *("_amp_stash", "_amp_master", "_amp_version", "_amp_values"),
+    *("_lazy_init_maybe_master_weights", "_spawned", "_fields"),
 }
 
 

@@ -6,12 +6,15 @@ import torch.distributed as dist
 from apex_native.extras.distributed_optimizers import DistributedFusedAdam, DistributedFusedLAMB
 from apex_native.optimizers import FusedAdam, FusedLAMB
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 STEPS = 4
 OPTIONS = {
     DistributedFusedAdam: (FusedAdam, {"lr": 0.05, "weight_decay": 0.1}),
     DistributedFusedLAMB: (FusedLAMB, {"lr": 0.05, "weight_decay": 0.1, "eps": 1e-8}),
 }
+
+OVERLAP = {DistributedFusedAdam: "overlap_grad_sync", DistributedFusedLAMB: "overlap_reductions"}
 
 
 def build():
@@ -31,8 +34,7 @@ def parameters_of(model):
 def train_distributed(cls, accumulate, overlap, max_norm):
     """Return the parameters after some steps, the norms that were clipped, and the moments here."""
     model = build()
-    name = "overlap_grad_sync" if cls is DistributedFusedAdam else "overlap_reductions"
-    options = {**OPTIONS[cls][1], name: overlap}
+    options = {**OPTIONS[cls][1], OVERLAP[cls]: overlap}
     if cls is DistributedFusedLAMB:
         options["max_grad_norm"] = max_norm
     optimizer = cls(model.parameters(), **options)
@@ -124,10 +126,10 @@ def test_resumed_run_is_the_same(two_package_processes, cls):
         assert torch.equal(plain, resumed)
 
 
-def scaled_steps(cls):
+def scaled_steps(cls, overlap):
     """Return whether a step with an inf on one process changed parameters, and a sound one."""
     model = build()
-    optimizer = cls(model.parameters(), **OPTIONS[cls][1])
+    optimizer = cls(model.parameters(), **OPTIONS[cls][1], **{OVERLAP[cls]: overlap})
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=100)
     data = batches(dist.get_rank())
     changes = []
@@ -143,8 +145,10 @@ def scaled_steps(cls):
 
 
 @pytest.mark.parametrize("cls", OPTIONS)
-def test_gradscaler_skips_a_step_on_all_processes(two_package_processes, cls):
-    (first, scale, one), (second, other_scale, two) = two_package_processes(scaled_steps, cls)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_gradscaler_skips_a_step_on_all_processes(two_package_processes, cls, overlap):
+    results = two_package_processes(scaled_steps, cls, overlap)
+    (first, scale, one), (second, other_scale, two) = results
     assert first == second == [False, True]
     assert scale == other_scale == 32.0
     plain, options = OPTIONS[cls]
@@ -155,6 +159,42 @@ def test_gradscaler_skips_a_step_on_all_processes(two_package_processes, cls):
     optimizer.step()
     torch.testing.assert_close(one, parameters_of(model), rtol=1e-4, atol=1e-5)
     assert torch.equal(one, two)
+
+
+def scaled_step_after_no_sync():
+    """Step with gradients that were not averaged when GradScaler checked them, and then were."""
+    model = build()
+    optimizer = DistributedFusedAdam(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    with optimizer.no_sync():
+        scaler.scale(model(batches(dist.get_rank())[0]).square().sum()).backward()
+    with pytest.raises(RuntimeError, match=r"call optimizer.grad_sync\(\)"):
+        scaler.step(optimizer)
+    scaler.update()
+    optimizer.grad_sync()
+    scaler.step(optimizer)
+    return parameters_of(model)
+
+
+def test_gradscaler_refuses_gradients_of_no_sync(two_package_processes):
+    one, two = two_package_processes(scaled_step_after_no_sync)
+    assert torch.equal(one, two) and not torch.equal(one, parameters_of(build()))
+
+
+def devices_after_loading():
+    """Return the types of the devices of a state, loaded for a parameter on an imitated GPU."""
+    with FakeTensorMode():
+        parameter = nn.Parameter(torch.ones(2, 2, device="cuda"))
+        optimizer = DistributedFusedAdam([parameter, nn.Parameter(torch.ones(1, device="cuda"))])
+        moments = {name: torch.zeros(2, 2) for name in ("exp_avg", "exp_avg_sq")}
+        groups = [{**group, "params": [0, 1]} for group in optimizer.param_groups]
+        state = {0: {"step": torch.ones(()), **moments}}
+        optimizer.load_state_dict({"state": state, "param_groups": groups})
+        return {value.device.type for value in optimizer.optim.state[parameter].values()}
+
+
+def test_loaded_state_is_on_the_device_of_the_parameter(two_package_processes):
+    assert two_package_processes(devices_after_loading) == [{"cuda"}, set()]
 
 
 def manual_scale(overflows):

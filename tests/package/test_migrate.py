@@ -116,6 +116,36 @@ def test_o1_gets_a_scaler(tmp_path):
     assert "script.py:18: changed: scale_loss → scaler.scale(loss)" in report
 
 
+CHOOSES_GPU = """
+def train(model, optimizer):
+    loss = model(x).sum()
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+
+def main():
+    os.environ["CUDA_VISIBLE_DEVICES"] = "1"
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, optimizer)
+    train(model, optimizer)
+"""
+
+
+def test_scaler_is_created_where_amp_is_initialized(tmp_path):
+    """It initializes CUDA, after which a script can no longer choose its GPU."""
+    code, _ = migrate(tmp_path, START + CHOOSES_GPU)
+    created = '    global scaler\n    scaler = torch.amp.GradScaler("cuda")\n    train(model'
+    assert created in code and code.count("GradScaler") == 1
+    assert "scaler.scale(loss).backward()" in code
+
+
+def test_use_of_amp_before_it_is_initialized_is_left(tmp_path):
+    script = CHOOSES_GPU.replace("    amp.init", "    print(amp.state_dict())\n    amp.init")
+    code, report = migrate(tmp_path, START + script, status=1)
+    assert "amp or its optimizer is used before amp.initialize" in report
+    assert "GradScaler" not in code
+
+
 CALLS = [
     (
         "from apex.parallel import DistributedDataParallel as D\nm = D(m, delay_allreduce=True)",

@@ -151,8 +151,20 @@ def run(name: str, arguments: list[str], is_module: bool) -> None:
         runpy.run_module(name, run_name="__main__", alter_sys=True)
     else:
         sys.argv = [name, *local_rank_arguments(Path(name), arguments), *arguments]
-        sys.path.insert(0, str(Path(name).parent))
-        runpy.run_path(name, run_name="__main__")
+        sys.path.insert(0, os.path.dirname(os.path.realpath(name)))
+        run_file(os.path.abspath(name))
+
+
+def run_file(path: str) -> None:
+    """Run the script at `path`, which stays valid if the script changes the working directory."""
+    if not path.endswith(".py"):  # compiled, or in an archive
+        runpy.run_path(path, run_name="__main__")
+        return
+    # runpy would make sys.argv[0] absolute as well, which stays as it was given.
+    main = ModuleType("__main__")
+    main.__file__ = path
+    sys.modules["__main__"] = main
+    exec(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True), vars(main))
 
 
 def main() -> None:

@@ -10,15 +10,17 @@ from apex_native.optimizers import FusedAdam, FusedLAMB
 from torch import Tensor
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-# Apex's options of buffers, types and process groups, which change no result.
+# Apex's options of buffers, types, process groups and overlap, which change no result.
 UNUSED_BY_ADAM = (
-    "dtype grad_sync_dtype param_sync_dtype device overlap_param_sync bucket_cap_mb pipeline_size "
-    "contiguous_param_buffer contiguous_grad_buffer store_params store_param_remainders nccl_ub"
+    "dtype grad_sync_dtype param_sync_dtype device overlap_grad_sync overlap_param_sync "
+    "bucket_cap_mb pipeline_size contiguous_param_buffer contiguous_grad_buffer store_params "
+    "store_param_remainders nccl_ub"
 )
 UNUSED_BY_LAMB = (
-    "step_supports_amp_scaling dwu_group_size dwu_num_blocks dwu_num_chunks dwu_num_rs_pg "
-    "dwu_num_ar_pg dwu_num_ag_pg fused_norm e5m2_allgather verbose clip_after_ar full_ar "
-    "set_param_views_to_flat_buffer skip_allgather fuse_scale param_order nccl_allgather_channels"
+    "overlap_reductions step_supports_amp_scaling dwu_group_size dwu_num_blocks dwu_num_chunks "
+    "dwu_num_rs_pg dwu_num_ar_pg dwu_num_ag_pg fused_norm e5m2_allgather verbose clip_after_ar "
+    "full_ar set_param_views_to_flat_buffer skip_allgather fuse_scale param_order "
+    "nccl_allgather_channels"
 )
 
 
@@ -26,8 +28,9 @@ class _DistributedOptimizer(ZeroRedundancyOptimizer):
     """Optimizer that averages gradients over the processes and shards its state (ZeRO, stage 1).
 
     The model is not wrapped in DistributedDataParallel. Each gradient is averaged when the backward
-    pass has it, or before it is used, outside of ``no_sync``. The same parameters must take part in
-    the backward pass of all processes. Apex also shards gradients (stage 2).
+    pass has it, so that GradScaler, too, finds averages; under ``no_sync``, before it is used. The
+    same parameters must take part in the backward pass of all processes. Apex also shards gradients
+    (stage 2).
     """
 
     _step_supports_amp_scaling = True  # read by GradScaler.step, which leaves gradients scaled
@@ -39,13 +42,11 @@ class _DistributedOptimizer(ZeroRedundancyOptimizer):
         params: Iterable,
         optimizer_class: type[torch.optim.Optimizer],
         process_group: dist.ProcessGroup | None,
-        overlap_grad_sync: bool,
         **defaults: Any,
     ) -> None:
         super().__init__(params, optimizer_class, process_group=process_group, **defaults)
         self._is_syncing = True
         self._unsynced: set[Tensor] = set()
-        self._is_overlapped = overlap_grad_sync
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._on_gradient)
             for parameter in self.parameters()
@@ -58,7 +59,7 @@ class _DistributedOptimizer(ZeroRedundancyOptimizer):
 
     def _on_gradient(self, parameter: Tensor) -> None:
         self._unsynced.add(parameter)
-        if self._is_syncing and self._is_overlapped:
+        if self._is_syncing:
             self._average(parameter)
 
     def _average(self, parameter: Tensor) -> None:
@@ -101,10 +102,16 @@ class _DistributedOptimizer(ZeroRedundancyOptimizer):
     def step(self, closure: Any = None, **kwargs: Any) -> Any:
         """Average and unscale the gradients, and update the parameters.
 
-        Under ``GradScaler.step``, nothing happens if the gradients are not finite.
+        Under ``GradScaler.step``, nothing happens if the gradients are not finite. Raises
+        RuntimeError if GradScaler checked gradients of ``no_sync`` before they were averaged.
         """
         if closure is not None:
             raise NotImplementedError("a distributed optimizer takes no closure")
+        if hasattr(self, "found_inf") and self._unsynced:  # on all processes
+            raise RuntimeError(
+                "scaler.step(optimizer) was called with gradients that only no_sync() or an "
+                "accumulation step accumulated: call optimizer.grad_sync() before it."
+            )
         gradients = self._gradients()
         # Set by GradScaler.step. Averaged gradients are not finite on all processes or on none.
         if hasattr(self, "found_inf"):
@@ -116,6 +123,14 @@ class _DistributedOptimizer(ZeroRedundancyOptimizer):
 
     def _update(self) -> float | None:
         return super().step()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of all processes."""
+        super().load_state_dict(state_dict)
+        # It moves steps to the CPU, where torch's fused kernels do not take them.
+        for parameter, state in self.optim.state.items():
+            if "step" in state:
+                state["step"] = state["step"].to(parameter.device)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set gradients to None or zero."""
@@ -142,9 +157,8 @@ class DistributedFusedAdam(_DistributedOptimizer):
 
     Args:
         average_grad_sync: False raises NotImplementedError.
-        overlap_grad_sync: whether to average gradients during the backward pass.
-        kwargs: Apex's options of buffers, buckets and types, which are accepted and unused: state
-            is fp32, and parameters are broadcast in their own type.
+        kwargs: Apex's options of buffers, buckets, types and overlap, which are accepted and
+            unused: state is fp32, and parameters are broadcast in their own type.
     """
 
     def __init__(  # noqa: PLR0913, Apex's signature
@@ -160,7 +174,6 @@ class DistributedFusedAdam(_DistributedOptimizer):
         *,
         process_group: dist.ProcessGroup | None = None,
         average_grad_sync: bool = True,
-        overlap_grad_sync: bool = True,
         **kwargs: Any,
     ) -> None:
         if not average_grad_sync:
@@ -172,7 +185,6 @@ class DistributedFusedAdam(_DistributedOptimizer):
             params,
             FusedAdam,
             process_group,
-            overlap_grad_sync,
             lr=lr,
             bias_correction=bias_correction,
             betas=betas,
@@ -212,9 +224,8 @@ class DistributedFusedLAMB(_DistributedOptimizer):
     the parameter spans several of its buffers' chunks, and takes larger steps then.
 
     Args:
-        overlap_reductions: whether to average gradients during the backward pass.
-        kwargs: Apex's options of process groups, buffers and rounding, which are accepted and
-            unused.
+        kwargs: Apex's options of process groups, buffers, rounding and overlap, which are accepted
+            and unused.
     """
 
     def __init__(  # noqa: PLR0913, Apex's signature
@@ -229,7 +240,6 @@ class DistributedFusedLAMB(_DistributedOptimizer):
         max_grad_norm: float = 0.0,
         adam_w_mode: bool = True,
         use_nvlamb: bool = False,
-        overlap_reductions: bool = True,
         **kwargs: Any,
     ) -> None:
         unknown = sorted(kwargs.keys() - UNUSED_BY_LAMB.split())
@@ -239,7 +249,6 @@ class DistributedFusedLAMB(_DistributedOptimizer):
             params,
             FusedLAMB,
             None,
-            overlap_reductions,
             lr=lr,
             bias_correction=bias_correction,
             betas=betas,

@@ -104,7 +104,9 @@ def cast_output(module: nn.Module, args: tuple, output: object, dtype: torch.dty
 
 # A master belongs to its parameter, and the model's state must reach it without the optimizer:
 # it is an attribute of the parameter, as is the (private) version of the parameter that it matches.
-_MASTER, _VERSION = "_amp_master", "_amp_version"
+# Writes through `.data` do not change that version, so until the first backward pass, when Apex
+# makes its masters, the values that the master matches are kept, too.
+_MASTER, _VERSION, _VALUES = "_amp_master", "_amp_version", "_amp_values"
 
 
 def make_master(parameter: Tensor) -> Tensor:
@@ -113,8 +115,18 @@ def make_master(parameter: Tensor) -> Tensor:
     if master is None:
         master = parameter.detach().clone().float().requires_grad_()
         setattr(parameter, _MASTER, master)
+        setattr(parameter, _VALUES, parameter.detach().clone())
         mark_up_to_date(parameter)
     return master
+
+
+def finish_master(parameter: Tensor) -> None:
+    """Update the master of `parameter` before the first backward pass.
+
+    From here on, writes through ``.data`` are not noticed, as in Apex.
+    """
+    current_master(parameter)
+    vars(parameter).pop(_VALUES, None)
 
 
 def mark_up_to_date(parameter: Tensor) -> None:
@@ -130,8 +142,14 @@ def current_master(parameter: Tensor) -> Tensor | None:
     it makes masters as late as the first backward pass.
     """
     master = getattr(parameter, _MASTER, None)
-    if master is not None and parameter._version != getattr(parameter, _VERSION):
+    if master is None:
+        return None
+    values = getattr(parameter, _VALUES, None)
+    if values is not None or parameter._version != getattr(parameter, _VERSION):
         changed = parameter != master.to(parameter.device, parameter.dtype)
+        if values is not None:  # what was written to the master alone stays
+            changed &= parameter != values.to(parameter.device)
+            values.copy_(parameter)
         master.copy_(torch.where(changed, parameter.float(), master.to(parameter.device)))
         mark_up_to_date(parameter)
     return master

@@ -104,7 +104,7 @@ def initialize(  # noqa: PLR0913, Apex's signature
     check_optimizers(optimizer_list)
     tensors = [tensor for model in model_list for tensor in model.parameters()]
     device = tensors[0].device if tensors else torch.device("cpu")
-    if cast_model_type is None:
+    if cast_model_type is None or properties.patch_torch_functions:
         if any(hasattr(tensor, "placements") for tensor in tensors):  # a DTensor: slow to import
             properties = replace(properties, cast_model_type=None)  # FSDP casts what it gathers
         properties = _for_device(properties, device)

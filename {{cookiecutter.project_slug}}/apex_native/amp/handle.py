@@ -11,7 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .casting import HALF_TYPES, current_master, disable_casts, make_master, mark_up_to_date
+from .casting import (
+    HALF_TYPES,
+    current_master,
+    disable_casts,
+    finish_master,
+    make_master,
+    mark_up_to_date,
+)
 from .state import LossScaler, _amp_state
 
 
@@ -20,13 +27,15 @@ class AmpStash:
     """State that ``scale_loss`` and ``step`` keep for one optimizer, as its ``_amp_stash``."""
 
     masters: dict[Tensor, Tensor] = field(default_factory=dict)  # fp32, of half parameters
+    new: list[Tensor] = field(default_factory=list)  # half parameters before their first backward
     plain: list[Tensor] = field(default_factory=list)  # parameters that are stepped as they are
     # Gradients of earlier backward passes, unscaled, set aside during this one.
     stashed: dict[Tensor, Tensor] = field(default_factory=dict)
     # 1 if a gradient since the last step overflowed, else 0; None if nothing was checked.
     found_inf: Tensor | None = None
-    # Scaler of blocks with ``delay_unscale`` whose gradients are still scaled.
-    delayed_by: LossScaler | None = None
+    # Scaler, and its scale at the time, of blocks with ``delay_unscale`` whose gradients are still
+    # scaled. Another optimizer's block may change the scaler's own scale meanwhile.
+    delayed: tuple[LossScaler, Tensor | float] | None = None
 
 
 def master_pairs(optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:
@@ -69,31 +78,32 @@ def scale_loss(
         return
 
     stashes = _stashes_of(optimizers)
-    scaler = _scaler_for(stashes, loss_id)
+    scaler, factor = _scaler_for(stashes, loss_id)
     # The gradients' types were settled in the forward pass: the backward pass runs without casts.
-    if not (scaler.dynamic or level.master_weights) and scaler.factor == 1.0:
+    if not (scaler.dynamic or level.master_weights) and factor == 1.0:
         with disable_casts():
             yield loss.float()
         return
 
     scaler.report()
     delay_unscale = delay_unscale or _holds_unsynced(stashes)
-    fresh = [stash for stash in stashes if not stash.delayed_by]
+    fresh = [stash for stash in stashes if not stash.delayed]
     for stash in fresh:
         _before_backward(stash)
     try:
         with disable_casts():
-            yield loss.float() * scaler.factor
+            yield loss.float() * (factor.to(loss.device) if isinstance(factor, Tensor) else factor)
     except BaseException:
         for stash in fresh:
             _after_failure(stash)
         raise
 
     if delay_unscale:
+        kept = factor.clone() if isinstance(factor, Tensor) else factor
         for stash in stashes:
-            stash.delayed_by = scaler
+            stash.delayed = scaler, kept
         return
-    found: list[Any] = [_after_backward(stash, scaler) for stash in stashes]
+    found: list[Any] = [_after_backward(stash, scaler, factor) for stash in stashes]
     if scaler.dynamic and not delay_overflow_check:
         _check_overflow(stashes, scaler, reduce(torch.maximum, found))
 
@@ -108,16 +118,16 @@ def _stashes_of(optimizers: Optimizer | list[Optimizer]) -> list[AmpStash]:
     return [optimizer._amp_stash for optimizer in given]
 
 
-def _scaler_for(stashes: list[AmpStash], loss_id: int) -> LossScaler:
-    """Return the scaler of that loss, or that of earlier gradients that are still scaled."""
+def _scaler_for(stashes: list[AmpStash], loss_id: int) -> tuple[LossScaler, Tensor | float]:
+    """Return the scaler of that loss and its scale, or those of gradients that are still scaled."""
     scalers = _amp_state.loss_scalers
     if not 0 <= loss_id < len(scalers):
         raise RuntimeError(
             f"amp.scale_loss was given loss_id={loss_id}, and amp.initialize "
             f"num_losses={len(scalers)}: ids start at 0."
         )
-    delaying = (stash.delayed_by for stash in stashes if stash.delayed_by)
-    return next(delaying, scalers[loss_id])
+    scaler = scalers[loss_id]
+    return next((stash.delayed for stash in stashes if stash.delayed), (scaler, scaler.factor))
 
 
 def _holds_unsynced(stashes: list[AmpStash]) -> bool:
@@ -145,7 +155,10 @@ def _check_overflow(stashes: list[AmpStash], scaler: LossScaler, found_inf: Tens
 def _first_non_finite_gradient() -> str:
     for model in _amp_state.models:
         for name, parameter in model.named_parameters():
-            if parameter.grad is not None and not parameter.grad.isfinite().all():
+            grad: Any = parameter.grad
+            if hasattr(grad, "to_local"):  # a DTensor; ranks come here at different times
+                grad = grad.to_local()
+            if grad is not None and not grad.isfinite().all():
                 return name
     return "a parameter outside the models"
 
@@ -174,7 +187,7 @@ def prepare_optimizer(optimizer: Any, master_weights: bool) -> None:
     def zero_grad(self: Any, *args: object, **kwargs: object) -> None:
         plain_zero_grad(*args, **kwargs)
         self._amp_stash.stashed.clear()
-        self._amp_stash.delayed_by = None
+        self._amp_stash.delayed = None
         for parameter in self._amp_stash.masters:
             parameter.grad = None
 
@@ -198,6 +211,7 @@ def _adopt(optimizer: Any, group: dict, master_weights: bool) -> None:
             master = make_master(parameter)
             group["params"][index] = master
             stash.masters[parameter] = master
+            stash.new.append(parameter)
             if parameter in optimizer.state:
                 optimizer.state[master] = optimizer.state.pop(parameter)
         else:
@@ -206,6 +220,8 @@ def _adopt(optimizer: Any, group: dict, master_weights: bool) -> None:
 
 def _before_backward(stash: AmpStash) -> None:
     """Set existing gradients, which are unscaled, aside from the scaled ones that follow."""
+    while stash.new:
+        finish_master(stash.new.pop())
     for parameter in stash.masters:
         parameter.grad = None  # what it held is in the master's gradient already
     for parameter in stash.plain:
@@ -217,7 +233,7 @@ def _before_backward(stash: AmpStash) -> None:
             parameter.grad = None
 
 
-def _after_backward(stash: AmpStash, scaler: LossScaler) -> Tensor | None:
+def _after_backward(stash: AmpStash, scaler: LossScaler, factor: Tensor | float) -> Tensor | None:
     """Unscale the new gradients and add them to those set aside; return what `unscale_` does."""
     new = [(master, half.grad) for half, master in stash.masters.items() if half.grad is not None]
     master_grads = [torch.empty_like(master) for master, _ in new]
@@ -225,14 +241,14 @@ def _after_backward(stash: AmpStash, scaler: LossScaler) -> Tensor | None:
         dense = [grad.to_dense() if grad.is_sparse else grad for _, grad in new]
         torch._foreach_copy_(master_grads, dense)
     plain_grads = [parameter.grad for parameter in stash.plain if parameter.grad is not None]
-    found_inf = scaler.unscale_(master_grads + plain_grads)
+    found_inf = scaler.unscale_(master_grads + plain_grads, factor)
 
     for (master, _), grad in zip(new, master_grads, strict=True):
         master.grad = grad if master.grad is None else master.grad.add_(grad)
     for parameter, grad in stash.stashed.items():
         parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
     stash.stashed.clear()
-    stash.delayed_by = None
+    stash.delayed = None
     return found_inf
 
 
@@ -275,7 +291,7 @@ def _prepare_sgd(optimizer: torch.optim.SGD, group: dict) -> bool:
 def _step(optimizer: Any, plain_step: types.MethodType, closure: object) -> object:
     """Take a step of `optimizer`, unless a gradient overflowed, and copy masters to the model."""
     stash: AmpStash = optimizer._amp_stash
-    if stash.delayed_by:
+    if stash.delayed:
         raise RuntimeError(
             "optimizer.step() was called while gradients are still scaled: after blocks with "
             "delay_unscale=True or under no_sync(), take one more amp.scale_loss without them."

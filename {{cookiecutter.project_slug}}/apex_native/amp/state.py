@@ -56,20 +56,21 @@ class LossScaler:
 
     _loss_scale = property(loss_scale, set_loss_scale)  # scripts for Apex read and set it
 
-    def unscale_(self, grads: list[Tensor]) -> Tensor | None:
-        """Divide `grads` by the scale in place.
+    @staticmethod
+    def unscale_(grads: list[Tensor], factor: Tensor | float) -> Tensor | None:
+        """Divide `grads` in place by `factor`, which the loss was multiplied by.
 
         Returns 1.0 if any was inf or nan, else 0.0, as a tensor (); None for a static scale.
         """
         grads = [grad._values() if grad.is_sparse else grad for grad in grads]  # uncoalesced, too
-        if not isinstance(self.factor, Tensor):
-            if self.factor != 1.0 and grads:
-                torch._foreach_mul_(grads, 1.0 / self.factor)
+        if not isinstance(factor, Tensor):
+            if factor != 1.0 and grads:
+                torch._foreach_mul_(grads, 1.0 / factor)
             return None
         by_kind: dict[tuple, list[Tensor]] = {}
         for grad in grads:
             by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
-        inverse = self.factor.double().reciprocal().float()
+        inverse = factor.double().reciprocal().float()
         found = []
         for same in by_kind.values():
             scale = inverse.to(same[0].device)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
 
-from ..amp.casting import nested_tensors
+from ..amp.casting import current_master, nested_tensors
 from ..amp.state import defer_unscale
 from .averaging import GradientAverager, no_gradient_message
 
@@ -19,9 +19,9 @@ from .averaging import GradientAverager, no_gradient_message
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     """Averages gradients over all processes during the backward pass; one device a process.
 
-    Parameters are broadcast from rank 0 once, here; buffers never are. As in Apex there is no
-    ``device_ids``: the module is on its device already. This is torch's own class with Apex's
-    arguments, so ``no_sync()`` is available too.
+    Parameters and their masters are broadcast from rank 0 once, here; buffers never are. As in Apex
+    there is no ``device_ids``: the module is on its device already. This is torch's own class with
+    Apex's arguments, so ``no_sync()`` is available too.
 
     Args:
         module: on the device of this process, after ``amp.initialize``.
@@ -70,6 +70,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             find_unused_parameters=delay_allreduce,
             gradient_as_bucket_view=True,
         )
+        _broadcast_masters(module)
         self._trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._hook: Callable | None = None
         self._averager: GradientAverager | None = None
@@ -146,6 +147,17 @@ def _allreduce(state: tuple[float, float, bool], bucket: dist.GradBucket) -> Fut
     return future.then(lambda done: buffer.copy_(done.value()[0].mul_(after)))
 
 
+@torch.no_grad()
+def _broadcast_masters(module: nn.Module) -> None:
+    """Give all processes rank 0's masters, which may be more precise than the half parameters."""
+    for parameter in module.parameters():
+        master = current_master(parameter)
+        if master is not None:
+            values = master.to(parameter.device)
+            dist.broadcast(values, src=0)
+            parameter.copy_(master.copy_(values))
+
+
 class Reducer:
     """Averages gradients over all processes at each call of `reduce`, and at no other time.
 
@@ -161,6 +173,7 @@ class Reducer:
             self.module = module_or_grads
             for parameter in self.module.parameters():
                 dist.broadcast(parameter.detach(), src=0)
+            _broadcast_masters(self.module)
         else:
             self.grads = list(nested_tensors(list(module_or_grads)))
 

@@ -260,10 +260,21 @@ class Analysis(Gradients):
         if usage.scaled and not usage.reasons:
             self.name_scalers(original_node)
             self.check_steps()
-        users = [loss.statement for loss in usage.losses] + [node for _, node in self.steps]
-        functions = {self.function(node) for node in (*users, *self.states)}
+            self._place_scalers()
+
+    def _place_scalers(self) -> None:
+        """Require that scalers, which are created where amp is initialized, are not used before."""
+        steps = [node for owner, node in self.steps if owner in self.usage.scalers]
+        users = [*(loss.statement for loss in self.usage.losses), *steps, *self.states]
         here = self.function(self.starts[0])
-        usage.is_global = isinstance(here, cst.FunctionDef) and functions != {here}
+        self.usage.is_global = isinstance(here, cst.FunctionDef) and any(
+            self.function(node) is not here for node in users
+        )
+        start = self.get_metadata(PositionProvider, self.starts[0]).start.line
+        for node in users:
+            line = self.get_metadata(PositionProvider, node).start.line
+            if self.function(node) is here and line < start:
+                self.usage.reasons.append("amp or its optimizer is used before amp.initialize")
 
     def _check_aliases(self) -> None:
         """Require that a scaled loss is not used after its block: its name is removed."""

@@ -181,15 +181,19 @@ class Rewrite(cst.CSTTransformer):
             what = "forward passes that compute no scaled loss, as in validation, run in float32"
             self._changed(small, what)
         if original is self.usage.start:
-            lines += self._conditional_scalers()
+            lines += self._scalers()
         if not lines:
             return cst.RemoveFromParent()
         lines[0] = lines[0].with_changes(leading_lines=updated.leading_lines)
         return cst.FlattenSentinel(lines)
 
-    def _conditional_scalers(self) -> list[Any]:
+    def _scalers(self) -> list[Any]:
+        """Return the statements that create the scalers.
+
+        They initialize CUDA, for which a script may choose the GPU at any time before.
+        """
         usage = self.usage
-        if not usage.condition or not usage.scaled:
+        if not usage.scalers:
             return []
         names = list(usage.scalers.values())
         lines = [f"global {', '.join(names)}"] if usage.is_global else []
@@ -227,7 +231,7 @@ class Rewrite(cst.CSTTransformer):
             losses = [loss.statement for loss in usage.losses]
             return _branch(updated_node, original_node.body.body[0] in losses)
         if original_node is usage.start:
-            lines = self._conditional_scalers()
+            lines = self._scalers()
             if lines:
                 lead = updated_node.leading_lines
                 lines[0] = lines[0].with_changes(leading_lines=lead)
@@ -272,16 +276,7 @@ class Rewrite(cst.CSTTransformer):
 
     def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> Any:
         """Do the same at the top level."""
-        module = self._wrap(original_node, updated_node)
-        if self.usage.reasons or self.usage.condition or not self.usage.scalers:
-            return module
-        # At the top level, since a function may initialize amp and another one train.
-        code = self.usage.grad_scaler()
-        scalers = [cst.parse_statement(f"{name} = {code}") for name in self.usage.scalers.values()]
-        lines = list(module.body)
-        place = next((i for i, line in enumerate(lines) if not _is_import(line)), len(lines))
-        scalers[0] = scalers[0].with_changes(leading_lines=[cst.EmptyLine(indent=False)])
-        return module.with_changes(body=[*lines[:place], *scalers, *lines[place:]])
+        return self._wrap(original_node, updated_node)
 
     def _wrap(self, original: Any, updated: Any) -> Any:
         lines = self.usage.autocast.get(original, {})
@@ -336,11 +331,3 @@ class _Rename(cst.CSTTransformer):
 
     def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> Any:
         return self.new if original_node.value == self.name else updated_node
-
-
-def _is_import(line: cst.BaseStatement) -> bool:
-    """Return whether a statement is an import, in a try perhaps, or a docstring."""
-    first = line.body.body[0] if isinstance(line, cst.Try) and line.body.body else line
-    small = first.body[0] if isinstance(first, cst.SimpleStatementLine) else None
-    is_text = isinstance(small, cst.Expr) and isinstance(small.value, cst.SimpleString)
-    return is_text or isinstance(small, (cst.Import, cst.ImportFrom))

@@ -27,8 +27,8 @@ class Usage:
     init_scale: str = ""  # to which the script sets the scale of amp
     init_scale_statement: cst.CSTNode | None = None
     condition: str = ""  # of amp.initialize, "" if it always runs
-    start: cst.CSTNode | None = None  # the statement before which a conditional scaler is created
-    is_global: bool = False  # the conditional scaler is used in another function
+    start: cst.CSTNode | None = None  # the statement at which the scalers are created
+    is_global: bool = False  # a function creates the scalers, and another one uses them
     ignored_level: str = ""  # the variable in place of which --opt-level stands
     losses: list[Loss] = field(default_factory=list)
     scalers: dict[str, str] = field(default_factory=dict)  # by optimizer
