@@ -237,6 +237,17 @@ def test_disable_and_enable_allreduce(two_processes, at_once):
         assert torch.equal(together, rows.sum(0))
 
 
+def on_each_rank_broadcast_a_view():
+    model = nn.Module()
+    model.weight = nn.Parameter((torch.arange(16.0) + 100 * dist.get_rank()).view(2, 8)[:, ::2])
+    Reducer(model)
+    return model.weight.tolist()
+
+
+def test_reducer_broadcasts_a_view_as_it_is_on_rank_0(two_processes):
+    assert two_processes(on_each_rank_broadcast_a_view) == [[[0, 2, 4, 6], [8, 10, 12, 14]]] * 2
+
+
 def on_each_rank_reduce_by_hand(rows):
     x = rows[dist.get_rank()]
     model = Weighted(x + dist.get_rank())

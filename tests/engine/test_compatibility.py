@@ -185,6 +185,17 @@ def test_model_of_another_name_is_a_warning() -> None:
     assert message.endswith("it is of --arch resnet34, and this run of resnet18")
 
 
+def test_other_options_of_the_model_are_a_warning() -> None:
+    """Where the shapes are the same; but for the image's, and rates of dropout."""
+    said: list[str] = []
+    saved = {"model_options": {"scale": 2, "heads": 4, "drop_path": 0.1, "image": {}}}
+    for options in ({"scale": 2, "heads": 4}, {"scale": 1, "heads": 4}):
+        compare_metadata(PATH, saved, {"model_options": options}, {}, said.append)
+    compare_metadata(PATH, {}, {"model_options": {"scale": 1}}, {}, said.append)
+    (message,) = said
+    assert message.endswith("its model has other options (scale 2 there and 1 here)")
+
+
 def test_metadata_says_whether_predictions_are_averaged() -> None:
     assert validation.is_metadata({"flip_tta": True})
     assert not validation.is_metadata({"flip_tta": torch.zeros(2)})

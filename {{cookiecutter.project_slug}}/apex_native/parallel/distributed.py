@@ -153,7 +153,7 @@ def _broadcast_masters(module: nn.Module) -> None:
     for parameter in module.parameters():
         master = current_master(parameter)
         if master is not None:
-            values = master.to(parameter.device)
+            values = master.to(parameter.device).contiguous()
             dist.broadcast(values, src=0)
             parameter.copy_(master.copy_(values))
 
@@ -172,7 +172,9 @@ class Reducer:
         if isinstance(module_or_grads, nn.Module):
             self.module = module_or_grads
             for parameter in self.module.parameters():
-                dist.broadcast(parameter.detach(), src=0)
+                values = parameter.detach().contiguous()  # torch would send a view's other memory
+                dist.broadcast(values, src=0)
+                parameter.detach().copy_(values)
             _broadcast_masters(self.module)
         else:
             self.grads = list(nested_tensors(list(module_or_grads)))

@@ -23,6 +23,7 @@ from engine.monitoring.run_files import CONFIG, LAUNCH
 from engine.text import printable
 
 DataSets = Mapping[str, SizedDataset]  # by name, such as "train"
+NO_MODEL = ("image", "drop_rate", "drop_path")  # model_options that a trained model does not show
 
 
 def was_begun(folder: Path, settings: Mapping[str, Any]) -> bool:
@@ -132,6 +133,8 @@ def compare_metadata(
     images = compare_images(saved, own)
     if images:
         warn(f"--resume {path}: it was trained with other images ({images})")
+    if options := compare_options(saved, own):
+        warn(f"--resume {path}: its model has other options ({options})")
     arch = own.get("arch")
     if arch and saved.get("arch", arch) != arch:
         warn(f"--resume {path}: it is of --arch {saved['arch']}, and this run of {arch}")
@@ -341,6 +344,20 @@ def compare_images(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str:
         if theirs[name] != value and not (name == "eval_size" and value)
     ]
     return printable(", ".join(texts))
+
+
+def compare_options(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str:
+    """Return how the owner's options of the model differ, as "scale 2 there and 1 here"."""
+    if "model_options" not in saved:  # older, or of another script
+        return ""
+    theirs, ours = (one.get("model_options", {}) for one in (saved, own))
+    names = sorted((theirs.keys() | ours.keys()).difference(NO_MODEL))
+    texts = [
+        f"{name} {theirs.get(name)!r} there and {ours.get(name)!r} here"
+        for name in names
+        if theirs.get(name) != ours.get(name)
+    ]
+    return printable(shorten(", ".join(texts), 200))
 
 
 def is_same_data(saved: Mapping[str, Any], own: Mapping[str, Any], name: str) -> bool | None:

@@ -86,7 +86,8 @@ class Sharding:
             _copy_shard(parameter, self._on_device(parameters[name]))
         placed: dict[int, Tensor] = {}  # modules that share a buffer do so afterwards, too
         for name, buffer in buffers.items():
-            value = placed.setdefault(id(buffer), self._on_device(buffer))
+            # Contiguous: torch would send other memory than that of a view.
+            value = placed.setdefault(id(buffer), self._on_device(buffer).contiguous())
             dist.broadcast(value, src=0)
             prefix, _, own_name = name.rpartition(".")
             setattr(model.get_submodule(prefix), own_name, value)
