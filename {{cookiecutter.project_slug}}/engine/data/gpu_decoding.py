@@ -34,10 +34,7 @@ PREFETCH = 2  # batches that are decoded before they are needed
 MANY_WORKERS = 6  # have cores to spare: they decode some files, see `is_for_workers`
 SMALL_IMAGE = 2**17  # pixels
 # Errors of the GPU, which files do not cause. torch before 2.8 has the first one only.
-DEVICE_ERRORS = (
-    torch.OutOfMemoryError,
-    getattr(torch, "AcceleratorError", torch.OutOfMemoryError),
-)
+DEVICE_ERRORS = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", MemoryError))
 
 
 class Packed(NamedTuple):
@@ -142,8 +139,6 @@ def _decode_on(device: torch.device, files: list[Tensor], paths: list[str]) -> l
         return []
     try:
         return decode_jpeg(files, mode=RGB, device=device)
-    except DEVICE_ERRORS:
-        raise
     except RuntimeError:  # caused by one of them, which is not named
         return [_decode_alone(device, *file) for file in zip(files, paths, strict=True)]
 
@@ -209,16 +204,12 @@ class DecodingLoader(DataLoader):
 
 
 def choose_decoder(wanted: str, skip_broken: int = 0) -> str:
-    """Return where JPEG files are decoded, "cpu" or "gpu"; choose, and log it, for "auto".
-
-    Args:
-        skip_broken: number of files to skip; what the GPU can't decode is found too late for it.
-    """
+    """Return where JPEG files are decoded, "cpu" or "gpu"; choose, and log it, for "auto"."""
     if wanted != "auto" or not torch.cuda.is_available():
         return "cpu" if wanted == "auto" else wanted
     cores = distributed.cpu_cores()
     decoder, reason = "cpu", f"on {cores} CPU cores for each process"
-    if skip_broken:
+    if skip_broken:  # files that the GPU can't decode are found too late to skip them
         reason = "which --skip-broken requires"
     elif cores < ENOUGH_CORES:
         reason += f", fewer than {ENOUGH_CORES}"

@@ -134,10 +134,7 @@ def check_open_files() -> Results:
 
 
 def check_rendezvous() -> Results:
-    """Check that, with several hosts, MASTER_ADDR is known, and an address of the first one.
-
-    MASTER_PORT is not tested here: rank 0 of this check, in another process, may listen at it.
-    """
+    """Check that, with several hosts, MASTER_ADDR is known, and an address of the first one."""
     if num_hosts() == 1:
         return
     host = os.environ["MASTER_ADDR"]
@@ -146,7 +143,7 @@ def check_rendezvous() -> Results:
         address = socket.gethostbyname(host)
         if os.environ["NODE_RANK"] == "0":
             with socket.socket() as server:
-                server.bind((address, 0))
+                server.bind((address, 0))  # not MASTER_PORT: rank 0 may already listen there
     except socket.gaierror as error:
         raise UserError(f"MASTER_ADDR={host} is unknown ({error}): use an IP address") from None
     except OSError as error:
