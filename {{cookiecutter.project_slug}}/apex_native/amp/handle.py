@@ -103,7 +103,7 @@ def scale_loss(
         for stash in stashes:
             stash.delayed = scaler, kept
         return
-    found: list[Any] = [_after_backward(stash, scaler, factor) for stash in stashes]
+    found: list[Any] = [_after_backward(stash, factor) for stash in stashes]
     if scaler.dynamic and not delay_overflow_check:
         _check_overflow(stashes, scaler, reduce(torch.maximum, found))
 
@@ -233,7 +233,7 @@ def _before_backward(stash: AmpStash) -> None:
             parameter.grad = None
 
 
-def _after_backward(stash: AmpStash, scaler: LossScaler, factor: Tensor | float) -> Tensor | None:
+def _after_backward(stash: AmpStash, factor: Tensor | float) -> Tensor | None:
     """Unscale the new gradients and add them to those set aside; return what `unscale_` does."""
     new = [(master, half.grad) for half, master in stash.masters.items() if half.grad is not None]
     master_grads = [torch.empty_like(master) for master, _ in new]
@@ -241,7 +241,7 @@ def _after_backward(stash: AmpStash, scaler: LossScaler, factor: Tensor | float)
         dense = [grad.to_dense() if grad.is_sparse else grad for _, grad in new]
         torch._foreach_copy_(master_grads, dense)
     plain_grads = [parameter.grad for parameter in stash.plain if parameter.grad is not None]
-    found_inf = scaler.unscale_(master_grads + plain_grads, factor)
+    found_inf = LossScaler.unscale_(master_grads + plain_grads, factor)
 
     for (master, _), grad in zip(new, master_grads, strict=True):
         master.grad = grad if master.grad is None else master.grad.add_(grad)
