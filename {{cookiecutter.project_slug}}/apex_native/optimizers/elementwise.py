@@ -104,9 +104,9 @@ class FusedOptimizer(torch.optim.Optimizer):
                 values[index], grads[index], *kept = _with_one_layout(*tensors)
                 state.update(zip(moments, kept, strict=True))
         self._update(group, values, grads, states)
-        copies = [pair for pair in zip(parameters, values, strict=True) if pair[0] is not pair[1]]
-        if copies:
-            torch._foreach_copy_(*map(list, zip(*copies, strict=True)))
+        copied = [i for i, value in enumerate(values) if value is not parameters[i]]
+        if copied:
+            torch._foreach_copy_([parameters[i] for i in copied], [values[i] for i in copied])
 
     def _before_step(self) -> None:
         """Prepare a step, before any `_update`."""

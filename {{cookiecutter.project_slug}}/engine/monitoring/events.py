@@ -32,7 +32,7 @@ class EventWriter:
         last = max((int(number) for number in numbers if number.isdecimal()), default=0)
         path = folder / f"{PREFIX}.{max(time.time_ns(), last + 1)}"
         self._record_writer = RecordWriter
-        self.file = path.open("wb", buffering=0)  # noqa: SIM115 - kept open
+        self.file = FileIO(path, "w")
         self._write(file_version="brain.Event:2")
         # Hides events of later steps, which a stopped run wrote after its last checkpoint.
         self._write(step=step + 1, session_log={"status": event_pb2.SessionLog.START})

@@ -70,7 +70,7 @@ class Tracking:
         self.run_id = run_id or queued_id or uuid.uuid4().hex[:16]
         self.is_first = queued_id != self.run_id
         mode = "w+b" if self.is_first else "r+b"
-        self._queue = open(path, mode, 0, opener=regular_only)  # noqa: SIM115 - kept open
+        self._queue = FileIO(path, mode, opener=regular_only)
         _remove_torn_line(self._queue)
         texts = {name: str(value) for name, value in parameters.items() if value is not None}
         start = {"run_id": self.run_id, "step": step, "name": self.output.name}
