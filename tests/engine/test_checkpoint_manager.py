@@ -1440,6 +1440,32 @@ def test_a_restart_without_a_checkpoint_starts_over(
             assert said == f"{tmp_path} has no checkpoint: the run starts over"
 
 
+def discarded_by_going_back(folder: str) -> list[int]:
+    """Return what identifies the checkpoints that a run discards which goes back to step 1."""
+    manager = manager_of(folder)
+    manager.resume(Path(folder, "step-1.pt"), 10)
+    return manager.logger.discarded
+
+
+def test_a_restart_does_not_resume_what_the_user_went_back_from(
+    two_processes: Processes, tmp_path: Path
+) -> None:
+    """A process may fail before the first save, which removes it."""
+    for step in (1, 2):
+        two_processes(saved_once, str(tmp_path), step)
+    discarded, others = two_processes(discarded_by_going_back, str(tmp_path))
+    assert (len(discarded), others) == (1, [])
+    earlier = tmp_path / "step-1.pt"
+    for found, expected in ((discarded, earlier), ([], tmp_path / "last.pt")):
+        (tmp_path / "config.json").write_text(json.dumps(SETTINGS | {"DISCARDED": found}))
+        for path, _ in two_processes(resumed_after_restart, str(tmp_path), earlier):
+            assert path == expected
+    two_processes(saved_once, str(tmp_path), 2)  # again, by the run that went back
+    (tmp_path / "config.json").write_text(json.dumps(SETTINGS | {"DISCARDED": discarded}))
+    for path, _ in two_processes(resumed_after_restart, str(tmp_path), earlier):
+        assert path == tmp_path / "last.pt"
+
+
 def test_a_restart_in_the_folder_of_another_run_is_an_error(
     two_processes: Processes, tmp_path: Path
 ) -> None:

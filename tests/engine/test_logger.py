@@ -59,6 +59,13 @@ def meter(logger, clock):
     return meter
 
 
+def test_config_names_the_checkpoints_that_a_run_has_discarded(tmp_path, clock):
+    logger = Logger(tmp_path, 0, ACCURACY)
+    logger.discarded = [17]
+    logger.open({"lr": 0.1}, None, Progress())
+    assert json.loads((tmp_path / "config.json").read_text())["DISCARDED"] == [17]
+
+
 def test_open_creates_parent_folders(tmp_path):
     output = tmp_path / "one" / "two"
     open_logger(output)

@@ -19,7 +19,7 @@ from engine.data.images import ImageSpec
 from engine.distributed import consistency
 from engine.launch import LAUNCH_ID
 from engine.monitoring.logger import Logger
-from engine.monitoring.run_files import CONFIG, LAUNCH
+from engine.monitoring.run_files import CONFIG, DISCARDED, LAUNCH
 from engine.text import printable
 
 DataSets = Mapping[str, SizedDataset]  # by name, such as "train"
@@ -57,6 +57,15 @@ def was_begun(folder: Path, settings: Mapping[str, Any]) -> bool:
                 "add --resume auto to continue it, or --output with another folder"
             )
     return True
+
+
+def was_discarded(checkpoint: Path, folder: Path) -> bool:
+    """Return whether the run in `folder` went back from this checkpoint, by the user's choice."""
+    try:
+        discarded = json.loads(read_text(folder / CONFIG)).get(DISCARDED, [])
+        return checkpoint.stat().st_mtime_ns in discarded
+    except (OSError, ValueError, TypeError, AttributeError):
+        return False
 
 
 def describe_data(data_sets: DataSets) -> dict[str, Any]:

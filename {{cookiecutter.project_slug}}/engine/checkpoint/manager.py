@@ -30,6 +30,7 @@ from engine.checkpoint.compatibility import (
     require_same_frozen,
     warn_of_changed_data,
     was_begun,
+    was_discarded,
 )
 from engine.checkpoint.format import TrainingState
 from engine.checkpoint.restore import optimizer_name, restore, restore_average, restore_ranks
@@ -187,6 +188,7 @@ class CheckpointManager:
         elif not has_best:
             progress.best = -math.inf
         own = files.Rewind.to(progress.step, self.folder, is_newest) if is_writer else None
+        self.logger.discarded = files.times_after(self.folder, progress.step) if is_writer else []
         rewind = all_gather(own, self._group)[0]
         assert rewind is not None  # rank 0's
         if rewind.best_step >= 0:
@@ -413,6 +415,9 @@ class CheckpointManager:
                 self._require_free()  # of an older run, whose checkpoints the first save removes
         first = AUTO if is_restart else choice
         source = find(self.folder, first, self.logger.warning, self._group, self._is_searched)
+        if source and is_restart and choice not in (AUTO, None):  # an earlier one than the newest
+            discarded = all_gather(was_discarded(source.path, self.folder), self._group)
+            source = None if discarded[source.rank] else source
         if source or not is_restart:
             return source
         if choice in (AUTO, None):

@@ -27,7 +27,15 @@ from engine.monitoring.events import EventWriter
 from engine.monitoring.lock import FolderLock
 from engine.monitoring.meter import LogRecord, Meter
 from engine.monitoring.metric import COLUMNS, MonitoredMetric
-from engine.monitoring.run_files import CONFIG, LAUNCH, METRIC, METRIC_MODE, POSITION, TABLE
+from engine.monitoring.run_files import (
+    CONFIG,
+    DISCARDED,
+    LAUNCH,
+    METRIC,
+    METRIC_MODE,
+    POSITION,
+    TABLE,
+)
 from engine.monitoring.trackers import TENSORBOARD
 from engine.monitoring.tracking import Tracking
 
@@ -73,6 +81,7 @@ class Logger(Console):
         self._metrics: set[str] = set()  # of the task, once there was a validation
         self._differing: set[str] = set()  # those that differ between the processes
         self.run_id = ""  # of the trackers; a checkpoint holds it, too
+        self.discarded: list[int] = []  # of checkpoints: engine.checkpoint.files.times_after
         self._config = ""  # the text of config.json
         self.events: EventWriter | None = None
         self.tracking: Tracking | None = None
@@ -107,6 +116,7 @@ class Logger(Console):
                 if config is not None:
                     metric = {METRIC: self.monitored.name, METRIC_MODE: self.monitored.mode}
                     facts = metric | {LAUNCH: distributed.launch_ids()}
+                    facts |= {DISCARDED: self.discarded} if self.discarded else {}
                     self._config = cli.as_json(config | facts)
                     self._write_config()
         except (KeyError, TypeError, ValueError, csv.Error):

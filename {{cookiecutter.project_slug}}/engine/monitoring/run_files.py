@@ -23,8 +23,8 @@ TABLE = "metrics.csv"
 MAX_CELLS = 10**7  # of metrics.csv: the rows times the columns, most of which may be empty
 CONFIG = "config.json"
 POSITION = ("epoch", "step")
-METRIC, METRIC_MODE, LAUNCH = "METRIC", "METRIC_MODE", "LAUNCH"
-FACTS = (METRIC, METRIC_MODE, LAUNCH)  # in config.json, in addition to the flags
+METRIC, METRIC_MODE, LAUNCH, DISCARDED = "METRIC", "METRIC_MODE", "LAUNCH", "DISCARDED"
+FACTS = (METRIC, METRIC_MODE, LAUNCH, DISCARDED)  # in config.json, in addition to the flags
 
 
 @dataclass
