@@ -50,6 +50,15 @@ def test_data_is_counted(run_check):
     assert run_check(check_data, settings(), build_datasets)[0] == ERROR
 
 
+def test_samples_are_collated_by_their_data_set():
+    """Which default_collate may refuse."""
+    collate_fn = staticmethod(lambda samples: torch.stack([image for image, _ in samples]))
+    kind = type("Data", (ListDataset,), {"collate_fn": collate_fn})
+    sets = kind([(IMAGE[0], object())] * 6), kind([(IMAGE[0], object())])
+    (shapes,) = {sample.shapes for sample in measure(settings(), lambda: sets).samples}
+    assert shapes == "uint8 3 × 224 × 224"
+
+
 def test_slow_data_is_explained_in_advance():
     status, text = next(check_data(settings(data="/nfs/images"), None))
     assert status == WARNING and "/nfs/images was not counted in time" in text

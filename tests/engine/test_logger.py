@@ -104,6 +104,23 @@ def test_folder_that_was_removed_is_locked_again_unless_it_is_another_runs(logge
 
 
 @pytest.mark.usefixtures("no_curves")
+def test_folder_that_was_removed_is_locked_once_the_disk_answers_again(logger, monkeypatch):
+    shutil.rmtree(logger.output)
+    opened = os.open
+
+    def fail(path, *arguments):
+        if str(path).endswith(".lock"):
+            raise OSError(116, "Stale")
+        return opened(path, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", fail)
+        logger.log_epoch(row(1))
+    logger.lock_again()
+    assert logger.folder_lock._holds(logger.output / ".lock")
+
+
+@pytest.mark.usefixtures("no_curves")
 def test_folder_that_does_not_answer_for_a_moment_costs_a_warning(logger, monkeypatch, capsys):
     """Such as a network's disk; the lock is held all the same."""
     with monkeypatch.context() as patch:
@@ -586,8 +603,11 @@ def test_events_of_epochs_lost_to_a_full_disk_are_written_later(logger, meter, t
         assert path.stat().st_size == size  # nothing torn
     assert capsys.readouterr().out.count("warning: TensorBoard events are missing") == 1
     logger.log_epoch(row(3))
+    with disk_space(path, 10):
+        logger.log_epoch(row(4))
+    logger.close()
     shown = EventAccumulator(str(path.parent)).Reload().Scalars("epoch/lr")
-    assert [point.step for point in shown] == [10, 20, 30]
+    assert [point.step for point in shown] == [10, 20, 30, 40]
 
 
 def test_run_continues_if_stdout_can_not_be_written(tmp_path, monkeypatch):

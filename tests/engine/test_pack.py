@@ -258,6 +258,15 @@ def test_other_options_or_files_are_an_error(tmp_path, run_pack):
         run_pack(root, out, LARGE)
     with pytest.raises(UserError, match="holds something else; name a new folder"):
         run_pack(root, root, LARGE)
+    other = tmp_path / "other" / "train"
+    other.mkdir(parents=True)
+    (other / "index.bin").touch()  # of a packing that was killed at once
+    assert run_pack(root, other.parent, LARGE) == 0
+    shutil.rmtree(other)
+    other.mkdir()
+    (other / "notes.txt").touch()
+    with pytest.raises(UserError, match="holds something else; name a new folder"):
+        run_pack(root, other.parent, LARGE)
 
 
 @pytest.mark.parametrize("is_complete", [True, False])

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from engine import UserError
 from engine.data import ShardSampler
+from engine.data.augmentation import MixedDataset
 from engine.data.class_weights import WeightedDataset, balanced_weights
 from fresh import UNCHANGED
 from processes import Processes
@@ -188,6 +189,16 @@ def test_data_without_labels_has_no_class_weights(labels: list[str] | None) -> N
     data = type("Data", (list,), {} if labels is None else {"labels": labels})(range(3))
     with pytest.raises(UserError, match="--class-weights: the training data needs an attribute"):
         WeightedDataset(data)
+
+
+def test_collate_fn_gets_no_element_that_it_does_not_expect() -> None:
+    data = type("Data", (list,), {"labels": [0, 1, 0], "collate_fn": list})(range(3))
+    for kind, options, flag in (
+        (WeightedDataset, (), "--class-w"),
+        (MixedDataset, (1, 0, 0), "--m"),
+    ):
+        with pytest.raises(UserError, match=f"{flag}.*the data set's collate_fn does not expect"):
+            kind(data, *options)
 
 
 def test_ignored_samples_have_no_class_weight() -> None:

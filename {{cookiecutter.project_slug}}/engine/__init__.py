@@ -38,10 +38,26 @@ class PeerError(UserError):
     status = 1
 
 
-def print_error(message: str) -> None:
-    """Print an error message; if that fails, as on a full disk, the exit status remains."""
+def log_line(text: str) -> None:
+    """Print a line on standard error, unless that fails, as on a full disk: a run goes on."""
     with suppress(OSError):
-        print(f"error: {message}", file=sys.stderr, flush=True)
+        print(text, file=sys.stderr, flush=True)
+
+
+def print_error(message: str) -> None:
+    """Print an error message as `log_line` does: the exit status remains."""
+    log_line(f"error: {message}")
+
+
+def exists(path: Path) -> bool:
+    """Return whether there is a file or a folder at `path`.
+
+    Raises OSError if the disk does not answer; Path.exists is False then since Python 3.14.
+    """
+    with suppress(FileNotFoundError, NotADirectoryError):
+        path.stat()
+        return True
+    return False
 
 
 def require_traceable(folder: Path = Path(__file__).parent.parent) -> None:

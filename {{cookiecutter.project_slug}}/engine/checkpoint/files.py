@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from engine import SUFFIX, UserError, link, replacing
+from engine import SUFFIX, UserError, exists, link, replacing
 from engine.checkpoint import format, manifest, sharded
 from engine.checkpoint.archive import UnreadableError
 
@@ -77,19 +77,13 @@ def _is_kept(path: Path) -> bool:
 
 
 def _is_same(name: Path, path: Path) -> bool:
-    return name.exists() and name.samefile(path)
+    return exists(name) and name.samefile(path)
 
 
 def best_of(folder: Path) -> Path | None:
-    """Return the path of the checkpoint of the best metric, of either kind, if there is one.
-
-    Raises OSError if the disk does not answer, for which Path.exists is False since Python 3.14.
-    """
-    for path in (folder / BEST, (folder / BEST).with_suffix("")):
-        with suppress(FileNotFoundError, NotADirectoryError):
-            path.stat()
-            return path
-    return None
+    """Return the path of the checkpoint of the best metric, of either kind, if there is one."""
+    best = folder / BEST
+    return next((path for path in (best, best.with_suffix("")) if exists(path)), None)
 
 
 def times_after(folder: Path, step: int) -> list[int]:
@@ -252,7 +246,7 @@ class Rewind:
         """Remove what is later. Call it when the first save, to the path `saved`, is complete."""
         self.keep_best(folder)
         remove_later(folder, self.step, saved)
-        if self.best and self.best.exists():
+        if self.best and exists(self.best):
             alias(self.best, BEST)
         elif 0 <= self.best_step < math.inf:
             (folder / BEST).unlink(missing_ok=True)

@@ -470,7 +470,8 @@ class CheckpointManager:
         before = _identify(path)
         yield
         found = all_gather({before, _identify(path)}, self._group)
-        if distributed.is_single_host() and len(set().union(*found)) > 1:
+        is_shared = dist.get_world_size() > 1 and distributed.is_single_host() and path.is_file()
+        if is_shared and len(set().union(*found)) > 1:
             raise UserError(f"{path}: it was replaced while it was read; start again")
 
     def _load_shards(self, path: Path, with_optimizer: bool) -> dict[str, Any]:

@@ -196,6 +196,15 @@ def collate(samples: list, collate_fn: Callable[[list], Any] = default_collate) 
     return collate_fn([decode_crops(sample) for sample in samples]) if samples else None
 
 
+def require_default_collate(dataset: SizedDataset, flag: str) -> None:
+    """Raise UserError if a data set has a `collate_fn`, which expects no element more."""
+    if hasattr(dataset, "collate_fn"):
+        raise UserError(
+            f"{flag} adds an element to each sample, which the data set's collate_fn does not "
+            "expect: leave one of them out"
+        )
+
+
 def decode_crops(sample: Any) -> Any:
     """Return `sample` with crops in place of its `Encoded` images, decoded on the CPU."""
     if isinstance(sample, images.Encoded):

@@ -17,7 +17,7 @@ from torch import Tensor
 from torchvision.transforms import v2
 
 from engine import UserError
-from engine.data import DatasetWrapper, SizedDataset, decode_crops
+from engine.data import DatasetWrapper, SizedDataset, decode_crops, require_default_collate
 
 POLICIES = {"randaugment": v2.RandAugment, "trivialaugment": v2.TrivialAugmentWide}
 ERASED_AREA = (0.02, 0.33)  # fraction of the image
@@ -61,6 +61,7 @@ class MixedDataset(DatasetWrapper):
     def __init__(
         self, dataset: SizedDataset, mixup: float, cutmix: float, random_erasing: float
     ) -> None:
+        require_default_collate(dataset, "--mixup, --cutmix or --random-erasing")
         super().__init__(dataset)
         self.mixup, self.cutmix, self.random_erasing = mixup, cutmix, random_erasing
 

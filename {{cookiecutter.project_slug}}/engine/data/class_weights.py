@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from engine import UserError
-from engine.data import DatasetWrapper, SizedDataset
+from engine.data import DatasetWrapper, SizedDataset, require_default_collate
 from engine.distributed.consistency import IGNORED
 
 
@@ -32,6 +32,7 @@ class WeightedDataset(DatasetWrapper):
     """
 
     def __init__(self, dataset: SizedDataset) -> None:
+        require_default_collate(dataset, "--class-weights")
         super().__init__(dataset)
         labels: Any = getattr(dataset, "labels", None)
         try:

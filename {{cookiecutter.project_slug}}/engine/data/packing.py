@@ -278,8 +278,9 @@ class SplitPacker:
         """Return the index, locked and open for appending, of a folder that is new or begun."""
         path = self.folder / INDEX
         if not shards.is_packed(self.folder):
-            others = (other for other in self.folder.iterdir() if other.suffix != SUFFIX)
-            if any(other.name != TIMES and other.lstat().st_size for other in others):
+            others = {other.name for other in self.folder.iterdir() if other.suffix != SUFFIX}
+            is_begun = INDEX in others and not path.lstat().st_size  # killed before it had progress
+            if others - ({TIMES, INDEX} if is_begun else {TIMES}):
                 raise UserError(f"{self.folder} holds something else; name a new folder")
         if path.is_symlink() or path.exists() and not path.is_file():
             raise UserError(f"{path} is not a regular file; delete {self.folder} and pack anew")

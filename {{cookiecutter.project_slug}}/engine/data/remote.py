@@ -10,7 +10,6 @@ have a thread for it: the training process, which forks them, waits for its own 
 import fcntl
 import json
 import os
-import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -21,7 +20,15 @@ from pathlib import Path
 
 from torch.utils.data import get_worker_info
 
-from engine import SUFFIX, UserError, distributed, open_regular, regular_only, replacing
+from engine import (
+    SUFFIX,
+    UserError,
+    distributed,
+    log_line,
+    open_regular,
+    regular_only,
+    replacing,
+)
 from engine.data import shards
 from engine.data.shards import INDEX, MANIFEST, REMOTE, Manifest, Shard
 from engine.data.store import RefusedError, Store
@@ -101,8 +108,12 @@ class RemoteFolder:
             )
         if splits == shards.MASK_SPLITS:
             for name in shards.CLASS_FILES:
-                with suppress(FileNotFoundError, RefusedError):
+                try:
                     files[name] = store.read(name)
+                except FileNotFoundError:
+                    continue
+                except RefusedError:
+                    log_line(f"{self.url}/{name}: access is forbidden, it counts as absent")
         return files
 
     def _complete(self, store: Store, folder: Path) -> None:
@@ -179,7 +190,7 @@ class Mirror:
                     data = bytearray(length)
                     os.preadv(file.fileno(), [data], offset)
                     return data
-            print(f"warning: {path} is damaged: it is read by URL again", file=sys.stderr)
+            log_line(f"warning: {path} is damaged: it is read by URL again")
             path.unlink()
         return None
 

@@ -1,12 +1,11 @@
 """Data sets that skip unreadable files, for --skip-broken."""
 
 import fcntl
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from engine import UserError, regular_only
+from engine import UserError, log_line, regular_only
 from engine.data import DatasetWrapper, SeededDataset, SizedDataset, decode_crops
 from engine.data.files import FileError
 from engine.text import printable
@@ -79,8 +78,7 @@ class SkippingDataset(DatasetWrapper):
                 file.write(f"{printable(error.path)}\n")
         except OSError as problem:
             raise UserError(f"{self.record} can't be written ({problem.strerror})") from None
-        message = f"warning: {error}; skipped, {len(known) + 1} of at most {self.limit}"
-        print(message, file=sys.stderr, flush=True)
+        log_line(f"warning: {error}; skipped, {len(known) + 1} of at most {self.limit}")
 
 
 class ReadableSamples(SeededDataset):

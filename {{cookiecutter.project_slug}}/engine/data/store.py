@@ -5,7 +5,6 @@ import errno
 import logging
 import os
 import random
-import sys
 import time
 import weakref
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from hashlib import sha256
 from http import HTTPStatus
 from typing import Any
 
-from engine import MAX_BYTES, UserError
+from engine import MAX_BYTES, UserError, log_line
 from engine.text import printable
 
 PIECE = 8 * 2**20  # bytes of a range request for a part of a shard
@@ -92,17 +91,14 @@ class Store:
             except Exception as error:  # of aiohttp, botocore, the operating system and others
                 if _is_behind_end(error):
                     return b""
-                is_refusal = _is_refusal(error)
-                if attempt == ATTEMPTS or is_refusal:
-                    kind = RefusedError if is_refusal else UserError
+                if attempt == ATTEMPTS or _is_final(error):
+                    kind = RefusedError if _is_forbidden(error) else UserError
                     raise kind(
                         f"{path} can't be read ({_reason(error)}; attempts: {attempt}); check the "
                         "server and the credentials, and continue with --resume auto"
                     ) from None
-                print(
-                    f"warning: {path}: attempt {attempt} of {ATTEMPTS} failed ({_reason(error)})",
-                    file=sys.stderr,
-                    flush=True,
+                log_line(
+                    f"warning: {path}: attempt {attempt} of {ATTEMPTS} failed ({_reason(error)})"
                 )
             time.sleep(delay * random.Random().uniform(0.5, 1.0))  # not all processes at once
             delay *= 2
@@ -239,7 +235,12 @@ def _is_behind_end(error: Exception) -> bool:
     return is_from_s3 or getattr(error, "status", 0) == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE
 
 
-def _is_refusal(error: Exception) -> bool:
+def _is_forbidden(error: Exception) -> bool:
+    is_forbidden = getattr(error, "status", 0) == HTTPStatus.FORBIDDEN
+    return is_forbidden or isinstance(error, PermissionError)
+
+
+def _is_final(error: Exception) -> bool:
     """Return whether another attempt would fail, too: the error is no temporary one."""
     status = getattr(error, "status", -1)
     if isinstance(error, PermissionError) or type(error).__name__ in REFUSALS:

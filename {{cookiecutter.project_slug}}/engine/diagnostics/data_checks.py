@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset
 
 from engine import UserError
-from engine.data import collate
+from engine.data import SizedDataset, select_batch
 from engine.data.loading import prepare_worker
 from engine.diagnostics.first_step import tensors_in
 from engine.diagnostics.preflight import ERROR, OK, WARNING
@@ -48,13 +48,16 @@ class Sample:
 class SampleProbe(Dataset):
     """Measurements of the samples of `dataset`, as a loader's worker reads them."""
 
-    def __init__(self, dataset: Dataset) -> None:
+    def __init__(self, dataset: SizedDataset) -> None:
         self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
 
     def __getitem__(self, index: int) -> Sample:
         shapes, size, message = "", 0, ""
         try:
-            tensors = list(tensors_in(collate([self.dataset[index]])))
+            tensors = list(tensors_in(select_batch(self.dataset, [index])))
         except UserError as error:
             message = str(error)
         else:
@@ -86,10 +89,10 @@ def measure(settings: Settings, datasets: Callable[[], tuple]) -> Measured:
     measured = Measured()
     if settings.dummy:
         return measured
-    both: ConcatDataset[object] = ConcatDataset(datasets())
+    both: ConcatDataset[Sample] = ConcatDataset(map(SampleProbe, datasets()))
     chosen = random.SystemRandom().sample(range(len(both)), min(len(both), MAX_SAMPLES))
     loader = DataLoader(
-        SampleProbe(both),
+        both,
         batch_size=CHUNK,
         sampler=chosen,
         num_workers=settings.workers,

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from engine import EXIT_USAGE, PeerError, UserError, end_with_parent, print_error
+from engine import EXIT_USAGE, PeerError, UserError, end_with_parent, log_line, print_error
 from engine.distributed import consistency
 from engine.distributed.network import is_loopback, local_address, select_interface, serve_store
 from engine.distributed.peers import (
@@ -60,7 +60,7 @@ def all_gather(value: T, group: dist.ProcessGroup | None) -> list[T]:
 def print_on_rank_zero(message: str) -> None:
     """Print a line on standard error if this process has rank 0."""
     if is_rank_zero():
-        print(one_message(message), file=sys.stderr, flush=True)
+        log_line(one_message(message))
 
 
 def is_single_host() -> bool:
@@ -192,7 +192,8 @@ def _log_restart(rank: int) -> None:
     own = "SLURM has requeued the job" if count == "0" else "a process failed"
     reason = os.environ[RESTART] or own
     limit = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?")
-    print(f"restarted: {reason}; {count} of MAX_RESTARTS={limit} are used", flush=True)
+    with suppress(OSError):  # a full disk
+        print(f"restarted: {reason}; {count} of MAX_RESTARTS={limit} are used", flush=True)
 
 
 def select_gloo_interface() -> None:
@@ -230,14 +231,11 @@ def describe(world_size: int, device: torch.device) -> str:
 
 @contextmanager
 def folder_of_rank(folder: Path) -> Iterator[Path]:
-    """Yield `folder` on rank 0; on others a temporary folder, for files that nobody needs.
-
-    Errors of writing those, an OSError of the body, are ignored.
-    """
+    """Yield `folder` on rank 0, and a temporary folder, for files that nobody needs, on others."""
     if is_rank_zero():
         yield folder
         return
-    with tempfile.TemporaryDirectory() as temporary, suppress(OSError):
+    with tempfile.TemporaryDirectory() as temporary:
         yield Path(temporary)
 
 

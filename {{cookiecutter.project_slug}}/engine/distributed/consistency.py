@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from engine import PeerError, UserError, distributed, fingerprint
+from engine import PeerError, UserError, distributed, fingerprint, log_line
 
 MAX_CLOCK_DIFFERENCE_S = 5.0  # torchrun's rendezvous takes a host that is 15 s behind for lost
 IGNORED = -100  # label without a loss, by default, in torch's
@@ -85,7 +85,7 @@ def require_same_facts(store: dist.Store, rank: int, world_size: int, facts: Fac
         raise UserError(difference)
     problem = clock_problem(rank_0_time, "rank 0's")  # all processes have waited for this
     if problem and distributed.is_local_leader():
-        print(f"warning: {problem}", file=sys.stderr, flush=True)
+        log_line(f"warning: {problem}")
 
 
 def clock_problem(their_time: float, whose: str) -> str:

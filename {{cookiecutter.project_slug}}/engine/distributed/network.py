@@ -6,7 +6,6 @@ import fcntl
 import os
 import socket
 import struct
-import sys
 import threading
 import time
 from datetime import timedelta
@@ -15,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.torch_version import TorchVersion
 
-from engine import UserError, print_error
+from engine import UserError, log_line, print_error
 from engine.distributed.consistency import clock_problem
 from engine.launch import LAUNCH_ID, kill_processes
 
@@ -159,7 +158,7 @@ def join_hosts(nodes: str) -> tuple[dist.Store | None, dist.Store | None, list[s
         server.set("launch", os.environ[LAUNCH_ID])
         server.set("settings", settings)
         threading.Thread(target=_publish_time, args=(server,), daemon=True).start()
-    print(f"waiting for {nodes} hosts at {address}, port {port}", file=sys.stderr, flush=True)
+    log_line(f"waiting for {nodes} hosts at {address}, port {port}")
     store = dist.TCPStore(address, port, timeout=timedelta(seconds=wait), wait_for_workers=False)
     expected = store.get("settings").decode()
     if expected != settings:

@@ -11,12 +11,12 @@ import threading
 import time
 import traceback
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import NoReturn
 
 import torch.distributed as dist
 
-from engine import print_error
+from engine import log_line, print_error
 from engine.distributed.peers import exit_process, peer_monitor
 from engine.launch import LAUNCHER, REPEAT_S
 
@@ -86,13 +86,10 @@ class StopSignals(threading.Thread):
             self.received.set()
             if self.rank == 0 and dist.is_initialized():  # else the run has just ended
                 name = signal.Signals(number).name
-                with suppress(OSError):  # a full disk
-                    print(
-                        f"{name}: saves after this step, or batch of the validation, and stops; "
-                        "another signal stops it at once",
-                        file=sys.stderr,
-                        flush=True,
-                    )
+                log_line(
+                    f"{name}: saves after this step, or batch of the validation, and stops; "
+                    "another signal stops it at once"
+                )
         elif now - self.requested_at > REPEAT_S:
             os._exit(128 + number)
 

@@ -53,8 +53,9 @@ class FolderLock:
         is_same = os.path.samestat(os.fstat(self._directory), self.folder.stat())
         if not is_same and any(self.folder.iterdir()):
             raise UserError(f"{self.folder} was replaced while this run wrote to it: it has ended")
+        directory = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
         os.close(self._directory)
-        self._directory = -1
+        self._directory = directory
 
     def release(self) -> None:
         """Unlock the folder, if this process has locked it."""

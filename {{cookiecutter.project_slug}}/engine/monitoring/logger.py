@@ -114,9 +114,9 @@ class Logger(Console):
                 # First: a config.json without metrics.csv is not that of a run.
                 run_files.write_rows(self.output / TABLE, self.rows, self.monitored.name)
                 if config is not None:
-                    metric = {METRIC: self.monitored.name, METRIC_MODE: self.monitored.mode}
-                    facts = metric | {LAUNCH: distributed.launch_ids()}
-                    facts |= {DISCARDED: self.discarded} if self.discarded else {}
+                    facts: dict[str, object] = {METRIC: self.monitored.name}
+                    facts |= {METRIC_MODE: self.monitored.mode, LAUNCH: distributed.launch_ids()}
+                    facts |= {DISCARDED: self.discarded}
                     self._config = cli.as_json(config | facts)
                     self._write_config()
         except (KeyError, TypeError, ValueError, csv.Error):
@@ -291,11 +291,8 @@ class Logger(Console):
         is_logged = any({n: int(one[n]) for n in POSITION} == position for one in self.rows)
         self.rows = [one for one in self.rows if int(one["epoch"]) != position["epoch"]]
         self.rows.append(position | values)
-        late, self._late_rows = self._late_rows, []
-        new = [] if is_logged else [(writer, self.rows[-1]) for writer in self._writers()]
-        for writer, one in late + new:
-            if not self._write(writer, partial(self._add_rows, rows=[one])):
-                self._late_rows.append((writer, one))
+        self._late_rows += [] if is_logged else [(one, self.rows[-1]) for one in self._writers()]
+        self._write_rows()
         with self._errors_as_warning(f"rows are missing in {TABLE}"):
             run_files.write_rows(self.output / TABLE, self.rows, self.monitored.name)
         if self._config and not (self.output / CONFIG).exists():  # the folder was removed
@@ -366,6 +363,14 @@ class Logger(Console):
         text = " ".join(f"{name} {value:.4f}" for name, value in results.items())
         self.info(f"{path}: {text}")
 
+    def _write_rows(self) -> None:
+        """Write the rows that are due, and those that an error has held up, in their order."""
+        waiting, self._late_rows = self._late_rows, []
+        for writer, row in waiting:
+            is_held_up = any(other is writer for other, _ in self._late_rows)
+            if is_held_up or not self._write(writer, partial(self._add_rows, rows=[row])):
+                self._late_rows.append((writer, row))
+
     def _writers(self) -> list[EventWriter | Tracking]:
         return [writer for writer in (self.events, self.tracking) if writer]
 
@@ -386,6 +391,7 @@ class Logger(Console):
 
     def finish_tracking(self, status: str) -> None:
         """End the run in the trackers as FINISHED or KILLED; wait for them, but not for long."""
+        self._write_rows()
         tracking, self.tracking = self.tracking, None
         if tracking:
             with self._errors_as_warning("the trackers do not know that the run has ended"):
