@@ -207,6 +207,30 @@ def test_delayed_gradients_survive_a_change_of_scale(level):
     torch.testing.assert_close(gradients(optimizer), expected, rtol=2e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("level", ["O0", "O2"])
+@pytest.mark.parametrize("is_inner_left_first", [False, True])
+def test_nested_blocks_keep_their_scales(level, is_inner_left_first):
+    """The inner block overflows, which changes the scale before the outer block unscales."""
+    model, other = Net(), nn.Linear(2, 1)
+    options = {"cast_model_type": FP16} if level == "O2" else {}
+    _, (optimizer, others) = initialize(
+        [model, other], [sgd(model), sgd(other)], level, loss_scale="dynamic", **options
+    )
+    set_scale(256.0)
+    losses = two_losses(model)
+    expected, _ = alone(optimizer, losses)
+    bad = other(torch.ones(1, 2)).sum() * float("inf")
+    with amp.scale_loss(losses[0](), optimizer) as scaled:
+        with amp.scale_loss(bad, others) as other_scaled:
+            other_scaled.backward()
+            if not is_inner_left_first:
+                scaled.backward()
+        if is_inner_left_first:
+            scaled.backward()
+    assert scale() == 128.0
+    assert same(gradients(optimizer), expected)
+
+
 def test_failed_backward_pass_leaves_no_gradients():
     model, optimizer = prepare("O0", loss_scale="dynamic")
     losses = two_losses(model)

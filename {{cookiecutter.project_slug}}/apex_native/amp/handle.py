@@ -99,9 +99,8 @@ def scale_loss(
         raise
 
     if delay_unscale:
-        kept = factor.clone() if isinstance(factor, Tensor) else factor
         for stash in stashes:
-            stash.delayed = scaler, kept
+            stash.delayed = scaler, factor
         return
     found: list[Any] = [_after_backward(stash, factor) for stash in stashes]
     if scaler.dynamic and not delay_overflow_check:
