@@ -184,17 +184,23 @@ def test_gradscaler_refuses_gradients_of_no_sync(two_package_processes):
 def devices_after_loading():
     """Return the types of the devices of a state, loaded for a parameter on an imitated GPU."""
     with FakeTensorMode():
-        parameter = nn.Parameter(torch.ones(2, 2, device="cuda"))
-        optimizer = DistributedFusedAdam([parameter, nn.Parameter(torch.ones(1, device="cuda"))])
-        moments = {name: torch.zeros(2, 2) for name in ("exp_avg", "exp_avg_sq")}
+        parameters = [nn.Parameter(torch.ones(shape, device="cuda")) for shape in ((2, 2), ())]
+        optimizer = DistributedFusedAdam(parameters)
         groups = [{**group, "params": [0, 1]} for group in optimizer.param_groups]
-        state = {0: {"step": torch.ones(()), **moments}}
+        state = {
+            index: {
+                "step": torch.ones(()),
+                **{name: torch.zeros(parameter.shape) for name in ("exp_avg", "exp_avg_sq")},
+            }
+            for index, parameter in enumerate(parameters)
+        }
         optimizer.load_state_dict({"state": state, "param_groups": groups})
-        return {value.device.type for value in optimizer.optim.state[parameter].values()}
+        own = optimizer.optim.state.values()
+        return [value.device.type for state in own for value in state.values()]
 
 
 def test_loaded_state_is_on_the_device_of_the_parameter(two_package_processes):
-    assert two_package_processes(devices_after_loading) == [{"cuda"}, set()]
+    assert two_package_processes(devices_after_loading) == [["cuda"] * 3] * 2
 
 
 def manual_scale(overflows):

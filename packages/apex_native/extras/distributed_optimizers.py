@@ -127,10 +127,9 @@ class _DistributedOptimizer(ZeroRedundancyOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of all processes."""
         super().load_state_dict(state_dict)
-        # It moves steps to the CPU, where torch's fused kernels do not take them.
+        # It moves 0-dimensional tensors to the CPU, where torch's fused kernels do not take them.
         for parameter, state in self.optim.state.items():
-            if "step" in state:
-                state["step"] = state["step"].to(parameter.device)
+            state.update({name: value.to(parameter.device) for name, value in state.items()})
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set gradients to None or zero."""
