@@ -1,5 +1,7 @@
 """Optimizers that shard their state equal the plain ones on the averaged gradients."""
 
+from operator import methodcaller
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -179,6 +181,33 @@ def scaled_step_after_no_sync():
 def test_gradscaler_refuses_gradients_of_no_sync(two_package_processes):
     one, two = two_package_processes(scaled_step_after_no_sync)
     assert torch.equal(one, two) and not torch.equal(one, parameters_of(build()))
+
+
+def overflow_unscaled_before_averaging(averages):
+    """Return whether a step was refused whose gradients of one process overflowed."""
+    model = build()
+    optimizer = DistributedFusedAdam(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    factor = float("inf") if dist.get_rank() == 1 else 1.0
+    with optimizer.no_sync():
+        scaler.scale(factor * model(batches(0)[0]).square().sum()).backward()
+    scaler.unscale_(optimizer)
+    averages(optimizer)
+    with pytest.raises(RuntimeError, match=r"call optimizer.grad_sync\(\) before"):
+        scaler.step(optimizer)
+    return torch.equal(parameters_of(model), parameters_of(build()))
+
+
+@pytest.mark.parametrize(
+    "averages",
+    [
+        methodcaller("clip_grad_norm", 1.0),
+        methodcaller("grad_norm"),
+        methodcaller("grad_sync"),
+    ],
+)
+def test_gradients_averaged_after_unscale_raise_on_all_processes(two_package_processes, averages):
+    assert two_package_processes(overflow_unscaled_before_averaging, averages) == [True, True]
 
 
 def devices_after_loading():

@@ -98,6 +98,18 @@ class _DistributedOptimizer(ZeroRedundancyOptimizer):
     def _divide_gradients(self, divisor: Tensor | float) -> None:
         torch._foreach_div_(self._gradients(), divisor)
 
+    def _overflowed(self) -> bool:
+        """Return whether GradScaler found an overflow, on all processes or on none."""
+        overflows = (self.found_inf > 0).float()
+        dist.all_reduce(overflows, group=self.process_group)
+        share = overflows.item() / dist.get_world_size(self.process_group)
+        if self._unsynced or share not in (0.0, 1.0):  # both on all processes
+            raise RuntimeError(
+                "GradScaler checked gradients of no_sync() or of an accumulation step before they "
+                "were averaged: call optimizer.grad_sync() before scaler.unscale_ or scaler.step."
+            )
+        return share == 1.0
+
     @torch.no_grad()
     def step(self, closure: Any = None, **kwargs: Any) -> Any:
         """Average and unscale the gradients, and update the parameters.
@@ -107,18 +119,12 @@ class _DistributedOptimizer(ZeroRedundancyOptimizer):
         """
         if closure is not None:
             raise NotImplementedError("a distributed optimizer takes no closure")
-        if hasattr(self, "found_inf") and self._unsynced:  # on all processes
-            raise RuntimeError(
-                "scaler.step(optimizer) was called with gradients that only no_sync() or an "
-                "accumulation step accumulated: call optimizer.grad_sync() before it."
-            )
+        is_scaled = hasattr(self, "found_inf")  # set by GradScaler.step
+        if is_scaled and self._overflowed():
+            return None
         gradients = self._gradients()
-        # Set by GradScaler.step. Averaged gradients are not finite on all processes or on none.
-        if hasattr(self, "found_inf"):
-            if self.found_inf.item():
-                return None
-            if self.grad_scale is not None:
-                torch._foreach_div_(gradients, self.grad_scale)
+        if is_scaled and self.grad_scale is not None:
+            torch._foreach_div_(gradients, self.grad_scale)
         return self._update()
 
     def _update(self) -> float | None:
