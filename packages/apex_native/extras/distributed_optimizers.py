@@ -163,7 +163,8 @@ class DistributedFusedAdam(_DistributedOptimizer):
     Args:
         average_grad_sync: False raises NotImplementedError.
         kwargs: Apex's options of buffers, buckets, types and overlap, which are accepted and
-            unused: state is fp32, and parameters are broadcast in their own type.
+            unused: state is fp32, and parameters are broadcast in their own type. Each backward
+            pass reduces; ``no_sync`` for all but the last one of a step reduces once.
     """
 
     def __init__(  # noqa: PLR0913, Apex's signature
@@ -230,7 +231,8 @@ class DistributedFusedLAMB(_DistributedOptimizer):
 
     Args:
         kwargs: Apex's options of process groups, buffers, rounding and overlap, which are accepted
-            and unused.
+            and unused. Each backward pass reduces; ``set_is_accumulation_step(True)`` or
+            ``no_sync`` for all but the last one of a step reduces once.
     """
 
     def __init__(  # noqa: PLR0913, Apex's signature
