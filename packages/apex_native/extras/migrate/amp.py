@@ -274,6 +274,7 @@ class Analysis(Gradients):
             self.function(node) is not here for node in users
         )
         start = self.get_metadata(PositionProvider, self.starts[0]).start.line
+        assert self.usage.start is not None
         around = {
             (each, holds)
             for each, holds in self.conditions(self.usage.start)
