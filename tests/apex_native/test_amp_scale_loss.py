@@ -207,6 +207,49 @@ def test_delayed_gradients_survive_a_change_of_scale(level):
     torch.testing.assert_close(gradients(optimizer), expected, rtol=2e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("level", ["O0", "O2"])
+@pytest.mark.parametrize("is_inner_left_first", [False, True])
+def test_nested_blocks_keep_their_scales(level, is_inner_left_first):
+    """The inner block overflows, which changes the scale before the outer block unscales."""
+    model, other = Net(), nn.Linear(2, 1)
+    options = {"cast_model_type": FP16} if level == "O2" else {}
+    _, (optimizer, others) = initialize(
+        [model, other], [sgd(model), sgd(other)], level, loss_scale="dynamic", **options
+    )
+    set_scale(256.0)
+    losses = two_losses(model)
+    expected, _ = alone(optimizer, losses)
+    bad = other(torch.ones(1, 2)).sum() * float("inf")
+    with amp.scale_loss(losses[0](), optimizer) as scaled:
+        with amp.scale_loss(bad, others) as other_scaled:
+            other_scaled.backward()
+            if not is_inner_left_first:
+                scaled.backward()
+        if is_inner_left_first:
+            scaled.backward()
+    assert scale() == 128.0
+    assert same(gradients(optimizer), expected)
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_optimizers_delayed_at_other_scales_share_a_block(level):
+    models = [Net(), Net()]
+    options = {"cast_model_type": FP16} if level == "O2" else {}
+    _, optimizers = initialize(
+        models, [sgd(m) for m in models], level, loss_scale="dynamic", num_losses=2, **options
+    )
+    for scaler, loss_scale in zip(amp._amp_state.loss_scalers, (256.0, 16.0), strict=True):
+        scaler._loss_scale = loss_scale
+    losses = [two_losses(model) for model in models]
+    parts = [alone(o, pair) for o, pair in zip(optimizers, losses, strict=True)]
+    for index, optimizer in enumerate(optimizers):
+        backward(losses[index][0](), optimizer, loss_id=index, delay_unscale=True)
+    backward(losses[0][1]() + losses[1][1](), optimizers)
+    for optimizer, (first, second) in zip(optimizers, parts, strict=True):
+        expected = [one + other for one, other in zip(first, second, strict=True)]
+        torch.testing.assert_close(gradients(optimizer), expected, rtol=2e-3, atol=1e-4)
+
+
 def test_failed_backward_pass_leaves_no_gradients():
     model, optimizer = prepare("O0", loss_scale="dynamic")
     losses = two_losses(model)

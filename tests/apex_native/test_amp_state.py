@@ -84,6 +84,20 @@ def test_writes_through_data_before_the_first_backward_pass_update_masters():
         assert (masters[-2] == 0.75).all() and (model.last.weight == 0.75).all()
 
 
+def test_writes_to_masters_stay_after_steps_without_scale_loss():
+    model, optimizer = prepare("O2")
+    masters = list(amp.master_params(optimizer))
+    for value in (0.75, 0.5):
+        for master in masters:
+            master.grad = torch.ones_like(master)
+        optimizer.step()
+        masters[0].data.fill_(value)
+        assert (model.state_dict()["first.weight"] == value).all()
+    model.first.weight.data.fill_(0.25)
+    optimizer.step()
+    assert (model.first.weight == 0.25).all()
+
+
 def test_private_names_that_old_scripts_use():
     _, optimizer = prepare("O2")
     optimizer._lazy_init_maybe_master_weights()

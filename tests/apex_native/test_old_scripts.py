@@ -4,6 +4,7 @@ import inspect
 import py_compile
 import re
 import sys
+import zipfile
 
 import pytest
 import torch
@@ -78,7 +79,7 @@ def start(tmp_path, monkeypatch):
 
 CHANGING_FOLDER = """
 import os, sys
-print(sys.argv, __file__ == os.path.abspath("sub/old.py"), sys.modules["__main__"].__file__)
+print(sys.argv, __file__ == os.path.abspath(sys.argv[0]), sys.modules["__main__"].__file__)
 os.makedirs("elsewhere")
 os.chdir("elsewhere")
 import sibling
@@ -87,14 +88,15 @@ print(os.path.exists(__file__), sibling.__file__)
 """
 
 
-def test_script_that_changes_its_folder_imports_a_sibling(start, tmp_path):
+@pytest.mark.parametrize("name", ["old.py", "old"])
+def test_script_that_changes_its_folder_imports_a_sibling(start, tmp_path, name):
     folder = tmp_path / "sub"
     folder.mkdir()
     (folder / "sibling.py").touch()
-    (folder / "old.py").write_text(CHANGING_FOLDER)
-    done = start("sub/old.py", "--flag")
+    (folder / name).write_text(CHANGING_FOLDER)
+    done = start(f"sub/{name}", "--flag")
     assert done.returncode == 0, done.stderr
-    expected = f"['sub/old.py', '--flag'] True {folder / 'old.py'}"
+    expected = f"['sub/{name}', '--flag'] True {folder / name}"
     assert done.stdout.splitlines() == [expected, f"True {folder / 'sibling.py'}"]
 
 
@@ -144,6 +146,7 @@ UNCHANGED = {
 EXPLAINING = """
 import runpy
 import sys
+import zipfile
 from apex_native.__main__ import explain
 
 for path in sys.argv[1:]:
@@ -329,10 +332,12 @@ def test_script_gets_the_local_rank(start, tmp_path, arguments):
     assert done.stdout == "local rank 1\n"
 
 
-@pytest.mark.parametrize("arguments", [["old.pyc"], ["-m", "old"]])
+@pytest.mark.parametrize("arguments", [["old.pyc"], ["-m", "old"], ["old.zip"]])
 def test_compiled_script_gets_the_local_rank(start, tmp_path, arguments):
     (tmp_path / "old.py").write_bytes(OTHER_SPELLINGS.encode("latin-1"))
     py_compile.compile(str(tmp_path / "old.py"), cfile=str(tmp_path / "old.pyc"))
+    with zipfile.ZipFile(tmp_path / "old.zip", "w") as archive:
+        archive.write(tmp_path / "old.py", "__main__.py")
     (tmp_path / "old.py").unlink()
     done = start(*arguments, LOCAL_RANK="1")
     assert done.returncode == 0, done.stderr

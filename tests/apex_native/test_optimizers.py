@@ -349,6 +349,32 @@ def test_elements_are_found_in_any_layout(device, kind, changed, layout, dtype):
         torch.testing.assert_close(own, expected)
 
 
+LAYOUTS = {
+    "contiguous": (torch.clone, []),
+    "channels_last": (lambda x: x[0].to(memory_format=torch.channels_last), []),
+    "channels_last_3d": (lambda x: x.to(memory_format=torch.channels_last_3d), []),
+    "transposed": (transposed, ["meta"]),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_are_compared_without_memory(monkeypatch, layout):
+    arrange, expected = LAYOUTS[layout]
+    parameter = nn.Parameter(arrange(torch.randn(2, 3, 4, 5, 6)))
+    optimizer = FusedAdam([parameter], lr=0.01)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    made, empty_like = [], torch.empty_like
+
+    def record(*arguments, **options):
+        made.append(empty_like(*arguments, **options))
+        return made[-1]
+
+    monkeypatch.setattr(torch, "empty_like", record)
+    optimizer.step()
+    assert [tensor.device.type for tensor in made] == expected
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_moments_of_another_shape_are_rejected(kind):
     """The fused kernels would write behind them. torch itself does not compare the shapes."""

@@ -1,5 +1,7 @@
 """Optimizers that shard their state equal the plain ones on the averaged gradients."""
 
+from operator import methodcaller
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -181,20 +183,53 @@ def test_gradscaler_refuses_gradients_of_no_sync(two_package_processes):
     assert torch.equal(one, two) and not torch.equal(one, parameters_of(build()))
 
 
+def overflow_unscaled_before_averaging(averages):
+    """Return whether a step was refused whose gradients of one process overflowed."""
+    model = build()
+    optimizer = DistributedFusedAdam(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    factor = float("inf") if dist.get_rank() == 1 else 1.0
+    with optimizer.no_sync():
+        scaler.scale(factor * model(batches(0)[0]).square().sum()).backward()
+    scaler.unscale_(optimizer)
+    averages(optimizer)
+    with pytest.raises(RuntimeError, match=r"call optimizer.grad_sync\(\) before"):
+        scaler.step(optimizer)
+    return torch.equal(parameters_of(model), parameters_of(build()))
+
+
+@pytest.mark.parametrize(
+    "averages",
+    [
+        methodcaller("clip_grad_norm", 1.0),
+        methodcaller("grad_norm"),
+        methodcaller("grad_sync"),
+    ],
+)
+def test_gradients_averaged_after_unscale_raise_on_all_processes(two_package_processes, averages):
+    assert two_package_processes(overflow_unscaled_before_averaging, averages) == [True, True]
+
+
 def devices_after_loading():
     """Return the types of the devices of a state, loaded for a parameter on an imitated GPU."""
     with FakeTensorMode():
-        parameter = nn.Parameter(torch.ones(2, 2, device="cuda"))
-        optimizer = DistributedFusedAdam([parameter, nn.Parameter(torch.ones(1, device="cuda"))])
-        moments = {name: torch.zeros(2, 2) for name in ("exp_avg", "exp_avg_sq")}
+        parameters = [nn.Parameter(torch.ones(shape, device="cuda")) for shape in ((2, 2), ())]
+        optimizer = DistributedFusedAdam(parameters)
         groups = [{**group, "params": [0, 1]} for group in optimizer.param_groups]
-        state = {0: {"step": torch.ones(()), **moments}}
+        state = {
+            index: {
+                "step": torch.ones(()),
+                **{name: torch.zeros(parameter.shape) for name in ("exp_avg", "exp_avg_sq")},
+            }
+            for index, parameter in enumerate(parameters)
+        }
         optimizer.load_state_dict({"state": state, "param_groups": groups})
-        return {value.device.type for value in optimizer.optim.state[parameter].values()}
+        own = optimizer.optim.state.values()
+        return [value.device.type for state in own for value in state.values()]
 
 
 def test_loaded_state_is_on_the_device_of_the_parameter(two_package_processes):
-    assert two_package_processes(devices_after_loading) == [{"cuda"}, set()]
+    assert two_package_processes(devices_after_loading) == [["cuda"] * 3] * 2
 
 
 def manual_scale(overflows):

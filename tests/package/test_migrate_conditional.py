@@ -213,6 +213,20 @@ def train(model):
 
 train(nn.Linear(8, 3).to(device))
 """
+ALL_IN_ONE = """
+from apex import amp
+
+model = nn.Linear(8, 3).to(device)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+if args.fp16:
+    model, optimizer = amp.initialize(model, optimizer)
+    for step in range(6):
+        loss = model(x).pow(2).mean()
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+    torch.save(amp.state_dict(), "amp.pt")
+"""
 SCRIPTS = {
     "local import": LOCAL_IMPORT,
     "amp is None": NONE,
@@ -317,6 +331,14 @@ LEFT = [
         "    if not args.fp16:\n        pass\n    else:\n        try",
         "amp.initialize is in an else or an elif",
     ),
+    (ALL_IN_ONE, "    torch.save", "torch.save", "used outside of the condition"),
+    (
+        ALL_IN_ONE,
+        '        optimizer.step()\n    torch.save(amp.state_dict(), "amp.pt")\n',
+        "optimizer.step()\n",
+        "used outside of the condition of",
+    ),
+    (ALL_IN_ONE, "    torch.save", "else:\n    torch.save", "outside of the condition of"),
     (UNPACKED, "if args.fp16_opt", "change(amp_args)\n    if args.fp16_opt", "unpacked"),
     (UNPACKED, '["master_weights"]', '["verbosity"]', "unpacked"),
     (UNPACKED, '["master_weights"]', '["num_losses"]', "unpacked"),
@@ -336,6 +358,12 @@ def test_initial_scale_is_kept(tmp_path):
     code, _ = migrate(tmp_path, START + INVERTED, "--opt-level", "O1")
     assert 'GradScaler("cuda", init_scale=2**10, enabled=args.fp16)' in code
     assert "_amp_state" not in code
+
+
+def test_scaler_is_created_in_the_block_of_all_its_uses(tmp_path):
+    code, _ = migrate(tmp_path, START + ALL_IN_ONE, "--opt-level", "O1")
+    assert "\n    scaler = torch.amp.GradScaler(" in code
+    assert '\n    torch.save(scaler.state_dict(), "amp.pt")' in code
 
 
 @pytest.mark.parametrize(("script", "old", "new", "why"), LEFT, ids=[case[3] for case in LEFT])

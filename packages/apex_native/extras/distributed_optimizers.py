@@ -98,6 +98,18 @@ class _DistributedOptimizer(ZeroRedundancyOptimizer):
     def _divide_gradients(self, divisor: Tensor | float) -> None:
         torch._foreach_div_(self._gradients(), divisor)
 
+    def _overflowed(self) -> bool:
+        """Return whether GradScaler found an overflow, on all processes or on none."""
+        overflows = (self.found_inf > 0).float()
+        dist.all_reduce(overflows, group=self.process_group)
+        share = overflows.item() / dist.get_world_size(self.process_group)
+        if self._unsynced or share not in (0.0, 1.0):  # both on all processes
+            raise RuntimeError(
+                "GradScaler checked gradients of no_sync() or of an accumulation step before they "
+                "were averaged: call optimizer.grad_sync() before scaler.unscale_ or scaler.step."
+            )
+        return share == 1.0
+
     @torch.no_grad()
     def step(self, closure: Any = None, **kwargs: Any) -> Any:
         """Average and unscale the gradients, and update the parameters.
@@ -107,18 +119,12 @@ class _DistributedOptimizer(ZeroRedundancyOptimizer):
         """
         if closure is not None:
             raise NotImplementedError("a distributed optimizer takes no closure")
-        if hasattr(self, "found_inf") and self._unsynced:  # on all processes
-            raise RuntimeError(
-                "scaler.step(optimizer) was called with gradients that only no_sync() or an "
-                "accumulation step accumulated: call optimizer.grad_sync() before it."
-            )
+        is_scaled = hasattr(self, "found_inf")  # set by GradScaler.step
+        if is_scaled and self._overflowed():
+            return None
         gradients = self._gradients()
-        # Set by GradScaler.step. Averaged gradients are not finite on all processes or on none.
-        if hasattr(self, "found_inf"):
-            if self.found_inf.item():
-                return None
-            if self.grad_scale is not None:
-                torch._foreach_div_(gradients, self.grad_scale)
+        if is_scaled and self.grad_scale is not None:
+            torch._foreach_div_(gradients, self.grad_scale)
         return self._update()
 
     def _update(self) -> float | None:
@@ -127,10 +133,9 @@ class _DistributedOptimizer(ZeroRedundancyOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of all processes."""
         super().load_state_dict(state_dict)
-        # It moves steps to the CPU, where torch's fused kernels do not take them.
+        # It moves 0-dimensional tensors to the CPU, where torch's fused kernels do not take them.
         for parameter, state in self.optim.state.items():
-            if "step" in state:
-                state["step"] = state["step"].to(parameter.device)
+            state.update({name: value.to(parameter.device) for name, value in state.items()})
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set gradients to None or zero."""
@@ -158,7 +163,8 @@ class DistributedFusedAdam(_DistributedOptimizer):
     Args:
         average_grad_sync: False raises NotImplementedError.
         kwargs: Apex's options of buffers, buckets, types and overlap, which are accepted and
-            unused: state is fp32, and parameters are broadcast in their own type.
+            unused: state is fp32, and parameters are broadcast in their own type. Each backward
+            pass reduces; ``no_sync`` for all but the last one of a step reduces once.
     """
 
     def __init__(  # noqa: PLR0913, Apex's signature
@@ -225,7 +231,8 @@ class DistributedFusedLAMB(_DistributedOptimizer):
 
     Args:
         kwargs: Apex's options of process groups, buffers, rounding and overlap, which are accepted
-            and unused.
+            and unused. Each backward pass reduces; ``set_is_accumulation_step(True)`` or
+            ``no_sync`` for all but the last one of a step reduces once.
     """
 
     def __init__(  # noqa: PLR0913, Apex's signature

@@ -115,8 +115,8 @@ def make_master(parameter: Tensor) -> Tensor:
     if master is None:
         master = parameter.detach().clone().float().requires_grad_()
         setattr(parameter, _MASTER, master)
-        setattr(parameter, _VALUES, parameter.detach().clone())
         mark_up_to_date(parameter)
+        setattr(parameter, _VALUES, parameter.detach().clone())
     return master
 
 
@@ -132,6 +132,8 @@ def finish_master(parameter: Tensor) -> None:
 def mark_up_to_date(parameter: Tensor) -> None:
     """Record that the master of `parameter` matches the parameter's present values."""
     setattr(parameter, _VERSION, parameter._version)
+    if hasattr(parameter, _VALUES):
+        getattr(parameter, _VALUES).copy_(parameter.detach())
 
 
 @torch.no_grad()
@@ -149,7 +151,6 @@ def current_master(parameter: Tensor) -> Tensor | None:
         changed = parameter != master.to(parameter.device, parameter.dtype)
         if values is not None:  # what was written to the master alone stays
             changed &= parameter != values.to(parameter.device)
-            values.copy_(parameter)
         master.copy_(torch.where(changed, parameter.float(), master.to(parameter.device)))
         mark_up_to_date(parameter)
     return master

@@ -99,9 +99,8 @@ def scale_loss(
         raise
 
     if delay_unscale:
-        kept = factor.clone() if isinstance(factor, Tensor) else factor
         for stash in stashes:
-            stash.delayed = scaler, kept
+            stash.delayed = scaler, factor
         return
     found: list[Any] = [_after_backward(stash, factor) for stash in stashes]
     if scaler.dynamic and not delay_overflow_check:
@@ -119,7 +118,10 @@ def _stashes_of(optimizers: Optimizer | list[Optimizer]) -> list[AmpStash]:
 
 
 def _scaler_for(stashes: list[AmpStash], loss_id: int) -> tuple[LossScaler, Tensor | float]:
-    """Return the scaler of that loss and its scale, or those of gradients that are still scaled."""
+    """Return the scaler of that loss and its scale, or those of gradients that are still scaled.
+
+    Gradients that are scaled by other factors are brought to the one returned.
+    """
     scalers = _amp_state.loss_scalers
     if not 0 <= loss_id < len(scalers):
         raise RuntimeError(
@@ -127,7 +129,14 @@ def _scaler_for(stashes: list[AmpStash], loss_id: int) -> tuple[LossScaler, Tens
             f"num_losses={len(scalers)}: ids start at 0."
         )
     scaler = scalers[loss_id]
-    return next((stash.delayed for stash in stashes if stash.delayed), (scaler, scaler.factor))
+    delayed = [(stash, *stash.delayed) for stash in stashes if stash.delayed]
+    scaler, factor = delayed[0][1:] if delayed else (scaler, scaler.factor)
+    for stash, _, own in delayed:
+        if own is not factor:  # one block unscales them all
+            grads = [p.grad for p in (*stash.plain, *stash.masters) if p.grad is not None]
+            LossScaler.unscale_(grads, own / factor)
+            stash.delayed = scaler, factor
+    return scaler, factor
 
 
 def _holds_unsynced(stashes: list[AmpStash]) -> bool:

@@ -36,7 +36,9 @@ class LossScaler:
         self.index = index
         self.limits = (max(limits[0], self.LOWEST), limits[1])
         start = min(self.INITIAL, limits[1]) if self.dynamic else float(loss_scale)
-        self.factor: Tensor | float = start  # of the loss; on the device if dynamic
+        # Of the loss; on the device if dynamic. Blocks of ``scale_loss`` and their graphs keep this
+        # tensor, so a change of the scale replaces it.
+        self.factor: Tensor | float = start
         if self.dynamic:
             self.factor = torch.full((), start, dtype=torch.float32, device=device)
         self.overflows_in_a_row = 0
@@ -50,7 +52,7 @@ class LossScaler:
     def set_loss_scale(self, value: float) -> None:
         """Set the scale, dynamic or static."""
         if isinstance(self.factor, Tensor):
-            self.factor.fill_(value)
+            self.factor = torch.full_like(self.factor, value)
         else:
             self.factor = float(value)
 
@@ -87,6 +89,7 @@ class LossScaler:
     def update_(self, found_inf: Tensor) -> None:
         """Update a dynamic scale after a backward pass, with the result of `unscale_`."""
         assert isinstance(self.factor, Tensor)
+        self.factor = self.factor.clone()
         torch._amp_update_scale_(
             self.factor, self._unskipped, found_inf, self.FACTOR, 1.0 / self.FACTOR, self.WINDOW
         )
@@ -121,7 +124,8 @@ class LossScaler:
     def load_state_dict(self, state: dict[str, float | int]) -> None:
         """Restore a dynamic scale; a static one keeps the value given to ``initialize``."""
         if isinstance(self.factor, Tensor):
-            self.factor.fill_(state["loss_scale"]).clamp_(*self.limits)
+            restored = torch.full_like(self.factor, state["loss_scale"])
+            self.factor = restored.clamp_(*self.limits)
             # Apex counts for a static scale too, past where a dynamic one would have doubled.
             self._unskipped.fill_(state["unskipped"] % self.WINDOW)
 

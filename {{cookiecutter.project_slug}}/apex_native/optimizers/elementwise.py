@@ -16,13 +16,12 @@ MOMENTUM = "momentum_buffer"  # which FusedSGD makes in a step
 
 def _have_one_layout(*tensors: Tensor) -> bool:
     """Return whether tensors of one shape have no gaps, and their elements in the same order."""
-    if all(map(Tensor.is_contiguous, tensors)):
-        return True
-    if all(tensor.is_contiguous(memory_format=torch.channels_last) for tensor in tensors):
-        return True
+    for memory_format in (torch.contiguous_format, torch.channels_last, torch.channels_last_3d):
+        if all(tensor.is_contiguous(memory_format=memory_format) for tensor in tensors):
+            return True
     layouts = [
         [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
-        for tensor in (torch.empty_like(tensors[0]), *tensors)  # the first one has no gaps
+        for tensor in (torch.empty_like(tensors[0], device="meta"), *tensors)  # that has no gaps
     ]
     return all(layout == layouts[0] for layout in layouts)
 

@@ -263,7 +263,10 @@ class Analysis(Gradients):
             self._place_scalers()
 
     def _place_scalers(self) -> None:
-        """Require that scalers, which are created where amp is initialized, are not used before."""
+        """Require that scalers, which are created where amp is initialized, are not used elsewhere.
+
+        Before it, or outside of an ``if`` around it, they do not exist.
+        """
         steps = [node for owner, node in self.steps if owner in self.usage.scalers]
         users = [*(loss.statement for loss in self.usage.losses), *steps, *self.states]
         here = self.function(self.starts[0])
@@ -271,10 +274,21 @@ class Analysis(Gradients):
             self.function(node) is not here for node in users
         )
         start = self.get_metadata(PositionProvider, self.starts[0]).start.line
+        assert self.usage.start is not None
+        around = {
+            (each, holds)
+            for each, holds in self.conditions(self.usage.start)
+            if not isinstance(self._simplified(each.test), bool)
+        }
         for node in users:
-            line = self.get_metadata(PositionProvider, node).start.line
-            if self.function(node) is here and line < start:
+            if self.function(node) is not here:
+                continue
+            if self.get_metadata(PositionProvider, node).start.line < start:
                 self.usage.reasons.append("amp or its optimizer is used before amp.initialize")
+            elif not around <= {*self.conditions(node)}:
+                self.usage.reasons.append(
+                    "amp or its optimizer is used outside of the condition of amp.initialize"
+                )
 
     def _check_aliases(self) -> None:
         """Require that a scaled loss is not used after its block: its name is removed."""
