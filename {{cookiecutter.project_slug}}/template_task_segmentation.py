@@ -10,7 +10,6 @@ import argparse
 import colorsys
 import csv
 import os
-import sys
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -131,9 +130,9 @@ def build_smp_model(arch: str, num_classes: int) -> nn.Module:
         raise UserError(f"--arch {arch}: {encoder} is not the name of an encoder")
     if encoder == "xception" and decoder.lower().startswith("deeplabv3"):
         encoder = "tu-xception65"  # that of the paper (Chen and others, 2018)
-        if distributed.is_rank_zero():
-            message = f"--arch {arch}: with {encoder}, as smp's own xception can't be dilated"
-            print(message, file=sys.stderr, flush=True)
+        distributed.print_on_rank_zero(
+            f"--arch {arch}: with {encoder}, as smp's own xception can't be dilated"
+        )
     try:
         model = smp.create_model(decoder, encoder, encoder_weights=None, classes=num_classes)
     except Exception as error:  # encoders that don't suit a decoder raise anything

@@ -146,7 +146,6 @@ UNCHANGED = {
 EXPLAINING = """
 import runpy
 import sys
-import zipfile
 from apex_native.__main__ import explain
 
 for path in sys.argv[1:]:

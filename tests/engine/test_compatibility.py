@@ -188,8 +188,8 @@ def test_model_of_another_name_is_a_warning() -> None:
 def test_other_options_of_the_model_are_a_warning() -> None:
     """Where the shapes are the same; but for the image's, and rates of dropout."""
     said: list[str] = []
-    saved = {"model_options": {"scale": 2, "heads": 4, "drop_path": 0.1, "image": {}}}
-    for options in ({"scale": 2, "heads": 4}, {"scale": 1, "heads": 4}):
+    saved = {"model_options": {"scale": 2, "w": torch.ones(3), "drop_path": 0.1, "image": {}}}
+    for options in ({"scale": 2, "w": torch.ones(3), "added": 1}, {"scale": 1}):
         compare_metadata(PATH, saved, {"model_options": options}, {}, said.append)
     compare_metadata(PATH, {}, {"model_options": {"scale": 1}}, {}, said.append)
     (message,) = said

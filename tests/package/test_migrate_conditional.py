@@ -339,6 +339,12 @@ LEFT = [
         "used outside of the condition of",
     ),
     (ALL_IN_ONE, "    torch.save", "else:\n    torch.save", "outside of the condition of"),
+    (
+        ALL_IN_ONE,
+        "        optimizer.step()",
+        "        update()\n\n\ndef update():\n    optimizer.step()\n\n\nif args.save:",
+        "used outside of the condition of amp",
+    ),
     (UNPACKED, "if args.fp16_opt", "change(amp_args)\n    if args.fp16_opt", "unpacked"),
     (UNPACKED, '["master_weights"]', '["verbosity"]', "unpacked"),
     (UNPACKED, '["master_weights"]', '["num_losses"]', "unpacked"),
@@ -364,6 +370,13 @@ def test_scaler_is_created_in_the_block_of_all_its_uses(tmp_path):
     code, _ = migrate(tmp_path, START + ALL_IN_ONE, "--opt-level", "O1")
     assert "\n    scaler = torch.amp.GradScaler(" in code
     assert '\n    torch.save(scaler.state_dict(), "amp.pt")' in code
+
+
+def test_scaler_is_used_where_the_same_condition_is_tested_again(tmp_path):
+    test = next(line for line in ALL_IN_ONE.splitlines() if line.startswith("if "))
+    script = START + ALL_IN_ONE.replace("    torch.save", f"{test}\n    torch.save")
+    code, _ = migrate(tmp_path, script, "--opt-level", "O1")
+    assert f'{test}\n    torch.save(scaler.state_dict(), "amp.pt")' in code
 
 
 @pytest.mark.parametrize(("script", "old", "new", "why"), LEFT, ids=[case[3] for case in LEFT])

@@ -158,7 +158,7 @@ def run(name: str, arguments: list[str], is_module: bool) -> None:
 
 def run_file(path: str) -> None:
     """Run the script at `path`, which stays valid if the script changes the working directory."""
-    if path.endswith(".pyc") or zipfile.is_zipfile(path):
+    if path.endswith(".pyc") or zipfile.is_zipfile(path):  # which Python runs, too
         runpy.run_path(path, run_name="__main__")
         return
     # runpy would make sys.argv[0] absolute as well, which stays as it was given.

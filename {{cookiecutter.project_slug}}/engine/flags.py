@@ -41,7 +41,7 @@ def add_data_arguments(parser: ArgumentParser, layout: str) -> None:
     add("--cache-size", type=size_type, default=64 * 10**9, metavar="SIZE", help=help)
     add("--dummy", action="store_true", help="train on one synthetic batch, made on the device")
     add("--workers", type=worker_count, help="data-loading processes for each process")
-    help = "unreadable files to skip at most, listed in broken_files.txt; decodes on the CPU"
+    help = "unreadable files to skip at most, listed in broken_files.txt; all are read on the CPU"
     add("--skip-broken", type=non_negative_int, default=0, help=help)
 
 

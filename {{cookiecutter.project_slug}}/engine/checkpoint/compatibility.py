@@ -59,13 +59,12 @@ def was_begun(folder: Path, settings: Mapping[str, Any]) -> bool:
     return True
 
 
-def was_discarded(checkpoint: Path, folder: Path) -> bool:
-    """Return whether the run in `folder` went back from this checkpoint, by the user's choice."""
+def read_discarded(folder: Path) -> list[int]:
+    """Return the times of the checkpoints from which the run in `folder` has gone back."""
     try:
-        discarded = json.loads(read_text(folder / CONFIG)).get(DISCARDED, [])
-        return checkpoint.stat().st_mtime_ns in discarded
+        return list(json.loads(read_text(folder / CONFIG)).get(DISCARDED, []))
     except (OSError, ValueError, TypeError, AttributeError):
-        return False
+        return []
 
 
 def describe_data(data_sets: DataSets) -> dict[str, Any]:
@@ -359,12 +358,14 @@ def compare_options(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str:
     """Return how the owner's options of the model differ, as "scale 2 there and 1 here"."""
     if "model_options" not in saved:  # older, or of another script
         return ""
-    theirs, ours = (one.get("model_options", {}) for one in (saved, own))
-    names = sorted((theirs.keys() | ours.keys()).difference(NO_MODEL))
+    theirs, ours = (  # as texts, since values may be tensors; tuples are lists then
+        {name: json.dumps(v, default=repr) for name, v in one.get("model_options", {}).items()}
+        for one in (saved, own)
+    )
     texts = [
-        f"{name} {theirs.get(name)!r} there and {ours.get(name)!r} here"
-        for name in names
-        if theirs.get(name) != ours.get(name)
+        f"{name} {theirs[name]} there and {value} here"
+        for name, value in ours.items()
+        if name not in NO_MODEL and theirs.get(name, value) != value
     ]
     return printable(shorten(", ".join(texts), 200))
 

@@ -86,14 +86,6 @@ def best_of(folder: Path) -> Path | None:
     return next((path for path in (best, best.with_suffix("")) if exists(path)), None)
 
 
-def times_after(folder: Path, step: int) -> list[int]:
-    """Return when the numbered checkpoints of steps after `step` were written, as identification.
-
-    A run that goes back to `step` discards them; its first save removes them.
-    """
-    return [path.stat().st_mtime_ns for path in numbered(folder) if step_of(path) > step]
-
-
 def identify_best(folder: Path) -> tuple[float, int] | None:
     """Return the score and the step of best.pt in `folder`; None if there is no valid one."""
     with suppress(UserError):

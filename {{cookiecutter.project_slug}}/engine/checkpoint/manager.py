@@ -2,6 +2,7 @@
 
 import math
 import signal
+import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -27,14 +28,14 @@ from engine.checkpoint.compatibility import (
     compare_validation,
     describe_data,
     is_same_data,
+    read_discarded,
     require_same_frozen,
     warn_of_changed_data,
     was_begun,
-    was_discarded,
 )
 from engine.checkpoint.format import TrainingState
 from engine.checkpoint.restore import optimizer_name, restore, restore_average, restore_ranks
-from engine.checkpoint.selection import AUTO, Source, find
+from engine.checkpoint.selection import AUTO, Source, find, times_after
 from engine.checkpoint.writer import CheckpointWriter
 from engine.data import get_rng_state
 from engine.distributed import all_gather, slurm
@@ -188,7 +189,7 @@ class CheckpointManager:
         elif not has_best:
             progress.best = -math.inf
         own = files.Rewind.to(progress.step, self.folder, is_newest) if is_writer else None
-        self.logger.discarded = files.times_after(self.folder, progress.step) if is_writer else []
+        self.logger.discarded = times_after(self.folder, progress.step) if is_writer else []
         rewind = all_gather(own, self._group)[0]
         assert rewind is not None  # rank 0's
         if rewind.best_step >= 0:
@@ -414,10 +415,11 @@ class CheckpointManager:
             if is_restart and not begun[0]:
                 self._require_free()  # of an older run, whose checkpoints the first save removes
         first = AUTO if is_restart else choice
-        source = find(self.folder, first, self.logger.warning, self._group, self._is_searched)
-        if source and is_restart and choice not in (AUTO, None):  # an earlier one than the newest
-            discarded = all_gather(was_discarded(source.path, self.folder), self._group)
-            source = None if discarded[source.rank] else source
+        went_back = is_restart and choice not in (AUTO, None)  # perhaps, to an earlier checkpoint
+        discarded = read_discarded(self.folder) if went_back else []
+        source = find(
+            self.folder, first, self.logger.warning, self._group, self._is_searched, discarded
+        )
         if source or not is_restart:
             return source
         if choice in (AUTO, None):
@@ -470,7 +472,7 @@ class CheckpointManager:
         before = _identify(path)
         yield
         found = all_gather({before, _identify(path)}, self._group)
-        is_shared = dist.get_world_size() > 1 and distributed.is_single_host() and path.is_file()
+        is_shared = dist.get_world_size() > 1 and distributed.is_single_host()
         if is_shared and len(set().union(*found)) > 1:
             raise UserError(f"{path}: it was replaced while it was read; start again")
 
@@ -512,9 +514,11 @@ class CheckpointManager:
 
 
 def _identify(path: Path) -> tuple[int, ...]:
-    """Return what differs if another file gets this name; nothing if it can't be read."""
+    """Return what differs if another file gets this name; nothing if it is none."""
     try:
         status = path.stat()
     except OSError:
+        return ()
+    if not stat.S_ISREG(status.st_mode):
         return ()
     return status.st_ino, status.st_size, status.st_mtime_ns

@@ -1,7 +1,7 @@
 """Choice of the checkpoint to resume from, among those of all hosts."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
@@ -40,10 +40,12 @@ def find(
     warn: Callable[[str], None],
     group: dist.ProcessGroup,
     is_searched: bool = True,
+    discarded: Sequence[int] = (),
 ) -> Source | None:
     """Return the checkpoint `choice`, or for AUTO the newest in `folder`; None if there is none.
 
-    `is_searched` is false on a host whose folder holds another run.
+    `is_searched` is false on a host whose folder holds another run. AUTO does not find those whose
+    times of writing are in `discarded`.
 
     The result is the same on all ranks, which call this together. `choice` may not exist: reading
     it is an error.
@@ -53,7 +55,7 @@ def find(
     if choice is None:
         return None
     if choice == AUTO:
-        source = newest(folder, warn, group, is_searched)
+        source = newest(folder, warn, group, is_searched, discarded)
     else:
         has_file = all_gather(choice.is_file() or choice.is_dir(), group)
         source = Source(choice, has_file.index(True) if any(has_file) else 0)
@@ -72,6 +74,7 @@ def newest(
     warn: Callable[[str], None],
     group: dist.ProcessGroup | None = None,
     is_searched: bool = True,
+    discarded: Sequence[int] = (),
 ) -> Source | None:
     """Return the newest valid checkpoint in `folder`, on any host; None if there is none at all.
 
@@ -83,13 +86,15 @@ def newest(
         warn: called with a message for each invalid checkpoint.
         group: all ranks, which call this together and get the same result; None for one process.
         is_searched: on this rank's host.
+        discarded: times of writing of those on this rank's host that are left out.
 
     Raises UserError if there are checkpoints, but no valid one, or the system can't read one that
     may be the newest.
     """
     rank = dist.get_rank(group) if group else 0
     listed = _list_checkpoints(folder) if is_searched else []
-    own = [(step, file, Source(path, rank)) for step, file, path in listed]
+    kept = [one for one in listed if one[1].modified_ns not in discarded]
+    own = [(step, file, Source(path, rank)) for step, file, path in kept]
     candidates = sorted(chain(*all_gather(own, group)), key=lambda one: one[0], reverse=True)
     sources: dict[File, Source] = {}
     for _, file, source in candidates:
@@ -123,6 +128,14 @@ def _problem_of(path: Path) -> UserError | None:
         else:
             return None
     return problem
+
+
+def times_after(folder: Path, step: int) -> list[int]:
+    """Return the times of writing, which identify them, of the checkpoints after `step`.
+
+    A run that goes back to `step` discards them; its first save removes them.
+    """
+    return [file.modified_ns for found, file, _ in _list_checkpoints(folder) if found > step]
 
 
 def _list_checkpoints(folder: Path) -> list[tuple[float, File, Path]]:

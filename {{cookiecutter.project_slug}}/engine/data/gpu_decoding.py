@@ -139,7 +139,7 @@ def _decode_on(device: torch.device, files: list[Tensor], paths: list[str]) -> l
         return []
     try:
         return decode_jpeg(files, mode=RGB, device=device)
-    except RuntimeError:  # caused by one of them, which is not named
+    except RuntimeError:  # by one of the files, which is not named, or by all of them together
         return [_decode_alone(device, *file) for file in zip(files, paths, strict=True)]
 
 

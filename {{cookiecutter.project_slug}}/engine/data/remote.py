@@ -113,7 +113,7 @@ class RemoteFolder:
                 except FileNotFoundError:
                     continue
                 except RefusedError:
-                    log_line(f"{self.url}/{name}: access is forbidden, it counts as absent")
+                    log_line(f"{self.url}/{name}: access is forbidden, so it counts as absent")
         return files
 
     def _complete(self, store: Store, folder: Path) -> None:

@@ -81,7 +81,7 @@ class Logger(Console):
         self._metrics: set[str] = set()  # of the task, once there was a validation
         self._differing: set[str] = set()  # those that differ between the processes
         self.run_id = ""  # of the trackers; a checkpoint holds it, too
-        self.discarded: list[int] = []  # of checkpoints: engine.checkpoint.files.times_after
+        self.discarded: list[int] = []  # of checkpoints: engine.checkpoint.selection
         self._config = ""  # the text of config.json
         self.events: EventWriter | None = None
         self.tracking: Tracking | None = None
@@ -405,6 +405,7 @@ class Logger(Console):
         """
         if not self.active:
             return
+        self._write_rows()
         self.curves.finish()
         if self.tracking and self.rows:
             with self._errors_as_warning("the trackers do not have the curves"):

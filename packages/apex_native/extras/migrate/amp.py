@@ -275,20 +275,23 @@ class Analysis(Gradients):
         )
         start = self.get_metadata(PositionProvider, self.starts[0]).start.line
         assert self.usage.start is not None
-        around = {
-            (each, holds)
-            for each, holds in self.conditions(self.usage.start)
-            if not isinstance(self._simplified(each.test), bool)
-        }
+        around = self._tests(self.usage.start)
         for node in users:
-            if self.function(node) is not here:
-                continue
-            if self.get_metadata(PositionProvider, node).start.line < start:
+            is_here = self.function(node) is here
+            if is_here and self.get_metadata(PositionProvider, node).start.line < start:
                 self.usage.reasons.append("amp or its optimizer is used before amp.initialize")
-            elif not around <= {*self.conditions(node)}:
+            elif not around <= (self._tests(node) if is_here else set()):
                 self.usage.reasons.append(
                     "amp or its optimizer is used outside of the condition of amp.initialize"
                 )
+
+    def _tests(self, node: cst.CSTNode) -> set[tuple[str, bool]]:
+        """Return the tests of the ifs around `node`, and whether they hold there."""
+        return {
+            (source(each.test), holds)
+            for each, holds in self.conditions(node)
+            if not isinstance(self._simplified(each.test), bool)
+        }
 
     def _check_aliases(self) -> None:
         """Require that a scaled loss is not used after its block: its name is removed."""
