@@ -188,14 +188,19 @@ def test_delayed_gradients_keep_their_scale_and_are_added(level):
     torch.testing.assert_close(gradients(optimizer), expected, rtol=1e-3, atol=1e-4)
 
 
+def prepare_several(models, level, **options):
+    """Return the models and their optimizers, with a dynamic scale."""
+    if level == "O2":
+        options["cast_model_type"] = FP16
+    optimizers = [sgd(model) for model in models]
+    return initialize(models, optimizers, level, loss_scale="dynamic", **options)
+
+
 @pytest.mark.parametrize("level", ["O0", "O2"])
 def test_delayed_gradients_survive_a_change_of_scale(level):
     """Another optimizer's block with the same scaler overflows between the delayed blocks."""
-    model, other = Net(), nn.Linear(2, 1)
-    options = {"cast_model_type": FP16} if level == "O2" else {}
-    _, (optimizer, others) = initialize(
-        [model, other], [sgd(model), sgd(other)], level, loss_scale="dynamic", **options
-    )
+    models, (optimizer, others) = prepare_several([Net(), nn.Linear(2, 1)], level)
+    model, other = models
     set_scale(256.0)
     losses = two_losses(model)
     first, second = alone(optimizer, losses)
@@ -211,11 +216,8 @@ def test_delayed_gradients_survive_a_change_of_scale(level):
 @pytest.mark.parametrize("is_inner_left_first", [False, True])
 def test_nested_blocks_keep_their_scales(level, is_inner_left_first):
     """The inner block overflows, which changes the scale before the outer block unscales."""
-    model, other = Net(), nn.Linear(2, 1)
-    options = {"cast_model_type": FP16} if level == "O2" else {}
-    _, (optimizer, others) = initialize(
-        [model, other], [sgd(model), sgd(other)], level, loss_scale="dynamic", **options
-    )
+    models, (optimizer, others) = prepare_several([Net(), nn.Linear(2, 1)], level)
+    model, other = models
     set_scale(256.0)
     losses = two_losses(model)
     expected, _ = alone(optimizer, losses)
@@ -233,11 +235,7 @@ def test_nested_blocks_keep_their_scales(level, is_inner_left_first):
 
 @pytest.mark.parametrize("level", ["O0", "O2"])
 def test_optimizers_delayed_at_other_scales_share_a_block(level):
-    models = [Net(), Net()]
-    options = {"cast_model_type": FP16} if level == "O2" else {}
-    _, optimizers = initialize(
-        models, [sgd(m) for m in models], level, loss_scale="dynamic", num_losses=2, **options
-    )
+    models, optimizers = prepare_several([Net(), Net()], level, num_losses=2)
     for scaler, loss_scale in zip(amp._amp_state.loss_scalers, (256.0, 16.0), strict=True):
         scaler._loss_scale = loss_scale
     losses = [two_losses(model) for model in models]

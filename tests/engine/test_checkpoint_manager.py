@@ -56,6 +56,7 @@ class Messages(list):
         self.monitored = metric
         self.rows: list[dict[str, float]] = []
         self.run_id = ""
+        self.discarded: list[int] = []
 
     def info(self, message: str) -> None:
         self.append(message)

@@ -186,7 +186,7 @@ def test_model_of_another_name_is_a_warning() -> None:
 
 
 def test_other_options_of_the_model_are_a_warning() -> None:
-    """Where the shapes are the same; but for the image's, and rates of dropout."""
+    """They may change no shape. Options of images and dropout rates are not compared here."""
     said: list[str] = []
     saved = {"model_options": {"scale": 2, "w": torch.ones(3), "drop_path": 0.1, "image": {}}}
     for options in ({"scale": 2, "w": torch.ones(3), "added": 1}, {"scale": 1}):

@@ -51,7 +51,7 @@ def test_data_is_counted(run_check):
 
 
 def test_samples_are_collated_by_their_data_set():
-    """Which default_collate may refuse."""
+    """default_collate may refuse them."""
     collate_fn = staticmethod(lambda samples: torch.stack([image for image, _ in samples]))
     kind = type("Data", (ListDataset,), {"collate_fn": collate_fn})
     sets = kind([(IMAGE[0], object())] * 6), kind([(IMAGE[0], object())])

@@ -16,9 +16,8 @@ MOMENTUM = "momentum_buffer"  # which FusedSGD makes in a step
 
 def _have_one_layout(*tensors: Tensor) -> bool:
     """Return whether tensors of one shape have no gaps, and their elements in the same order."""
-    if all(
-        map(Tensor.is_contiguous, tensors)
-    ):  # most are, and this is called for each at each step
+    # First, and in this form: this is called for each parameter at each step, and most are.
+    if all(map(Tensor.is_contiguous, tensors)):
         return True
     for memory_format in (torch.channels_last, torch.channels_last_3d):
         if all(tensor.is_contiguous(memory_format=memory_format) for tensor in tensors):

@@ -2,10 +2,9 @@
 
 import math
 import signal
-import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import islice
@@ -35,7 +34,7 @@ from engine.checkpoint.compatibility import (
 )
 from engine.checkpoint.format import TrainingState
 from engine.checkpoint.restore import optimizer_name, restore, restore_average, restore_ranks
-from engine.checkpoint.selection import AUTO, Source, find, times_after
+from engine.checkpoint.selection import AUTO, File, Source, find, identify, times_after
 from engine.checkpoint.writer import CheckpointWriter
 from engine.data import get_rng_state
 from engine.distributed import all_gather, slurm
@@ -189,7 +188,8 @@ class CheckpointManager:
         elif not has_best:
             progress.best = -math.inf
         own = files.Rewind.to(progress.step, self.folder, is_newest) if is_writer else None
-        self.logger.discarded = times_after(self.folder, progress.step) if is_writer else []
+        if is_writer and not is_newest:  # of no use to a restart with --resume auto
+            self.logger.discarded = times_after(self.folder, progress.step)
         rewind = all_gather(own, self._group)[0]
         assert rewind is not None  # rank 0's
         if rewind.best_step >= 0:
@@ -443,38 +443,40 @@ class CheckpointManager:
         warning = "" if self._is_own(source.path) else security_warning(source.path)
         if warning:
             self.logger.warning(f"--resume {source.path}: {warning}")
-        path = self._resolve(source.path)
+        folder = self._resolve(source.path)
         try:
-            if self._is_sharded and path.is_dir():
-                return self._load_shards(path, with_optimizer)
-            with self._requiring_one_file(path):
-                content = None
-                if not path.is_dir():
-                    content = format.broadcast_file(path, source.rank, self._group)
-                entries = format.load(path, content)
+            if folder and self._is_sharded:
+                return self._load_shards(folder, with_optimizer)
+            entries = format.load(folder) if folder else self._load_file(source)
             if self._is_sharded:
-                self._distribute(path, entries, with_optimizer)
+                self._distribute(source.path, entries, with_optimizer)
         except UserError as error:
             raise UserError(f"--resume {error}") from None
         return entries
 
-    def _resolve(self, path: Path) -> Path:
-        """Return the folder that a link such as best names, to which another run may write."""
-        names = all_gather(path.resolve().name if path.is_dir() else "", self._group)
-        return path.resolve().with_name(names[0]) if names[0] else path
+    def _resolve(self, path: Path) -> Path | None:
+        """Return the folder of a sharded checkpoint, by its own name, the same on all ranks.
 
-    @contextmanager
-    def _requiring_one_file(self, path: Path) -> Iterator[None]:
-        """Raise UserError if the processes of a host have read different files at `path`.
-
-        It may be that of another run, which replaces it.
+        A link to it, such as best, may become one to another folder. None if it is a file.
         """
-        before = _identify(path)
-        yield
-        found = all_gather({before, _identify(path)}, self._group)
+        names = all_gather(path.resolve().name if path.is_dir() else "", self._group)
+        return path.resolve().with_name(names[0]) if names[0] else None
+
+    def _load_file(self, source: Source) -> dict[str, Any]:
+        """Return the entries of a checkpoint that is one file.
+
+        Raises UserError if the processes of a host have read different ones, since another run
+        replaces it.
+        """
+        path = source.path
+        before = _identify_if_there(path)
+        content = format.broadcast_file(path, source.rank, self._group)
+        entries = format.load(path, content)
+        found = all_gather({before, _identify_if_there(path)}, self._group)
         is_shared = dist.get_world_size() > 1 and distributed.is_single_host()
         if is_shared and len(set().union(*found)) > 1:
             raise UserError(f"{path}: it was replaced while it was read; start again")
+        return entries
 
     def _load_shards(self, path: Path, with_optimizer: bool) -> dict[str, Any]:
         """Return the entries of a sharded checkpoint, with this rank's shards of its tensors."""
@@ -513,12 +515,7 @@ class CheckpointManager:
             format.to_cpu(format.collect(self.state))
 
 
-def _identify(path: Path) -> tuple[int, ...]:
-    """Return what differs if another file gets this name; nothing if it is none."""
-    try:
-        status = path.stat()
-    except OSError:
-        return ()
-    if not stat.S_ISREG(status.st_mode):
-        return ()
-    return status.st_ino, status.st_size, status.st_mtime_ns
+def _identify_if_there(path: Path) -> File | None:
+    with suppress(OSError):
+        return identify(path)
+    return None

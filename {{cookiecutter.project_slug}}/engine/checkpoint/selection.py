@@ -25,6 +25,7 @@ class File(NamedTuple):
 
     modified_ns: int
     inode: int
+    size: int
 
 
 class Source(NamedTuple):
@@ -144,18 +145,19 @@ def _list_checkpoints(folder: Path) -> list[tuple[float, File, Path]]:
     steps: dict[File, float] = {}
     for path in numbered:
         with suppress(FileNotFoundError):  # removed meanwhile
-            steps[_identify(path)] = files.step_of(path)
+            steps[identify(path)] = files.step_of(path)
     found = []
     folders = [(folder / name).with_suffix("") for name in (LAST, BEST)]
     for path in (folder / LAST, *numbered, folder / BEST, *folders):
         with suppress(OSError):  # there is none, or only a link to itself
-            file = _identify(path)
+            file = identify(path)
             if file not in steps:  # last.pt and best.pt are mostly other names of numbered files
                 steps[file] = format.read_step(path)
             found.append((steps[file], file, path))
     return found
 
 
-def _identify(path: Path) -> File:
+def identify(path: Path) -> File:
+    """Return what differs if another file or folder gets this name. Raises OSError if none has."""
     status = path.stat()
-    return File(status.st_mtime_ns, status.st_ino)
+    return File(status.st_mtime_ns, status.st_ino, status.st_size)

@@ -35,7 +35,7 @@ UPLOAD = "upload the pack again"
 
 
 class RefusedError(UserError):
-    """A refused request, such as for an absent key of a bucket that may not be listed."""
+    """Access that is forbidden, as to an absent key of a bucket that may not be listed."""
 
 
 class CallingThread(ThreadPoolExecutor):
@@ -77,8 +77,8 @@ class Store:
 
         Raises:
             FileNotFoundError: if there is no such file.
-            RefusedError: if the server refuses the request.
-            UserError: if the server ignores its range, or each of several attempts fails.
+            RefusedError: if the server forbids the access (403).
+            UserError: if it refuses the request or ignores its range, or all attempts fail.
         """
         path = f"{self.url}/{name}"
         delay = FIRST_DELAY_S

@@ -85,7 +85,7 @@ class Logger(Console):
         self._config = ""  # the text of config.json
         self.events: EventWriter | None = None
         self.tracking: Tracking | None = None
-        self._late_rows: list[tuple[EventWriter | Tracking, dict[str, Any]]] = []  # not written yet
+        self._due_rows: list[tuple[EventWriter | Tracking, dict[str, Any]]] = []  # not written yet
         self._trackers = trackers
         self.curves = curves.BackgroundProcess(output, self.warning)
         self._meter: Meter | None = None
@@ -291,7 +291,8 @@ class Logger(Console):
         is_logged = any({n: int(one[n]) for n in POSITION} == position for one in self.rows)
         self.rows = [one for one in self.rows if int(one["epoch"]) != position["epoch"]]
         self.rows.append(position | values)
-        self._late_rows += [] if is_logged else [(one, self.rows[-1]) for one in self._writers()]
+        if not is_logged:
+            self._due_rows += [(writer, self.rows[-1]) for writer in self._writers()]
         self._write_rows()
         with self._errors_as_warning(f"rows are missing in {TABLE}"):
             run_files.write_rows(self.output / TABLE, self.rows, self.monitored.name)
@@ -365,11 +366,11 @@ class Logger(Console):
 
     def _write_rows(self) -> None:
         """Write the rows that are due, and those that an error has held up, in their order."""
-        waiting, self._late_rows = self._late_rows, []
+        waiting, self._due_rows = self._due_rows, []
         for writer, row in waiting:
-            is_held_up = any(other is writer for other, _ in self._late_rows)
+            is_held_up = any(other is writer for other, _ in self._due_rows)
             if is_held_up or not self._write(writer, partial(self._add_rows, rows=[row])):
-                self._late_rows.append((writer, row))
+                self._due_rows.append((writer, row))
 
     def _writers(self) -> list[EventWriter | Tracking]:
         return [writer for writer in (self.events, self.tracking) if writer]
