@@ -2,6 +2,7 @@
 
 import csv
 import fcntl
+import gc
 import io
 import json
 import os
@@ -659,6 +660,7 @@ def test_output_folder_is_locked(tmp_path):
         finally:
             other.kill()
     logger = open_logger(tmp_path)  # the killed process has left no lock
+    gc.collect()  # closes the file of the logger that failed, if it still is open
     command[2] = HOLDER.replace("LOCK_EX", "LOCK_EX | fcntl.LOCK_NB")
     assert subprocess.run(command, capture_output=True).returncode
     assert logger.folder_lock.file

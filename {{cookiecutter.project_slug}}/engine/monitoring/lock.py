@@ -34,15 +34,17 @@ class FolderLock:
         # A link would lead to another file, and to open a FIFO could take for ever.
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
         while self.folder.exists() and not self._holds(path):
-            self.file = os.fdopen(os.open(path, flags, 0o666), "wb", 0)
+            file = os.fdopen(os.open(path, flags, 0o666), "wb", 0)
             try:
-                fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except (BlockingIOError, PermissionError):
+                file.close()  # closed later, it would end a lock that this process has got by then
                 fix = "wait until it ends, or add --output with another folder"
                 raise UserError(f"another run is writing to {self.folder}: {fix}") from None
             except OSError as error:  # a file system without locks
                 problem = f"{self.folder} can't be locked ({error.strerror})"
                 self._warning(f"{problem}: start no other run there")
+            self.file = file
 
         if self.file and self._directory < 0:
             self._directory = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
