@@ -342,7 +342,9 @@ def build_optimizer(
         lr=args.lr,
         momentum=args.momentum,
         weight_decay=args.weight_decay,
+        # % if ddp != "fsdp"
         fused=next(model.parameters()).is_cuda,
+        # % endif
     )
     # % endif
     if args.scale_lr:

@@ -4,6 +4,7 @@ import csv
 import fcntl
 import gc
 import io
+import itertools
 import json
 import os
 import resource
@@ -28,6 +29,7 @@ from engine.monitoring.metric import MonitoredMetric
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_curves import METRIC, row
+from tqdm import tqdm
 
 ACCURACY = MonitoredMetric(METRIC)
 
@@ -408,6 +410,19 @@ def test_progress_lines_without_a_terminal(tmp_path, monkeypatch, capsys, log_ev
     found = [line.split(",")[:3] for line in said.out.splitlines()]
     assert found == [[f"epoch 1/2: {n}/8", f" step {n}", " loss 0.5"] for n in lines]
     assert said.out.splitlines()[-1].endswith("left")
+
+
+def test_progress_lines_of_slow_steps_are_not_more(tmp_path, monkeypatch, capsys):
+    """Tqdm's monitor shows each step of a bar that was silent for longer than maxinterval."""
+    monkeypatch.setattr(tqdm, "monitor", None)
+    monkeypatch.setattr(tqdm, "monitor_interval", 0.01)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: False)
+    clock = itertools.count()
+    monkeypatch.setattr("tqdm.std.time", lambda: float(next(clock)))  # not of the monitor
+    for _ in Logger(tmp_path, 0, ACCURACY, log_every=4).progress_bar(range(8), "epoch 1/2"):
+        time.sleep(0.1)
+    tqdm.monitor.exit()
+    assert len(capsys.readouterr().out.splitlines()) == 2
 
 
 def test_evaluation_is_written_as_json(tmp_path, capsys):

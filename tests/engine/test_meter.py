@@ -133,3 +133,9 @@ def test_mean_of_no_steps_is_nan(clock):
     meter = Meter(torch.device("cpu"), 10)
     clock[0] += 1.0
     assert math.isnan(meter.results()["train_loss"])
+
+
+def test_a_loss_may_have_a_dimension_of_one():
+    meter = Meter(torch.device("cpu"), 10)
+    meter.update(torch.ones(1, 1, requires_grad=True))
+    assert meter.record(1, 0.1, 1.0).train_loss == 1.0

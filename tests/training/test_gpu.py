@@ -61,9 +61,19 @@ def test_apex_native_reaches_the_accuracy_on_gpus(project, tmp_path, level, gpus
 
 
 @pytest.mark.parametrize("gpus", [on_one, on_two])
-@pytest.mark.parametrize("flag", ["--compile", "--cuda-graphs", "--compress-gradients"])
-def test_flag_keeps_the_accuracy(project, tmp_path, flag, gpus):
-    trains(project, tmp_path, "native", "O1", gpus, flag)
+@pytest.mark.parametrize("fused_adam", [True, False])
+def test_fsdp_reaches_the_accuracy(bake, tmp_path, fused_adam, gpus):
+    project = bake(ddp="fsdp", opt_level="O5", sync_bn=False, fused_adam=fused_adam)
+    trains(project, tmp_path, "native", "O5", gpus)
+
+
+FLAGS = ["--compile", "--cuda-graphs", "--compress-gradients", "--cuda-graphs --flip-tta"]
+
+
+@pytest.mark.parametrize("gpus", [on_one, on_two])
+@pytest.mark.parametrize("flags", FLAGS)
+def test_flags_keep_the_accuracy(project, tmp_path, flags, gpus):
+    trains(project, tmp_path, "native", "O1", gpus, *flags.split())
 
 
 @pytest.mark.apex

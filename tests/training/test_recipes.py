@@ -175,6 +175,12 @@ def test_flip_average_of_outputs_that_are_no_logits() -> None:
     assert torch.equal(one, torch.tensor([[2.0]]))
 
 
+def test_flip_average_copies_the_output_that_a_cuda_graph_overwrites() -> None:
+    output = torch.zeros(1, 2)
+    averaged = FlipAverage(Made(output.copy_))(torch.tensor([[[[1.0, 3.0]]]]))
+    assert torch.equal(averaged, torch.tensor([[2.0, 2.0]]))
+
+
 @pytest.mark.slow
 def test_flip_average_is_the_mean_of_both_predictions(
     default_project: Path, tmp_path: Path, image_folder: Path

@@ -183,14 +183,15 @@ class FlipAverage(nn.Module):
         self.model = model
 
     def forward(self, images: Tensor) -> Tensor:
-        outputs = [self.model(images), self.model(images.flip(3))]
-        if not isinstance(outputs[0], Tensor) or outputs[0].dim() > 2:
-            shape = getattr(outputs[0], "shape", None)
-            kind = f"tensor {tuple(shape)}" if shape else type(outputs[0]).__name__
+        output = self.model(images)
+        if not isinstance(output, Tensor) or output.dim() > 2:
+            shape = getattr(output, "shape", None)
+            kind = f"tensor {tuple(shape)}" if shape else type(output).__name__
             raise UserError(
                 f"--flip-tta needs a model that returns a tensor (N, outputs), not a {kind}"
             )
-        return torch.stack(outputs).float().mean(dim=0)
+        output = output.clone()  # of a CUDA graph, whose next run overwrites it
+        return torch.stack([output, self.model(images.flip(3))]).float().mean(dim=0)
 
 
 class Ema:

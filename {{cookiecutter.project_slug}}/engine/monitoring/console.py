@@ -71,7 +71,8 @@ class Console:
             look["dynamic_ncols"] = True
         else:
             look |= {"file": _LineStream(self.info), "bar_format": LINE, "delay": 1e-9}
-            look |= {"miniters": self.log_every or 1}
+            # After maxinterval, tqdm would show each batch.
+            look |= {"miniters": self.log_every or 1, "maxinterval": float("inf")}
             look |= {"mininterval": 0.0 if self.log_every else LINE_S}
         return tqdm(batches, description, total, **look)
 

@@ -95,7 +95,7 @@ class Meter:
 
     def update(self, loss: Tensor) -> None:
         """Count a step with the given loss. Does not wait for the device."""
-        loss = loss.detach()
+        loss = loss.detach().reshape(())
         self._add(LOSS, loss, 1)
         self.nonfinite_losses = (self.nonfinite_losses + 1) * ~loss.isfinite()
         self.num_steps += 1
