@@ -342,9 +342,7 @@ def build_optimizer(
         lr=args.lr,
         momentum=args.momentum,
         weight_decay=args.weight_decay,
-        # % if ddp != "fsdp"
-        fused=next(model.parameters()).is_cuda,
-        # % endif
+        fused=optim.has_fused_sgd(model),
     )
     # % endif
     if args.scale_lr:

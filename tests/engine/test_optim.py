@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -256,3 +257,12 @@ def test_eval_mode_restores_each_submodule() -> None:
         assert not any(module.training for module in model.modules())
         raise KeyError  # an error restores them, too
     assert [module.training for module in model.modules()] == [True, True, False, False]
+
+
+def test_sgd_is_fused_on_gpus_but_for_sharded_weights() -> None:
+    """Torch 2.15 has no fused SGD for DTensor, which would be an error at the first step."""
+    on_gpu = SimpleNamespace(parameters=lambda: iter([SimpleNamespace(is_cuda=True)]))
+    assert optim.has_fused_sgd(on_gpu)
+    on_gpu.set_requires_gradient_sync = None
+    assert not optim.has_fused_sgd(on_gpu)
+    assert not optim.has_fused_sgd(torch.nn.Linear(1, 1))

@@ -56,15 +56,6 @@ def trained(sharded, tmp_path_factory):
     return output
 
 
-@pytest.mark.parametrize(("ddp", "is_fused"), [("torch", True), ("fsdp", False)])
-def test_sgd_of_sharded_weights_is_not_fused(bake, ddp, is_fused):
-    """Torch 2.15 has no fused SGD for DTensor; it would end a run on GPUs at the first step."""
-    project = bake(ddp=ddp, opt_level="O0", sync_bn=False, fused_adam=False)
-    source = (project / "main.py").read_text()
-    assert "torch.optim.SGD(" in source
-    assert ("fused=" in source) == is_fused
-
-
 def test_blocks_of_other_widths_are_compiled(bake, tmp_path):
     """With dynamic shapes, torch 2.15 can't compile the backward pass of a ResNet's."""
     project = bake(ddp="fsdp", opt_level="O0", sync_bn=False)

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from engine import UserError, distributed, summarize
-from engine.backend import local_shard
+from engine.backend import is_sharded, local_shard
 from engine.layers import layer_numbers
 
 T = TypeVar("T")
@@ -160,6 +160,11 @@ def eval_mode(module: nn.Module) -> Iterator[None]:
     finally:
         for submodule in in_training:
             submodule.training = True
+
+
+def has_fused_sgd(model: nn.Module) -> bool:
+    """Return whether torch has a fast fused SGD for the parameters: not for FSDP's (torch 2.15)."""
+    return next(model.parameters()).is_cuda and not is_sharded(model)
 
 
 @contextmanager
