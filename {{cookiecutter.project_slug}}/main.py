@@ -261,11 +261,11 @@ def build_model(
     """Build the model and its moving average, with initial weights and SyncBN, on the device."""
 
     def build(num_classes: int) -> nn.Module:
+        create = partial(task.build_model, args.arch, num_classes, **args.model_options)
         # % if ddp == "fsdp"
-        with torch.device("meta" if dist.get_rank() else "cpu"):  # FSDP sends rank 0's weights
-            return task.build_model(args.arch, num_classes, **args.model_options)
+        return optim.build_on_meta(create) if dist.get_rank() else create()  # FSDP sends rank 0's
         # % else
-        return task.build_model(args.arch, num_classes, **args.model_options)
+        return create()
         # % endif
 
     model = build(len(data.classes))

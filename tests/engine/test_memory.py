@@ -48,3 +48,14 @@ def test_check_builds_the_model_without_memory(run_check, monkeypatch):
 
     status, text = run_check(check_memory, MemoryPlan("torch", "O0", moments=2), build_large)
     assert status == "ok" and text.startswith("68,719,542,272 parameters need 1280.00 GiB")
+
+
+def test_check_builds_a_model_whose_constructor_reads_values(run_check, monkeypatch):
+    """As those of torchvision's RegNet do, which is impossible on the meta device."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    def build_wide() -> nn.Module:
+        return nn.Linear(4, *torch.tensor([8]).tolist())
+
+    status, text = run_check(check_memory, MemoryPlan("torch", "O0", moments=2), build_wide)
+    assert status == "ok" and text.startswith("40 parameters need 0.00 GiB")

@@ -65,6 +65,13 @@ def test_blocks_of_other_widths_are_compiled(bake, tmp_path):
     assert "recompile_limit" not in done.stderr
 
 
+def test_a_model_that_the_meta_device_can_not_build_is_trained(bake, tmp_path):
+    project = bake(ddp="fsdp", opt_level="O0", sync_bn=False)
+    flags = ("--arch", "regnet_y_400mf", "--steps", 1, "--batch-size", 4, "--workers", 0)
+    done = run(project, *flags, "--output", tmp_path, nproc=2, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_losses_and_metrics_equal_those_of_ddp(sharded, plain, tmp_path):
     flags = ("--steps", 30, "--accumulate", 2, "--lr", 3e-3, "--warmup-epochs", 0)
     for project, name in ((sharded, "sharded"), (plain, "plain")):

@@ -162,6 +162,15 @@ def eval_mode(module: nn.Module) -> Iterator[None]:
             submodule.training = True
 
 
+def build_on_meta(create: Callable[[], nn.Module]) -> nn.Module:
+    """Build a model without memory, on the meta device, if its constructor reads no values."""
+    try:
+        with torch.device("meta"):
+            return create()
+    except Exception:  # torchvision's RegNet reads values, for example
+        return create()
+
+
 def has_fused_sgd(model: nn.Module) -> bool:
     """Return whether torch has a fast fused SGD for the parameters: not for FSDP's (torch 2.15)."""
     return next(model.parameters()).is_cuda and not is_sharded(model)

@@ -12,6 +12,7 @@ from torch import nn
 
 from engine.blocks import find_blocks
 from engine.diagnostics.preflight import OK, WARNING, num_hosts
+from engine.optim import build_on_meta
 
 if TYPE_CHECKING:
     from engine.diagnostics.preflight import Results
@@ -75,8 +76,7 @@ def estimate_bytes(model: nn.Module, plan: MemoryPlan, processes: int) -> int:
 
 def check_memory(plan: MemoryPlan, build_model: Callable[[], nn.Module]) -> Results:
     """Estimate the memory of weights, gradients and optimizer, and compare it with the GPU's."""
-    with torch.device("meta"):
-        model = build_model()
+    model = build_on_meta(build_model)
     processes = num_hosts() * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     size = estimate_bytes(model, plan, processes)
     count = sum(parameter.numel() for parameter in model.parameters())
