@@ -306,9 +306,9 @@ def build_model(
     if ema:
         sharding.apply(ema.module, task.BLOCKS)
     # % else
-    model = model.to(device).to(memory_format=memory_format)
+    nn.utils.convert_conv2d_weight_memory_format(model.to(device), memory_format)
     if ema:
-        ema.module.to(device).to(memory_format=memory_format)
+        nn.utils.convert_conv2d_weight_memory_format(ema.module.to(device), memory_format)
     # % endif
     return model, ema
 

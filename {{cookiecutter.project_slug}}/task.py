@@ -232,11 +232,12 @@ def criterion(
 ) -> Tensor:
     """Return the mean cross entropy of the logits (N, num_classes) and the labels (N,).
 
-    It is divided by the number of samples, not by the sum of their weights, which differs between
-    processes: so the mean over processes is that of the whole batch.
+    It is divided by the number of samples, not by the sum of their weights or the number of those
+    with labels, which differ between processes: so the mean over processes is that of the batch.
     """
     if isinstance(targets, Tensor):
-        return F.cross_entropy(output, targets, label_smoothing=label_smoothing)
+        total = F.cross_entropy(output, targets, reduction="sum", label_smoothing=label_smoothing)
+        return total / len(targets)
     losses = torch.zeros_like(output[:, 0])
     for labels, weights in targets:
         losses = losses + weights * F.cross_entropy(

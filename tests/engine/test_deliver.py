@@ -239,6 +239,26 @@ def test_record_of_an_unknown_kind_is_skipped(queue, tmp_path):
     assert [step for _, step, _ in FakeTracker.points] == [1]
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(b"\0" * 4096, id="hole"),
+        pytest.param(b'{"group": "st', id="torn"),
+        pytest.param(b"[1, 2]", id="list"),
+        pytest.param(b"\xff", id="no_utf_8"),
+    ],
+)
+def test_line_that_a_crash_of_the_host_has_damaged_is_skipped(queue, tmp_path, damage):
+    queue(point(1))
+    with (tmp_path / FOLDER / QUEUE).open("ab") as file:
+        file.write(damage + b"\n")
+    queue(point(2))
+    delivery = Delivery(tmp_path, "mlflow")
+    assert delivery.send() == 4
+    assert steps() == [1, 2]
+    assert "has damaged lines, which were left out" in delivery.state["problem"]
+
+
 def test_line_without_an_end_is_not_read(queue, tmp_path):
     delivery = Delivery(tmp_path, "mlflow")
     queue(point(1))

@@ -76,6 +76,29 @@ def test_file_whose_outputs_differ_is_an_error(tmp_path):
     assert [file.read_text() for file in tmp_path.iterdir()] == ["the one before"]
 
 
+def test_each_output_is_compared_with_its_own_numbers(tmp_path):
+    class Outputs(nn.Module):
+        """A model whose second output depends on the number of calls."""
+
+        calls = 0
+
+        def forward(self, inputs):
+            self.calls += 1
+            return inputs + 1e6, inputs + (float("nan") if self.calls > 1 else 0)
+
+    with pytest.raises(UserError, match="its outputs differ"):
+        export.export_model(Outputs().eval(), tmp_path / "model.pt2", lambda n: torch.ones(n, 2))
+
+
+def test_exported_program_takes_others_than_views(tmp_path):
+    """The samples may be parts of a batch, such as all tokens but the last."""
+    path = tmp_path / "model.pt2"
+    model = nn.Embedding(9, 4).eval()
+    export.export_model(model, path, lambda count: torch.zeros(count, 7, dtype=torch.long)[:, :-1])
+    tokens = torch.ones(5, 3, dtype=torch.long)
+    assert torch.equal(torch.export.load(path).module()(tokens), model(tokens))
+
+
 @pytest.mark.parametrize("suffix", FORMATS)
 def test_path_that_can_not_be_written_is_an_error(tmp_path, suffix):
     if suffix == ".onnx":

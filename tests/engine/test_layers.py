@@ -1,6 +1,7 @@
 """Numbers of layers, and learning rates that decrease from the last layer to the first."""
 
 import pytest
+import torch
 import torchvision
 from engine import optim
 from engine.layers import layer_numbers
@@ -33,6 +34,14 @@ def test_class_token_and_position_embedding_belong_to_the_input() -> None:
     numbers = layer_numbers(torchvision.models.vit_b_16())
     assert numbers["class_token"] == numbers["encoder.pos_embedding"] == 0
     assert numbers["encoder.layers.encoder_layer_0.mlp.0.weight"] == 1
+
+
+def test_a_temperature_belongs_to_the_output() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model.register_parameter("log_scale", nn.Parameter(torch.zeros(())))
+    assert layer_numbers(model) == {"log_scale": 1} | {
+        f"{index}.{name}": index for index in (0, 1) for name in ("weight", "bias")
+    }
 
 
 def test_learning_rates_decay_from_the_last_layer(capsys: pytest.CaptureFixture) -> None:

@@ -358,6 +358,17 @@ def test_name_of_a_metric_is_no_formula(logger):
     logger.log_epoch(row(1) | {"=1+1": 2.0})
     header, values = (logger.output / "metrics.csv").read_text().splitlines()
     assert header.split(",")[-1] == "'=1+1" and values.split(",")[-1] == "2.0"
+    assert run_files.read_rows(logger.output / "metrics.csv")[0]["=1+1"] == "2.0"
+
+
+@pytest.mark.usefixtures("no_curves")
+def test_names_of_metrics_do_not_depend_on_the_locale(logger, monkeypatch):
+    def open_in_locale(path, mode="r", buffering=-1, encoding="ascii", **options):
+        return open(path, mode, buffering, None if "b" in mode else encoding, **options)
+
+    monkeypatch.setattr(Path, "open", open_in_locale)
+    logger.log_epoch(row(1) | {"größe": 2.0})
+    assert run_files.read_rows(logger.output / "metrics.csv")[0]["größe"] == "2.0"
 
 
 @pytest.mark.usefixtures("no_curves")

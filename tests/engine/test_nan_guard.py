@@ -6,6 +6,7 @@ import pytest
 import torch
 from engine.diagnostics.first_step import check_finite, first_nonfinite_layer
 from engine.monitoring.meter import LogRecord
+from engine.optim import eval_mode
 from torch import Tensor, nn
 
 
@@ -60,6 +61,17 @@ def test_first_nonfinite_layer_is_named(layer, kind):
     with torch.no_grad():
         (module.running_var if kind == "statistics" else module.weight).fill_(math.nan)
     sentence = f"The first layer that is not finite is {layer}, in its {kind}"
+    assert first_nonfinite_layer(model, INPUTS) == sentence
+
+
+def test_layer_of_a_compiled_model_is_named():
+    """Compiled code does not call hooks that are registered afterwards."""
+    model = TwoEncoders()
+    model.compile(backend="eager")
+    with eval_mode(model), torch.no_grad():
+        model(INPUTS)
+        model.image_encoder[2].weight.fill_(math.nan)
+    sentence = "The first layer that is not finite is image_encoder.2, in its weights"
     assert first_nonfinite_layer(model, INPUTS) == sentence
 
 

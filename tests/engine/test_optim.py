@@ -167,6 +167,15 @@ def test_views_are_averaged_and_masks_and_extra_states_are_not() -> None:
     assert torch.equal(ema.module.mask, torch.ones(2))
 
 
+@pytest.mark.parametrize("kind", [torch.float64, torch.bfloat16])
+def test_the_average_keeps_the_types_of_buffers_that_amp_has_cast(kind: torch.dtype) -> None:
+    model = nn.Linear(1, 1)
+    model.register_buffer("grid", torch.zeros(2, dtype=kind))
+    ema = optim.Ema(model, 0.5)
+    ema.update(model.state_dict() | {"grid": torch.ones(2)}, 100)
+    assert torch.equal(ema.module.grid, torch.full((2,), 0.5, dtype=kind))
+
+
 def test_an_extra_state_that_is_no_tensor_is_not_averaged() -> None:
     model = nn.Linear(2, 2)
     model.get_extra_state = lambda: {"version": 1}

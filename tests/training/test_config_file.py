@@ -188,6 +188,7 @@ def test_contradicting_settings_in_a_config_file_are_refused(parse, file):
     ("flags", "saying"),
     [
         (["--output", ""], "--output: it is empty"),
+        (["--output", "s3://bucket/run"], "--output: s3://bucket/run is a URL, which only --data"),
         (["--data", ""], "--data: it is empty"),
         (["--resume", ""], "--resume: it is empty"),
         (["--weights", ""], "--weights: it is empty"),
@@ -210,6 +211,13 @@ def test_values_without_a_meaning_are_errors(parse, flags, saying):
 )
 def test_evaluation_writes_beside_its_checkpoint_unless_told_otherwise(parse, flags, folder):
     assert parse("--eval-only", *flags).output == Path(folder)
+
+
+def test_a_tilde_is_the_home(parse, file, monkeypatch):
+    """The shell does not replace it in --output=~/runs, and JSON has none."""
+    monkeypatch.setenv("HOME", "/home/me")
+    assert parse("--output=~/runs").output == Path("/home/me/runs")
+    assert parse("--config", file({"data": "~/images"})).data == Path("/home/me/images")
 
 
 def test_flags_without_an_effect_are_named(parse, capsys):

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fresh import ROOT
+from running import run
 
 pytestmark = pytest.mark.xdist_group("train")
 TASKS = ("classification", "segmentation", "contrastive")
@@ -118,9 +119,10 @@ def add_auxiliary_loss(project: Path) -> None:
             "    return WithAuxiliaryHead(backbone, num_classes)",
         ),
         (
-            "    return F.cross_entropy(output, targets, label_smoothing=label_smoothing)\n",
-            "    losses = [F.cross_entropy(output[name], targets) for name in ('out', 'aux')]\n"
-            "    return losses[0] + 0.4 * losses[1]\n",
+            'total = F.cross_entropy(output, targets, reduction="sum", '
+            "label_smoothing=label_smoothing)\n        return total / len(targets)\n",
+            "losses = [F.cross_entropy(output[name], targets) for name in ('out', 'aux')]\n"
+            "        return losses[0] + 0.4 * losses[1]\n",
         ),
         (
             "        loss = criterion(output.float(), targets)",
@@ -156,6 +158,19 @@ def use_plain_module(project: Path) -> None:
         "nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten(),"
         " nn.Linear(64, num_classes))",
     )
+
+
+@pytest.mark.slow
+def test_a_model_with_a_3d_convolution_is_trained(bake, tmp_path):
+    """Its weights have no channels_last layout."""
+    project = bake()
+    replace_model(
+        project,
+        "nn.Sequential(nn.Unflatten(1, (3, 1)), nn.Conv3d(3, 4, (1, 3, 3)),"
+        " nn.AdaptiveAvgPool3d(1), nn.Flatten(), nn.Linear(4, num_classes))",
+    )
+    done = run(project, "--steps", 1, "--ema", 0.9, "--output", tmp_path / "run", nproc=0)
+    assert done.returncode == 0, done.stderr
 
 
 def use_own_data(project: Path) -> None:
@@ -204,7 +219,10 @@ def test_owner_tests_pass_after_an_edit(bake, edit):
 def ignore_targets(project: Path) -> None:
     replace(
         project / "task.py",
-        ("return F.cross_entropy(output, targets,", "return F.cross_entropy(output, targets * 0,"),
+        (
+            "total = F.cross_entropy(output, targets,",
+            "total = F.cross_entropy(output, targets * 0,",
+        ),
     )
 
 
@@ -229,6 +247,11 @@ def name_accuracy_loss(project: Path) -> None:
     replace(project / "task.py", ('"val_accuracy": correct / count', '"val_loss": correct / count'))
 
 
+def skip_the_step(project: Path) -> None:
+    """Statistics of batch norm still change."""
+    replace(project / "main.py", ("    run.optimizer.step()  #", "    #"))
+
+
 def resume_nothing(project: Path) -> None:
     path = project / "main.py"
     source, count = re.subn(
@@ -249,6 +272,7 @@ def resume_nothing(project: Path) -> None:
         (misspell_metric, "test_task", "test_metrics_do_not_depend_on_the_batches"),
         (name_accuracy_loss, "test_task", "test_training_on_one_batch_improves_the_metric"),
         (resume_nothing, "test_training", "test_resume_is_bit_identical"),
+        (skip_the_step, "test_training", "test_training_changes_the_weights"),
     ],
 )
 def test_owner_tests_fail_after_an_error(bake, error, file, expected):

@@ -184,6 +184,15 @@ def test_weighted_loss_is_the_mean_of_that_of_parts(project: Project) -> None:
     assert whole.item() == pytest.approx(torch.stack(losses).mean().item())
 
 
+def test_samples_without_a_label_count_for_the_mean(project: Project) -> None:
+    """Other processes may have more of them; all of a batch are no division by zero."""
+    output = torch.randn(4, 3)
+    labels = torch.tensor([-100, 1, 2, -100])
+    expected = nn.functional.cross_entropy(output[1:3], labels[1:3], label_smoothing=0.1) / 2
+    torch.testing.assert_close(project.task.criterion(output, labels, 0.1), expected)
+    assert project.task.criterion(output, torch.full((4,), -100)) == 0
+
+
 @pytest.mark.parametrize("labels", [None, ["cat", "dog", "cat"], [0, 1, 0, 1]])
 def test_data_without_labels_has_no_class_weights(labels: list[str] | None) -> None:
     data = type("Data", (list,), {} if labels is None else {"labels": labels})(range(3))

@@ -82,15 +82,15 @@ def not_empty(text: str) -> str:
 
 
 def path(text: str) -> Path:
-    """Convert a path, which is not empty."""
-    return Path(not_empty(text))
+    """Convert a path, which is not empty; ``~`` is the home, as the shell replaces it in most."""
+    return Path(os.path.expanduser(not_empty(text)))
 
 
 def local_path(text: str) -> Path:
     """Convert the path of a file or folder of this machine."""
     if "://" in text:
         raise argparse.ArgumentTypeError(
-            f"{text} is a URL, which only --data takes; download the files"
+            f"{text} is a URL, which only --data takes; name a local path"
         )
     return path(text)
 
@@ -131,6 +131,7 @@ METAVARS: dict[object, str] = {
     interval: "N|Nm",
     Path: "PATH",
     path: "PATH",
+    local_path: "PATH",
 }
 
 

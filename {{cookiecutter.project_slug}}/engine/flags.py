@@ -13,11 +13,11 @@ from engine.cli import (
     factor,
     fraction,
     interval,
+    local_path,
     loss_scale,
     non_negative_float,
     non_negative_int,
     not_empty,
-    path,
     positive_int,
     size_type,
     worker_count,
@@ -36,7 +36,7 @@ def add_data_arguments(parser: ArgumentParser, layout: str) -> None:
     help = f"{layout}, or a URL of packed data (default: the included digits)"
     add("--data", type=data_location, metavar="DIR", help=help)
     help = "folder for shards of a URL (default: ~/.cache/packed_data)"
-    add("--cache-dir", type=path, default=Path("~/.cache/packed_data"), help=help)
+    add("--cache-dir", type=local_path, default="~/.cache/packed_data", help=help)
     help = "of the shards in --cache-dir (default: 64GB)"
     add("--cache-size", type=size_type, default=64 * 10**9, metavar="SIZE", help=help)
     add("--dummy", action="store_true", help="train on one synthetic batch, made on the device")
@@ -128,8 +128,9 @@ def add_run_arguments(parser: ArgumentParser, output: Path) -> None:
     add = parser.group("distributed").add_argument
     add("--timeout", type=positive_int, default=600, help="seconds for a step or a start phase")
     add = parser.group("run").add_argument
-    add("--output", type=path, help=f"folder of checkpoints and metrics (default: {output})")
-    add("--resume", type=path, help="a checkpoint, or 'auto' for the newest in --output, if any")
+    add("--output", type=local_path, help=f"folder of checkpoints and metrics (default: {output})")
+    help = "a checkpoint, or 'auto' for the newest in --output, if any"
+    add("--resume", type=local_path, help=help)
     add("--save-every", type=interval, help="steps or minutes between checkpoints")
     add("--eval-every", type=positive_int, default=1, help="epochs between validations")
     add("--patience", type=positive_int, help="stop after N validations without a better metric")
@@ -166,7 +167,7 @@ def complete_arguments(
     args.model_options = {}  # which the task may set
     _report_without_effect(args)
     if isinstance(args.data, str):
-        args.data = RemoteFolder(args.data, args.cache_dir.expanduser(), args.cache_size)
+        args.data = RemoteFolder(args.data, args.cache_dir, args.cache_size)
     args.static_shapes = False  # likewise: compile for each input shape on its own
     if ddp == "fsdp":
         _check_sharding_arguments(parser, args)

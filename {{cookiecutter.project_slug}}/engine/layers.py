@@ -28,8 +28,12 @@ def layer_numbers(model: nn.Module) -> dict[str, int]:
         has_weights = any(parameter.dim() > 1 for parameter in parameters.values())
         number += has_weights and bool(numbers)
         numbers |= dict.fromkeys(parameters, number)
-    # What is left, such as a position embedding, is part of the input.
-    return {name: numbers.get(name, 0) for name, _ in model.named_parameters()}
+    # What is left, such as a position embedding, is part of the input; but a single number, such as
+    # a temperature, scales the output.
+    return {
+        name: numbers.get(name, 0 if parameter.dim() else number)
+        for name, parameter in model.named_parameters()
+    }
 
 
 def _named(model: nn.Module, layer: str) -> list[tuple[str, nn.Parameter]]:

@@ -237,7 +237,10 @@ class Ema:
             for name, mean in own.items()
             if isinstance(mean, Tensor) and not name.endswith("_extra_state")
         }.values()
-        pairs = {name: (local_shard(own[name]), local_shard(state_dict[name])) for name in names}
+        pairs = {  # amp may have cast buffers of another type
+            name: (local_shard(own[name]), local_shard(state_dict[name]).to(own[name].dtype))
+            for name in names
+        }
         if self._infinite is None:
             self._infinite = {
                 name

@@ -31,3 +31,9 @@ def csv_cell(text: str) -> str:
     """Return `text` for a cell of a CSV file, with a quote before what would be a formula."""
     text = printable(text)
     return f"'{text}" if text.lstrip().startswith(FORMULA) else text
+
+
+def text_of_cell(cell: str) -> str:
+    """Return the text that `csv_cell` has quoted, or `cell` itself."""
+    text = cell.removeprefix("'")
+    return text if csv_cell(text) == cell else cell

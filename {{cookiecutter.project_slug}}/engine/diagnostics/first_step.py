@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from engine import UserError, distributed, summarize
 from engine.backend import is_sharded, local_shard, unwrap
 from engine.data.loading import TrainLoader
-from engine.optim import eval_mode
+from engine.optim import eval_mode, without_compilation
 
 if TYPE_CHECKING:
     from engine.backend import Backend
@@ -449,7 +449,8 @@ def first_nonfinite_layer(model: nn.Module, inputs: object) -> str:
         if name
     ]
     try:
-        with eval_mode(model):  # in which no layer communicates with other ranks
+        # In eval mode, no layer communicates with other ranks; compiled code has no hooks.
+        with eval_mode(model), without_compilation():
             model(inputs)
     finally:
         for hook in hooks:

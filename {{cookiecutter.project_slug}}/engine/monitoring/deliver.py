@@ -124,7 +124,7 @@ class Delivery:
             end = file.seek(self.state["offset"])
             for line in complete_lines(file):
                 end += len(line)
-                records.append((end, json.loads(line)))
+                records.append((end, _parse(line)))
         return records
 
     def _repeat_buffered(self) -> None:
@@ -138,7 +138,7 @@ class Delivery:
                 position += len(line)
                 if position > self.state["offset"]:
                     break
-                record = json.loads(line)
+                record = _parse(line)
                 if group := record.get("group"):
                     steps[group] = max(record["step"], steps.get(group, -1))
                 if position <= limit or "finish" in record:
@@ -169,6 +169,8 @@ class Delivery:
         kind = _kind(part[0][1])
         if kind == "values" and new:
             self.tracker.log(new)
+        if not kind:
+            self.state["problem"] = f"{self.queue} has damaged lines, which were left out"
         for record in new if kind in SENDERS else ():
             SENDERS[kind](self, self.tracker, record)
         self._store(offset=part[-1][0], steps=steps, is_sending=False)
@@ -234,6 +236,14 @@ def read_start(queue: Path, offset: int = 0) -> dict[str, Any]:
     except (ValueError, TypeError, LookupError, RecursionError):
         pass
     raise UserError(f"{queue} is altered: it does not begin with the start of a run")
+
+
+def _parse(line: bytes) -> Record:
+    """Return the record in a line; an empty one if a crash of the host has damaged the line."""
+    try:
+        return dict(json.loads(line))
+    except (ValueError, TypeError):
+        return {}
 
 
 def _is_image_of_run(path: Path, output: Path) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 
 from engine import MAX_TABLE_BYTES, UserError, read_text, replacing
 from engine.monitoring.metric import COLUMNS, Best, MonitoredMetric
-from engine.text import csv_cell, printable
+from engine.text import csv_cell, printable, text_of_cell
 
 TABLE = "metrics.csv"
 MAX_CELLS = 10**7  # of metrics.csv: the rows times the columns, most of which may be empty
@@ -62,7 +62,9 @@ def read_rows(table: Path) -> list[dict[str, str]]:
     """
     text = read_text(table, MAX_TABLE_BYTES)
     reader = csv.DictReader(io.StringIO(text))
-    if len(reader.fieldnames or ()) * text.count("\n") > MAX_CELLS:  # it fills short rows
+    names = [text_of_cell(cell) for cell in reader.fieldnames or ()]
+    reader.fieldnames = names
+    if len(names) * text.count("\n") > MAX_CELLS:  # it fills short rows
         raise ValueError(f"{table.name} is too large")
     return list(reader)
 
@@ -122,7 +124,7 @@ def main_columns(metric: str) -> list[str]:
 
 def write_rows(table: Path, rows: Sequence[Mapping[str, Any]], metric: str) -> None:
     """Write metrics.csv as a whole, so that a row that did not fit is written later."""
-    with replacing(table) as temporary, temporary.open("w", newline="") as file:
+    with replacing(table) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
         columns = dict.fromkeys([*main_columns(metric), *chain.from_iterable(rows)])
         if rows and not any("val_loss" in row for row in rows) and metric != "val_loss":
             del columns["val_loss"]  # the only one that a task may leave out
