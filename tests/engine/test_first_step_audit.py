@@ -522,6 +522,18 @@ def test_model_that_can_not_be_copied_is_an_error():
         check_trainable(model, nn.functional.mse_loss, tuple, [torch.ones(1, 2), torch.ones(1, 2)])
 
 
+def test_batch_whose_tensors_are_not_all_of_its_size_is_validated_whole():
+    """A collate_fn may put the boxes of all images, or the edges of all graphs, into one tensor."""
+
+    class Sums(nn.Module):
+        def forward(self, inputs):
+            values, groups, count = inputs
+            return torch.zeros(int(count)).index_add(0, groups, values)
+
+    batch = [torch.ones(5), torch.tensor([0, 0, 0, 1, 1]), torch.tensor(2)]
+    check_model(Sums(), nn.functional.mse_loss, lambda inputs: (inputs, None), None, batch)
+
+
 def test_expanded_buffer_is_an_error():
     """load_state_dict can't write to one."""
     batch = [torch.ones(2, 2), torch.ones(2, 2)]

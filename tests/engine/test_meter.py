@@ -1,13 +1,16 @@
 """engine.monitoring.meter: mean loss and throughput."""
 
 import math
+import re
 
+import numpy as np
 import pytest
 import torch
 from engine import UserError
 from engine.monitoring.logger import WARM_UP, Logger
 from engine.monitoring.meter import Meter
 from engine.monitoring.metric import MonitoredMetric
+from engine.text import printable
 
 
 def test_warm_up_is_excluded_from_throughput(clock, tmp_path):
@@ -122,11 +125,25 @@ def test_logged_values_have_means_of_their_own(clock):
     assert [results[name] for name in ("train_loss", "grad_norm", "tokens")] == [1.0, 4.0, 100.0]
 
 
-@pytest.mark.parametrize("name", ["step", "val_loss"])
+@pytest.mark.parametrize("name", ["step", "val_loss", "a_ema", "a\tb"])
 def test_logged_values_replace_no_other_column(clock, name):
+    """A name of --ema's, or one that can't be printed, would make the checkpoint invalid."""
     meter = Meter(torch.device("cpu"), 64)
-    with pytest.raises(UserError, match=rf"meter\.log\({name}=\.\.\.\): it is a column"):
+    shown = re.escape(printable(name))
+    with pytest.raises(UserError, match=rf"meter\.log\({shown}=\.\.\.\): it is a column"):
         meter.log(**{name: 1.0})
+
+
+@pytest.mark.parametrize(
+    "value", [np.ones(2), torch.ones(2), [1.0, 2.0], None], ids=["array", "tensor", "list", "none"]
+)
+def test_a_logged_value_that_is_not_a_number_is_an_error(clock, value):
+    meter = Meter(torch.device("cpu"), 64)
+    with pytest.raises(UserError, match=r"meter\.log\(recalls=.*: it is a \w+ and not a number"):
+        meter.log(recalls=value)
+    clock[0] += 1.0
+    meter.log(array=np.ones(1), tensor=torch.ones(1), flag=True)
+    assert meter.results().keys() >= {"array", "tensor", "flag"}
 
 
 def test_mean_of_no_steps_is_nan(clock):

@@ -64,7 +64,9 @@ def check_model(
             )
     if sample is not None:
         check_trainable(model, criterion, prepare, sample)
-    check_evaluable(model, prepare, [tensor[:1] for tensor in val_sample])
+    if len({tensor.shape[:1] for tensor in val_sample}) == 1:  # a collate_fn may make others
+        val_sample = [tensor[:1] for tensor in val_sample]
+    check_evaluable(model, prepare, val_sample)
 
 
 def check_trainable(

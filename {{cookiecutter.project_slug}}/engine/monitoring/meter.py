@@ -13,7 +13,8 @@ from torch import Tensor
 
 from engine import UserError
 from engine.distributed import all_gather
-from engine.monitoring.metric import COLUMNS
+from engine.monitoring.metric import AVERAGE, COLUMNS
+from engine.text import printable
 
 Timestamp = Any  # a torch.cuda.Event on a GPU, otherwise seconds
 Sums = dict[str, tuple[float, int]]  # sum and number of the values of a name
@@ -107,20 +108,28 @@ class Meter:
 
         metrics.csv, curves.png and TensorBoard show the means under these names.
 
-        Raises UserError if a name is that of another column.
+        Raises UserError if a name is that of another column, or a value is not a number.
         """
-        if taken := values.keys() & self.reserved:
-            raise UserError(
-                f"meter.log({min(taken)}=...): it is a column of metrics.csv; use another name"
-            )
         for name, value in values.items():
-            self._add(name, value.detach() if isinstance(value, Tensor) else value, 1)
+            if name in self.reserved or name.endswith(AVERAGE) or not name.isprintable():
+                raise UserError(
+                    f"meter.log({printable(name)}=...): it is a column of metrics.csv, ends in "
+                    f"{AVERAGE} or has characters that can't be printed; use another name"
+                )
+            try:
+                number = torch.as_tensor(value).detach().reshape(())
+            except (TypeError, ValueError, RuntimeError):
+                raise UserError(
+                    f"meter.log({name}=...): it is a {type(value).__name__} and not a number: give "
+                    "each number a name of its own"
+                ) from None
+            self._add(name, number, 1)
 
     def _add(self, name: str, total: Tensor | float, count: int) -> None:
         if name not in self.sums:
             self.sums[name] = torch.zeros(2, device=self.nonfinite_losses.device)
             self.counts[name] = 0
-        self.sums[name] += total.reshape(()) if isinstance(total, Tensor) else total
+        self.sums[name] += total
         self.counts[name] += count
 
     def state_dict(self) -> Sums:
