@@ -160,6 +160,42 @@ def test_labels_in_another_order_are_reported_on_all_ranks(two_processes, theirs
     assert not one or f" on {socket.gethostname()} (rank 1) but " in one
 
 
+def compare_forms(*attributes: dict) -> str:
+    """Return the error message of this rank, if any, for training data with these attributes."""
+    train_set = Samples(range(8))
+    vars(train_set).update(attributes[dist.get_rank()])
+    try:
+        consistency.require_same_data(train_set, Samples(range(2)))
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+FOLDER, PACK = {"fingerprint": {"file names": "0a"}}, {"fingerprint": {"pack": "1b"}}
+URL = PACK | {"shard_sizes": [5, 3]}
+
+
+@pytest.mark.parametrize(
+    ("own", "theirs", "found"),
+    [
+        (PACK, PACK, ""),
+        (URL, URL, ""),
+        ({}, {}, ""),
+        (FOLDER, PACK, "local, with pack, on "),
+        (FOLDER, {}, "local, with no fingerprint, on "),
+        (PACK, URL, "by URL in shards "),
+        (URL, PACK | {"shard_sizes": [3, 5]}, "by URL in shards "),
+    ],
+    ids=["packs", "URLs", "own", "folder and pack", "folder and own", "pack and URL", "shards"],
+)
+def test_data_whose_order_depends_on_the_host_is_an_error(two_processes, own, theirs, found):
+    """An index would be another sample: some are trained on twice, others never."""
+    one, two = two_processes(compare_forms, own, theirs)
+    assert one == two and bool(one) == bool(found)
+    form = "the form of the training data (a folder, a pack or a URL, the same on all hosts) is "
+    assert not one or one.startswith(form + found) and " (rank 1) but " in one
+
+
 def test_terminals_that_lack_characters_are_supported(monkeypatch) -> None:
     stdout = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", stdout)
