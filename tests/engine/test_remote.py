@@ -12,6 +12,7 @@ from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import ClassVar
+from unittest.mock import Mock
 
 import pytest
 import task
@@ -334,6 +335,37 @@ def test_missing_credentials_are_an_error_at_the_first_attempt(monkeypatch):
     with pytest.raises(UserError, match="Unable to locate credentials; attempts: 1"):
         store.read("train/pack.json")
     assert attempts == ["http://127.0.0.1:1/data/train/pack.json"]
+
+
+@pytest.mark.parametrize("code", ["InvalidRange", "416"])
+def test_range_behind_the_end_on_s3_is_empty(monkeypatch, code):
+    request = Mock(side_effect=s3_error(code))
+    monkeypatch.setattr(store, "_open_files", lambda _: Mock(_cat_file=request))
+    assert Store("s3://bucket/x").read("a.tar", 10, 20) == b""
+    request.assert_called_once()
+
+
+@pytest.mark.parametrize(
+    ("url", "error"),
+    [("s3://bucket/x", "AuthorizationHeaderMalformed"), ("http://[fe80::1]:8000/x", "")],
+)
+def test_invalid_request_is_repeated_and_an_error(monkeypatch, url, error):
+    """s3fs reports it as it does a range behind the end, and so does connect()."""
+    monkeypatch.setattr(store, "ATTEMPTS", 2)
+    monkeypatch.setattr(store, "FIRST_DELAY_S", 0.01)
+    if error:
+        files = Mock(_cat_file=Mock(side_effect=s3_error(error)))
+        monkeypatch.setattr(store, "_open_files", lambda _: files)
+    for part in ((), (10, 20)):
+        with pytest.raises(UserError, match=r"; attempts: 2\)"):
+            Store(url).read("a.tar", *part)
+
+
+def s3_error(code: str) -> OSError:
+    """Return what s3fs raises for an answer of S3."""
+    error = OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+    error.__cause__ = type("ClientError", (Exception,), {"response": {"Error": {"Code": code}}})()
+    return error
 
 
 @needs_nginx

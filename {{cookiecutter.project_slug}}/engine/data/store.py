@@ -1,7 +1,6 @@
 """Files at a URL, read in parts through fsspec, with repeated attempts."""
 
 import asyncio
-import errno
 import logging
 import os
 import random
@@ -231,8 +230,10 @@ def _close(loop: asyncio.AbstractEventLoop, files: Any, process: int) -> None:
 
 def _is_behind_end(error: Exception) -> bool:
     """Return whether `error` is the answer to a range that starts behind the end of a file."""
-    is_from_s3 = isinstance(error, OSError) and error.errno == errno.EINVAL
-    return is_from_s3 or getattr(error, "status", 0) == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE
+    response = getattr(error.__cause__, "response", None)  # of botocore, below s3fs's error
+    code = response["Error"].get("Code") if isinstance(response, dict) else ""
+    status = getattr(error, "status", 0)
+    return status == HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE or code in ("InvalidRange", "416")
 
 
 def _is_forbidden(error: Exception) -> bool:
