@@ -361,6 +361,19 @@ def test_invalid_request_is_repeated_and_an_error(monkeypatch, url, error):
             Store(url).read("a.tar", *part)
 
 
+def test_file_on_s3_is_read_up_to_the_limit(monkeypatch):
+    class Endless:
+        async def _cat_file(self, path: str, start: int, end: int) -> bytes:
+            assert (start, end) == (0, 1001)
+            return bytes(end - start)
+
+    monkeypatch.setattr(store, "MAX_BYTES", 1000)
+    monkeypatch.setattr(store, "ATTEMPTS", 1)
+    monkeypatch.setattr(store, "_open_files", lambda _: Endless())
+    with pytest.raises(UserError, match="s3://bucket/x/pack.json has more than 1000 bytes"):
+        Store("s3://bucket/x").read("pack.json")
+
+
 def s3_error(code: str) -> OSError:
     """Return what s3fs raises for an answer of S3."""
     error = OSError(errno.EINVAL, os.strerror(errno.EINVAL))

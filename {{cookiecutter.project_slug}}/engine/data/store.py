@@ -109,9 +109,11 @@ class Store:
         return data
 
     def _request(self, path: str, start: int | None, end: int | None) -> bytes:
-        # fsspec documents the underscore as the prefix of its coroutines, not of private methods.
-        read = self.files._cat_file if path.startswith("s3:") else self._get
-        request = read(path, start=start, end=end)
+        if path.startswith("s3:"):  # always a range: s3fs reads all of the answer
+            # fsspec documents the underscore as the prefix of its coroutines, not of private ones.
+            request = self.files._cat_file(path, start=start or 0, end=end or MAX_BYTES + 1)
+        else:
+            request = self._get(path, start, end)
         return self.loop.run_until_complete(asyncio.wait_for(request, ATTEMPT_S))
 
     async def _get(self, path: str, start: int | None, end: int | None) -> bytes:
