@@ -5,10 +5,12 @@ import fcntl
 import gzip
 import json
 import os
+import resource
 import threading
 import time
 from argparse import Namespace
 from contextlib import suppress
+from hashlib import sha256
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import ClassVar
@@ -541,6 +543,33 @@ def test_full_disk_is_an_error(server, tmp_path, monkeypatch):
         for _ in range(20):
             train_set[0]
     assert not list(cache.glob("*/*/shard-*"))
+
+
+@needs_nginx
+@pytest.mark.parametrize("name", ["index.bin", "shard-00000.tar"])
+def test_partial_write_is_an_error(server, packed, tmp_path, name):
+    """As on a full disk: part of the data is written, and only a further attempt fails."""
+    content = (packed / "train" / name).read_bytes()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(content) - 100, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"), (tmp_path / name).open("wb") as file:
+            Store(f"{server.url}/packed/train").download(
+                name, file, len(content), sha256(content).hexdigest()
+            )
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@needs_nginx
+def test_partial_read_from_the_cache_is_a_miss(server, packed, tmp_path, monkeypatch):
+    mirror = Mirror(RemoteFolder(f"{server.url}/packed", tmp_path / "cache", MANY) / "train")
+    for _ in range(remote.MISSES):
+        mirror.read("shard-00000.tar", 0, 512)
+    assert cached(tmp_path / "cache")
+    monkeypatch.setattr(os, "preadv", lambda *_: 100)
+    expected = (packed / "train" / "shard-00000.tar").read_bytes()[:512]
+    assert mirror.read("shard-00000.tar", 0, 512) == expected
 
 
 @needs_nginx

@@ -125,7 +125,7 @@ class RemoteFolder:
             with replacing(index) as temporary, temporary.open("wb") as file:
                 name = f"{folder.name}/{INDEX}"
                 size, expected = manifest.index_size, manifest.index_sha256
-                store.download(name, file.fileno(), size, expected)
+                store.download(name, file, size, expected)
         source = {"url": f"{self.url}/{folder.name}", "cache_size": self.cache_size}
         with replacing(folder / REMOTE) as temporary:
             temporary.write_text(json.dumps(source))
@@ -186,9 +186,9 @@ class Mirror:
         with suppress(FileNotFoundError):
             # Not kept open: the space of a file that is removed would not be free.
             with open_regular(path) as file:
-                if self._is_intact(file.fileno(), shard):
-                    data = bytearray(length)
-                    os.preadv(file.fileno(), [data], offset)
+                data = bytearray(length)
+                is_intact = self._is_intact(file.fileno(), shard)
+                if is_intact and os.preadv(file.fileno(), [data], offset) == length:
                     return data
             log_line(f"warning: {path} is damaged: it is read by URL again")
             path.unlink()
@@ -224,10 +224,10 @@ class Mirror:
             with (
                 _naming_cache_errors(self.cache_dir),
                 closing(Store(self.store.url)) as store,  # a store is read by one thread
-                open(regular_only(str(part), os.O_RDWR | os.O_CREAT), "r+b", buffering=0) as file,
+                open(regular_only(str(part), os.O_RDWR | os.O_CREAT), "r+b") as file,
             ):
                 if self._reserve(file.fileno(), shard, path, part):
-                    store.download(shard.name, file.fileno(), shard.bytes, shard.sha256)
+                    store.download(shard.name, file, shard.bytes, shard.sha256)
                     os.fsync(file.fileno())
                     part.replace(path)
         except UserError as error:

@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from hashlib import sha256
 from http import HTTPStatus
-from typing import Any
+from typing import Any, BinaryIO
 
 from engine import MAX_BYTES, UserError, log_line
 from engine.text import printable
@@ -158,10 +158,11 @@ class Store:
             )
         return data
 
-    def download(self, name: str, descriptor: int, size: int, expected: str) -> None:
+    def download(self, name: str, file: BinaryIO, size: int, expected: str) -> None:
         """Write a file of `size` bytes and the SHA-256 `expected` to an open file.
 
         Raises:
+            OSError: if it can't be written, such as on a full disk.
             UserError: if the file at the URL is another one.
         """
         with suppress(FileNotFoundError):
@@ -176,7 +177,8 @@ class Store:
         for start in range(0, size, PIECE):
             data = self.read_part(name, start, min(PIECE, size - start))
             digest.update(data)
-            os.pwrite(descriptor, data, start)
+            file.write(data)
+        file.flush()
         self._compare(name, digest.hexdigest(), expected)
 
     def check_start(self, name: str, size: int, expected: str) -> None:
