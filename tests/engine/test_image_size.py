@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from functools import partial
 
 import pytest
+import task
 import torch
 from engine import UserError
 from engine.data import SeededDataset, collate
@@ -17,6 +18,7 @@ from engine.data.image_size import (
 )
 from engine.data.images import Crop, Encoded, Span, crop_and_resize
 from engine.data.loading import TrainLoader
+from torchvision.transforms.v2 import functional
 
 
 def test_size_grows_in_steps_of_32_to_the_full_size() -> None:
@@ -54,6 +56,18 @@ def test_resized_crop_shows_the_same_part() -> None:
     smaller = crop_and_resize(image, resized(crop, 32))
     assert smaller.shape == (3, 32, 32)
     assert torch.equal(smaller, image[:, 8:40, 16:48].flip(2))
+
+
+@pytest.mark.parametrize(("height", "width"), [(512, 640), (640, 512), (500, 333), (7, 5)])
+def test_resized_centre_crop_shows_the_centre(height: int, width: int) -> None:
+    """A task may train on center_crop, whose resized sides are longer than the crop."""
+    crop = task.center_crop(height, width)
+    rows, columns = torch.linspace(0, 160, height), torch.linspace(0, 90, width)
+    image = (rows[:, None] + columns).byte().expand(3, -1, -1)
+    found, full = (crop_and_resize(image, each) for each in (resized(crop, 112), crop))
+    assert found.shape == (3, 112, 112)
+    expected = functional.resize(full, [112, 112], antialias=True)
+    assert (found.int() - expected.int()).abs().float().mean() < 1
 
 
 class Files(torch.utils.data.Dataset):

@@ -10,12 +10,13 @@ Source: Touvron et al., "Fixing the train-test resolution discrepancy", NeurIPS 
 """
 
 import argparse
+import math
 import re
 from typing import Any, NamedTuple
 
 from engine import UserError
 from engine.data import DatasetWrapper, SizedDataset
-from engine.data.images import MAX_SIZE, Crop, Encoded
+from engine.data.images import MAX_SIZE, Crop, Encoded, Span
 
 MULTIPLE = 32
 FULL_SIZE = 0.2  # fraction of the epochs at the last size
@@ -86,6 +87,11 @@ class ProgressiveDataset(DatasetWrapper):
 
 
 def resized(crop: Crop, size: int) -> Crop:
-    """Return the crop of the same part of an image, all of it resized to `size` pixels."""
-    rows, columns = crop.rows._replace(resized=size), crop.columns._replace(resized=size)
+    """Return the crop of the same part of an image in `size` pixels a side."""
+    rows, columns = (_scaled(span, crop.size, size) for span in (crop.rows, crop.columns))
     return crop._replace(rows=rows, columns=columns, size=size)
+
+
+def _scaled(span: Span, before: int, size: int) -> Span:
+    resized = math.ceil(span.resized * size / before)  # rounded so that it holds the crop
+    return span._replace(resized=resized, first=span.first * size // before)
