@@ -143,6 +143,15 @@ def test_verify_finds_masks_of_another_size(tmp_path):
     assert "1.png has 8 × 8 pixels and its mask 8 × 6; make them alike" in message
 
 
+def test_list_of_classes_without_masks_is_ignored_by_verify(tmp_path):
+    """As training ignores it."""
+    (tmp_path / "train" / "cat").mkdir(parents=True)
+    Image.new("L", (8, 8)).save(tmp_path / "train" / "cat" / "1.png")
+    (tmp_path / "classes.txt").write_text("\n" * 1000)
+    reads = verify.list_reads(tmp_path, None)
+    assert len(reads) == 1 and not list(verify.find_broken(reads, 1))
+
+
 def test_more_classes_than_a_mask_can_show_are_an_error():
     with pytest.raises(UserError, match="a mask has 8 bits: it can't show 256 classes"):
         task_segmentation.make_palette(256)

@@ -28,7 +28,8 @@ from engine.data.shards import CLASS_FILES
 def list_reads(folder: Path, ignore_index: int | None) -> list[Callable[[], object]]:
     """Return a function for each image file, which reads it as an image or as a mask."""
     files = list_images(folder)
-    if not any((folder / name).is_file() for name in CLASS_FILES):
+    has_masks = (folder / "annotations").is_dir()  # others may hold such lists for other purposes
+    if not has_masks or not any((folder / name).is_file() for name in CLASS_FILES):
         return [partial(read_image, path) for path in files]
     _, numbers = read_classes(folder, ignore_index)
     return [
