@@ -152,6 +152,16 @@ def test_list_of_classes_without_masks_is_ignored_by_verify(tmp_path):
     assert len(reads) == 1 and not list(verify.find_broken(reads, 1))
 
 
+@pytest.mark.parametrize("kind", ["images", "annotations"])
+def test_two_files_of_one_name_are_an_error(tmp_path, kind):
+    for name in ("images", "annotations"):
+        (tmp_path / name / "training").mkdir(parents=True)
+        (tmp_path / name / "training" / "a.png").touch()
+    (tmp_path / kind / "training" / "a.PNG").touch()
+    with pytest.raises(UserError, match=f"{kind}/training has a.PNG beside a.png; keep one of"):
+        masks.list_masks(tmp_path, "training")
+
+
 def test_more_classes_than_a_mask_can_show_are_an_error():
     with pytest.raises(UserError, match="a mask has 8 bits: it can't show 256 classes"):
         task_segmentation.make_palette(256)

@@ -64,15 +64,9 @@ def list_masks(data: Path, split: str) -> Sequence[tuple[Path, Path]]:
     if len(folders) == 1:
         return PackedMasks(shards.Pack(folders[0], "mask.png"))
     images, annotations = folders
-    paths = list_flat(images, SUFFIXES)
-    found = {path.stem: path for path in paths}
-    masks = {path.stem: path for path in list_flat(annotations, [".png"])}
+    found, masks = _by_name(images, SUFFIXES), _by_name(annotations, [".png"])
     if not found:
         raise UserError(f"{images} holds no images (NAME.jpg or .png)")
-    twice = [path.name for path in paths if found[path.stem] != path]
-    if twice:
-        others = summarize([found[Path(name).stem].name for name in twice])
-        raise UserError(f"{images} has {summarize(twice)} beside {others}; keep one of a name")
     for alone, folder in (
         (found.keys() - masks.keys(), f"{annotations} has no NAME.png"),
         (masks.keys() - found.keys(), f"{images} has no image"),
@@ -81,6 +75,17 @@ def list_masks(data: Path, split: str) -> Sequence[tuple[Path, Path]]:
             names = ", ".join(sorted(alone)[:5]) + (", …" if len(alone) > 5 else "")
             raise UserError(f"{folder} for {len(alone)} of NAME: {names}; add or remove them")
     return [(found[name], masks[name]) for name in sorted(found)]
+
+
+def _by_name(folder: Path, suffixes: Sequence[str]) -> dict[str, Path]:
+    """Return the files in a folder by name without suffix. Raises UserError for two of a name."""
+    paths = list_flat(folder, suffixes)
+    found = {path.stem: path for path in paths}
+    twice = [path.name for path in paths if found[path.stem] != path]
+    if twice:
+        others = summarize([found[Path(name).stem].name for name in twice])
+        raise UserError(f"{folder} has {summarize(twice)} beside {others}; keep one of a name")
+    return found
 
 
 def read_classes(data: Path, ignore_index: int | None) -> tuple[list[str], Tensor]:
