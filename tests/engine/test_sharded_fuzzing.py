@@ -51,7 +51,7 @@ pytestmark = needs_fsdp_on_cpu
 NATIVE = backend.load_backend("native", "O0")
 
 
-def manager_of(folder: Path, keep: int = 2) -> CheckpointManager:
+def manager_of(folder: Path, keep: int = 2, timeout_s: float = 60.0) -> CheckpointManager:
     """Return the manager of a run with FSDP, and all that a checkpoint can hold."""
     begin_afresh()
     sharding = Sharding(torch.device("cpu"), "O0")
@@ -68,7 +68,7 @@ def manager_of(folder: Path, keep: int = 2) -> CheckpointManager:
         folder=folder,
         keep=keep,
         save_every=None,
-        timeout_s=60.0,
+        timeout_s=timeout_s,
         state=TrainingState(model, optimizer, NATIVE, ema),
         metadata={"metric": "m", "arch": "a", "data": "", "classes": ["b", "c"], "opt_level": "O0"},
         data_sets={},

@@ -6,8 +6,10 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock, patch
 
 import pytest
@@ -146,6 +148,26 @@ def test_failure_of_one_rank_is_reported_by_all(tmp_path: Path) -> None:
     finally:
         processes.stop()
     assert not list(tmp_path.iterdir())
+
+
+def write_slowly(folder: str) -> list[str]:
+    """Return a rank's messages of two saves; in the first, a write takes longer than the limit."""
+    manager = manager_of(Path(folder), timeout_s=-57.0)  # 3 s, with the 60 that are added
+    save = tensor_storage.save
+
+    def save_slowly(*args: Any) -> None:
+        time.sleep(4.0 * dist.get_rank())
+        save(*args)
+
+    with patch.object(tensor_storage, "save", save_slowly):
+        train_a_step(manager)
+    train_a_step(manager)
+    return list(manager.logger)
+
+
+def test_slow_write_of_one_rank_is_no_failure(two_processes: Processes, tmp_path: Path) -> None:
+    assert two_processes(write_slowly, str(tmp_path)) == [[], []]
+    assert {one.name for one in tmp_path.iterdir()} == {"best", "last", "step-1", "step-2"}
 
 
 def test_check_reads_no_tensors(

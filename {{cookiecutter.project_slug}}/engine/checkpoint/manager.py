@@ -45,6 +45,9 @@ from engine.monitoring.metric import AVERAGE
 from engine.optim import frozen_parameters
 
 T = TypeVar("T")
+# A slow write is no failure; lost processes are detected otherwise, and gloo uses no group again of
+# which an operation has timed out. Its store takes 24 days at most.
+WRITE_TIMEOUT = timedelta(days=7)
 
 
 @dataclass
@@ -79,13 +82,14 @@ class CheckpointManager:
             raise UserError("invalid classes, fingerprints or model_options['image'] (ImageSpec)")
         groups = self.state.optimizer.state_dict()["param_groups"]
         validation.require_plain(self.metadata | {"param_groups": groups}, "the checkpoint")
-        timeout = timedelta(seconds=self.timeout_s + 60)
-        group = dist.new_group(backend="gloo", timeout=timeout)
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s + 60))
         assert isinstance(group, dist.ProcessGroup)  # every rank is in it
         self._group = group
         self._agreement = distributed.AsyncMax(group, 2)
         self._is_sharded = is_sharded(self.state.model)
-        writers = dist.new_group(backend="gloo", timeout=timeout) if self._is_sharded else None
+        writers = None
+        if self._is_sharded:
+            writers = dist.new_group(backend="gloo", timeout=WRITE_TIMEOUT)
         assert not isinstance(writers, int)  # every rank is in it
         self._writer = CheckpointWriter(
             self.folder, self.keep, self.state.progress, self.logger.warning, writers, group
