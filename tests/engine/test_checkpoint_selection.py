@@ -7,7 +7,10 @@ import json
 import os
 import shutil
 import zipfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -261,7 +264,7 @@ def test_a_folder_with_the_name_of_a_checkpoint_is_left_alone(tmp_path: Path) ->
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1.pt", "step-3.pt"]
 
 
-@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.ESHUTDOWN])
 def test_newest_checkpoint_that_the_system_can_not_read_is_an_error(
     tmp_path: Path, number: int
 ) -> None:
@@ -282,6 +285,87 @@ def test_newest_checkpoint_that_the_system_can_not_read_is_an_error(
     ):
         newest(tmp_path, print)
     assert newest(tmp_path, print).path == last
+
+
+def suppressing(method: Callable[[Path], bool]) -> Callable[[Path], bool]:
+    """Return a method of paths that is False where it raises OSError."""
+
+    def suppressed(path: Path) -> bool:
+        with contextlib.suppress(OSError):
+            return method(path)
+        return False
+
+    return suppressed
+
+
+@pytest.mark.parametrize("failing", ["listdir", "stat"])
+@pytest.mark.parametrize("is_short", [False, True])
+def test_folder_that_the_system_can_not_list_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str, is_short: bool
+) -> None:
+    """Since Python 3.13, pathlib takes it for empty, and since 3.14 a file for missing."""
+    last = saved(tmp_path, 20)
+    attempts = []
+    stat, listdir = os.stat, os.listdir
+
+    def fail(function: Callable, path: Any, *args: Any, **options: Any) -> Any:
+        if str(path).startswith(str(tmp_path)) and not (attempts and is_short):
+            attempts.append(path)
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return function(path, *args, **options)
+
+    if failing == "stat":
+        monkeypatch.setattr(os, "stat", partial(fail, stat))
+        for name in ("exists", "is_file", "is_dir"):
+            monkeypatch.setattr(Path, name, suppressing(getattr(Path, name)))
+    else:
+        monkeypatch.setattr(os, "listdir", partial(fail, listdir))
+        monkeypatch.setattr(Path, "glob", lambda *_: iter(()))
+    monkeypatch.setattr(selection, "PAUSES_S", (0.0,))
+    if is_short:
+        assert newest(tmp_path, print).path == last
+    else:
+        with pytest.raises(UserError, match=r"can't be read \(Stale file handle\)"):
+            newest(tmp_path, print)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), OSError(errno.EKEYEXPIRED, "Key has expired")])
+@pytest.mark.parametrize("is_seeking", [False, True])
+def test_failure_in_the_middle_of_a_file_says_nothing_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, is_seeking: bool
+) -> None:
+    """Such as a lack of memory, or of a disk: then zipfile calls the file no ZIP archive."""
+
+    class File(io.FileIO):
+        def seek(self, position: int, whence: int = 0) -> int:
+            if whence == 2:
+                raise error
+            return super().seek(position, whence)
+
+    for step in (10, 20):
+        saved(tmp_path, step)
+    if is_seeking:
+        monkeypatch.setattr(Path, "open", lambda path, _: File(path))
+    else:
+        monkeypatch.setattr(torch, "load", mock.Mock(side_effect=error))
+    monkeypatch.setattr(selection, "PAUSES_S", ())
+    with pytest.raises(UserError, match=r"step-20.pt: it can't be read"):
+        newest(tmp_path, print)
+
+
+def test_allocator_without_memory_says_nothing_of_the_file(tmp_path: Path) -> None:
+    saved(tmp_path, 20)
+    load = torch.load
+
+    def allocate(*args: Any, **options: Any) -> Any:
+        torch.empty(2**50)
+        return load(*args, **options)
+
+    with (
+        mock.patch.object(torch, "load", allocate),
+        pytest.raises(UnreadableError, match=r"step-20.pt: it can't be read \(.*memory"),
+    ):
+        checkpoint.load(tmp_path / "step-20.pt")
 
 
 @pytest.mark.parametrize(

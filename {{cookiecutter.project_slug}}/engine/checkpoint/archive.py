@@ -2,7 +2,9 @@
 
 import errno
 import io
+import os
 import re
+import stat
 import struct
 import zipfile
 from collections import OrderedDict
@@ -24,11 +26,9 @@ SAFE_TORCH = (2, 10)
 MAX_DEPTH = 100  # of nested containers
 MAX_PICKLES = 10  # in an archive, of which torch makes one
 CONTAINERS = (dict, list, tuple, set)
-# Errors that say nothing of the file: another time, or for another user, it may be whole.
-UNREADABLE = {
-    *(errno.EACCES, errno.EPERM, errno.EIO, errno.ENOMEM, errno.ESTALE),
-    *(errno.EMFILE, errno.ENFILE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EBUSY),
-}
+# Errors of a file that is gone, torn or of another kind. Others, such as EIO, say nothing of it:
+# another time, or for another user, it may be whole.
+DAMAGE = (None, 0, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EINVAL)
 DIRECTORY = 0x10  # attribute of a directory in a ZIP archive
 # The records at the end of a ZIP archive; the first two only in the form for large ones, ZIP64.
 END_64 = struct.Struct("<4sQ2H2L4Q")
@@ -61,6 +61,14 @@ class UnreadableError(UserError):
     """A file of which nothing is known, since this process can't read it now."""
 
 
+def reason_of(error: BaseException | None) -> str:
+    """Return the reason for an error that says nothing of the file; "" for another error."""
+    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+        return os.strerror(errno.ENOMEM)
+    is_unreadable = isinstance(error, OSError) and error.errno not in DAMAGE
+    return str(error.strerror) if is_unreadable else ""
+
+
 def read(path: Path, content: io.BytesIO | None = None) -> Any:
     """Read a file of `torch.save` into the CPU's memory, without running any code, and check it.
 
@@ -68,7 +76,7 @@ def read(path: Path, content: io.BytesIO | None = None) -> Any:
     UnreadableError if the system can't read it.
     """
     try:
-        if not content and path.exists() and not (path.is_file() or path.is_dir()):
+        if not content and stat.S_IFMT(path.stat().st_mode) not in (stat.S_IFREG, stat.S_IFDIR):
             raise UserError(f"{path}: it is no regular file")  # to read it might never end
         with content or path.open("rb") as file:
             _check_archive(path, file)
@@ -79,15 +87,14 @@ def read(path: Path, content: io.BytesIO | None = None) -> Any:
             return plain
     except FileNotFoundError:
         raise UserError(f"{path}: there is no such file") from None
-    except IsADirectoryError as error:
-        raise UserError(f"{path}: it can't be read ({error.strerror})") from None
     except UserError:
         raise
     except RecursionError:
         raise UserError(f"{path}: its structure is altered; use another one") from None
     except Exception as error:  # a file of any bytes raises anything
-        if isinstance(error, OSError) and error.errno in UNREADABLE:
-            raise UnreadableError(f"{path}: it can't be read ({error.strerror})") from None
+        reason = reason_of(error) or reason_of(error.__context__)  # of zipfile's errors
+        if reason:
+            raise UnreadableError(f"{path}: it can't be read ({reason})") from None
         code = re.search(r"GLOBAL (\S+)", str(error))
         if code:
             raise UserError(

@@ -8,6 +8,8 @@ import errno
 import itertools
 import math
 import os
+import re
+import stat
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,9 +20,10 @@ import torch.distributed as dist
 
 from engine import SUFFIX, UserError, exists, link, replacing
 from engine.checkpoint import format, manifest, sharded
-from engine.checkpoint.archive import UnreadableError
+from engine.checkpoint.archive import UnreadableError, reason_of
 
 LAST, BEST = "last.pt", "best.pt"
+NUMBERED = re.compile(r"step-\d+(\.pt)?")
 
 
 def write_or_make_room(
@@ -57,8 +60,8 @@ def _make_room(path: Path, warn: Callable[[str], None], writers: dist.ProcessGro
     removed = [""]
     if dist.get_rank() == 0:
         step = step_of(path)
-        found = sorted(numbered(path.parent), key=lambda one: step_of(one) > step)
         with suppress(OSError):  # the other ranks are waiting for this one
+            found = sorted(numbered(path.parent), key=lambda one: step_of(one) > step)
             for oldest in [one for one in found[1:] if not _is_kept(one)][-1:]:
                 _remove_last(oldest)
                 remove(oldest)
@@ -283,14 +286,34 @@ def _remove_last(path: Path) -> None:
 
 
 def numbered(folder: Path) -> list[Path]:
-    """Return the checkpoints that have a step in their name, the highest step first."""
-    paths = (path for path in folder.glob("step-*") if path.stem[5:].isdecimal())
+    """Return the checkpoints that have a step in their name, the highest step first.
+
+    Raises OSError if the disk does not answer; Path.glob finds nothing then since Python 3.13.
+    """
+    paths: list[Path] = []
+    with suppress(FileNotFoundError, NotADirectoryError):
+        paths = [one for one in folder.iterdir() if NUMBERED.fullmatch(one.name)]
     return sorted(filter(_is_checkpoint, paths), key=step_of, reverse=True)
 
 
 def _is_checkpoint(path: Path) -> bool:
-    is_file = path.suffix == ".pt" and path.is_file()
-    return is_file or not path.suffix and sharded.is_checkpoint(path)
+    status = status_of(path)
+    if status is None:
+        return False
+    return stat.S_ISREG(status.st_mode) if path.suffix else sharded.is_checkpoint(path)
+
+
+def status_of(path: Path) -> os.stat_result | None:
+    """Return the status of a file or folder; None if there is none, or only a link to itself.
+
+    Raises OSError if the disk does not answer.
+    """
+    try:
+        return path.stat()
+    except OSError as error:
+        if reason_of(error):
+            raise
+        return None
 
 
 def step_of(path: Path) -> int:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from engine import UserError, distributed, replacing
 from engine.backend import Backend
 from engine.checkpoint import sharded
-from engine.checkpoint.archive import read
+from engine.checkpoint.archive import UnreadableError, read
 from engine.checkpoint.validation import check_sizes, check_values, first_nan
 from engine.optim import Ema
 
@@ -158,10 +158,13 @@ def check(path: Path, entries: Any) -> dict[str, Any]:
 def read_step(path: Path) -> float:
     """Return the step of a checkpoint, -1 if there is none.
 
-    Returns infinity if the file cannot be read: it may be the newest, and the user should know.
+    Returns infinity if the file is damaged: it may be the newest, and the user should know. Raises
+    UnreadableError if the system can't read it.
     """
     try:
         entries = read(path / sharded.STATE if path.is_dir() else path)
+    except UnreadableError:
+        raise
     except UserError:
         return math.inf
     step = entries.get("step") if isinstance(entries, dict) else None

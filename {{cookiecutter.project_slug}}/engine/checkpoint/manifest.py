@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from engine import UserError, read_text, replacing
-from engine.checkpoint.archive import UNREADABLE, UnreadableError
+from engine.checkpoint.archive import UnreadableError, reason_of
 
 MANIFEST, INDEX = "manifest.json", "index.json"
 MANIFEST_VERSION = 1
@@ -43,7 +43,7 @@ def validate(path: Path) -> None:
             # The size first: to read a file that is larger than expected could take hours.
             is_whole = _size_of(file) == expected[0] and describe(file) == expected
         except OSError as error:
-            kind = UnreadableError if error.errno in UNREADABLE else UserError
+            kind = UnreadableError if reason_of(error) else UserError
             raise kind(f"{path}: its {name} can't be read ({error.strerror})") from None
         if not is_whole:
             raise UserError(f"{path}: its {name} is torn or altered; use another one")
@@ -61,8 +61,8 @@ def read(path: Path) -> dict[str, Any]:
         if not is_valid or not all(_are_counts(one) for one in files.values()):
             raise ValueError
     except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        if isinstance(error, OSError) and error.errno in UNREADABLE:
-            raise UnreadableError(f"{path}: {MANIFEST} can't be read ({error.strerror})") from None
+        if reason := reason_of(error):
+            raise UnreadableError(f"{path}: {MANIFEST} can't be read ({reason})") from None
         is_run = (path / "best.pt").exists()
         other = "name a file in it, such as best.pt" if is_run else "use another one"
         raise UserError(

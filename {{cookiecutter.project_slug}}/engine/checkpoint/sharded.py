@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine import SUFFIX, UserError, flush_folder, replacing, writing_output
+from engine import SUFFIX, UserError, exists, flush_folder, replacing, writing_output
 from engine.backend import local_shard
 from engine.checkpoint import manifest, validation
 from engine.checkpoint.archive import read as read_file
@@ -129,9 +129,8 @@ def _write(path: Path, temporary: Path, entries: dict[str, Any], group: dist.Pro
             )
     with _together(group):
         tensor_storage.save(temporary, tensors, group)
-        own = {
-            one.name: manifest.describe(one) for one in sorted(temporary.glob(f"__{rank}_*.distcp"))
-        }
+        shards = (one for one in temporary.iterdir() if one.match(f"__{rank}_*.distcp"))
+        own = {one.name: manifest.describe(one) for one in shards}
     files = all_gather(own, group)
     with _together(group):
         if rank == 0:
@@ -169,7 +168,7 @@ def _write_state(path: Path, entries: dict[str, Any], identity: str) -> None:
 
 def is_checkpoint(path: Path) -> bool:
     """Return whether a folder is a checkpoint, perhaps a damaged one, and not one of the user's."""
-    return manifest.exists(path) or all((path / name).exists() for name in (INDEX, STATE))
+    return manifest.exists(path) or all(exists(path / name) for name in (INDEX, STATE))
 
 
 def remove(path: Path) -> None:
