@@ -1,5 +1,6 @@
 """engine.monitoring.logger: console, metrics.csv and TensorBoard events."""
 
+import contextlib
 import csv
 import fcntl
 import gc
@@ -11,6 +12,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,9 +22,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from apex_native import log_rank_zero
-from engine import UserError
+from engine import PeerError, UserError
 from engine.checkpoint.format import Progress
-from engine.monitoring import console, curves, run_files
+from engine.launch import RESTART
+from engine.monitoring import console, curves, lock, run_files
 from engine.monitoring.curves import BackgroundProcess
 from engine.monitoring.logger import Logger
 from engine.monitoring.metric import MonitoredMetric
@@ -690,6 +693,26 @@ def test_output_folder_is_locked(tmp_path):
     command[2] = HOLDER.replace("LOCK_EX", "LOCK_EX | fcntl.LOCK_NB")
     assert subprocess.run(command, capture_output=True).returncode
     assert logger.folder_lock.file
+
+
+@pytest.mark.parametrize(("lease_s", "error"), [(30.0, None), (0.3, PeerError)])
+def test_restart_waits_for_the_lock_of_a_lost_host(tmp_path, monkeypatch, capsys, lease_s, error):
+    """The server of a shared disk keeps it for minutes."""
+    monkeypatch.setenv(RESTART, "a process failed")
+    monkeypatch.setattr(lock, "LEASE_S", lease_s)
+    monkeypatch.setattr(lock, "PAUSE_S", 0.1)
+    command = [sys.executable, "-c", HOLDER, str(tmp_path / ".lock")]
+    logger = Logger(tmp_path, 0, ACCURACY)
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
+        timer = threading.Timer(0.5 if error is None else 5.0, other.kill)
+        timer.start()
+        with pytest.raises(error) if error else contextlib.nullcontext():
+            logger.lock()
+        timer.cancel()
+        other.kill()
+    assert bool(logger.folder_lock.file) == (error is None)
+    assert capsys.readouterr().out.count("is locked by another run, or by a lost host") == 1
 
 
 def test_lock_is_taken_of_the_file_at_that_path(tmp_path, monkeypatch):

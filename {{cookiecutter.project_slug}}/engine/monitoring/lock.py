@@ -2,11 +2,15 @@
 
 import fcntl
 import os
+import time
 from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
 
-from engine import UserError
+from engine import PeerError, UserError, distributed
+
+LEASE_S = 330.0  # for which the server of a disk may keep the lock of a host that is lost
+PAUSE_S = 3.0
 
 
 class FolderLock:
@@ -26,7 +30,8 @@ class FolderLock:
     def acquire(self) -> None:
         """Lock the folder, if there is one; create it again if it was removed since it was locked.
 
-        Raises UserError if another run holds the lock, or the folder was replaced.
+        Raises UserError if another run holds the lock, PeerError in a process that replaces a lost
+        one, after waiting for its lock; and UserError if the folder was replaced.
         """
         path = self.folder / ".lock"
         if self.file and not self._holds(path):
@@ -35,12 +40,14 @@ class FolderLock:
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
         while self.folder.exists() and not self._holds(path):
             file = os.fdopen(os.open(path, flags, 0o666), "wb", 0)
+            is_restart = self.file is None and distributed.is_restart()
             try:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._lock(file, LEASE_S if is_restart else 0.0)
             except (BlockingIOError, PermissionError):
                 file.close()  # closed later, it would end a lock that this process has got by then
                 fix = "wait until it ends, or add --output with another folder"
-                raise UserError(f"another run is writing to {self.folder}: {fix}") from None
+                kind = PeerError if is_restart else UserError
+                raise kind(f"another run is writing to {self.folder}: {fix}") from None
             except OSError as error:  # a file system without locks
                 problem = f"{self.folder} can't be locked ({error.strerror})"
                 self._warning(f"{problem}: start no other run there")
@@ -48,6 +55,23 @@ class FolderLock:
 
         if self.file and self._directory < 0:
             self._directory = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
+
+    def _lock(self, file: FileIO, wait_s: float) -> None:
+        """Lock the file; retry for `wait_s` seconds if another process holds the lock."""
+        deadline = time.monotonic() + wait_s
+        while True:
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError):
+                if time.monotonic() >= deadline:
+                    raise
+            else:
+                return
+            if wait_s:
+                problem = f"{self.folder} is locked by another run, or by a lost host"
+                self._warning(f"{problem}: waiting for at most {wait_s:.0f} s")
+                wait_s = 0.0
+            time.sleep(PAUSE_S)
 
     def _check_replaced(self) -> None:
         """Raise UserError if the folder that was locked is another one now, with files."""
