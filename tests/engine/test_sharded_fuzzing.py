@@ -365,6 +365,31 @@ def test_average_that_is_not_asked_for_is_reported_and_not_read(
     assert len(allocated) == num_tensors - in_average
 
 
+@pytest.mark.parametrize("kind", ["fitting", "of other parameters", "empty"])
+def test_checkpoint_of_a_script_with_ddp_is_resumed(
+    folder: Path, tmp_path: Path, kind: str
+) -> None:
+    """As without FSDP, an optimizer that does not fit is left out."""
+    saved = format.load(folder)
+    weights, optimizer = saved["model"], saved["optimizer"]
+    if kind == "of other parameters":
+        optimizer["state"] = dict(enumerate(reversed(optimizer["state"].values())))
+    content = {
+        "model": {f"module.{name}": value for name, value in weights.items()},
+        "optimizer": {} if kind == "empty" else optimizer,
+        "amp": saved["amp"],
+    }
+    torch.save(content, tmp_path / "old.pt")
+    manager = manager_of(tmp_path / "run")
+    assert manager.resume(tmp_path / "old.pt", 1)
+    found = NATIVE.fp32_state_dict(manager.state.model, manager.state.optimizer)
+    for name, value in weights.items():
+        torch.testing.assert_close(backend.local_shard(found[name]), value, rtol=0, atol=0)
+    assert bool(manager.state.optimizer.state) == (kind == "fitting")
+    assert any("no fitting optimizer" in one for one in manager.logger) == (kind != "fitting")
+    train_a_step(manager)
+
+
 def test_conversion_warns_where_torch_is_old(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

@@ -33,7 +33,13 @@ from engine.checkpoint.compatibility import (
     was_begun,
 )
 from engine.checkpoint.format import TrainingState
-from engine.checkpoint.restore import optimizer_name, restore, restore_average, restore_ranks
+from engine.checkpoint.restore import (
+    optimizer_name,
+    remove_prefix,
+    restore,
+    restore_average,
+    restore_ranks,
+)
 from engine.checkpoint.selection import AUTO, File, Source, find, identify, times_after
 from engine.checkpoint.writer import CheckpointWriter
 from engine.data import get_rng_state
@@ -495,6 +501,7 @@ class CheckpointManager:
         """Replace the tensors of a checkpoint that is one file by this rank's shards of them."""
         from engine.distributed.sharding import distribute_entries
 
+        remove_prefix(entries["model"], unwrap(self.state.model))
         try:
             distribute_entries(entries, self._templates(with_optimizer))
         except ValueError as error:

@@ -164,15 +164,28 @@ def distribute_like(own: Tensor, whole: Tensor) -> Tensor:
 def distribute_entries(entries: dict[str, Any], own: Mapping[str, Tensor]) -> None:
     """Replace the whole tensors in a checkpoint's entries by this process's shards.
 
+    Another script's optimizer that does not fit is removed.
+
     Args:
         entries: of a checkpoint; all processes have the same.
         own: tensors by the names of `engine.checkpoint.sharded.templates`.
+
+    Raises ValueError if shapes differ.
     """
     for part in ("model", "ema"):
         for name, value in entries.get(part, {}).items():
             if f"{part}.{name}" in own:
                 entries[part][name] = distribute_like(own[f"{part}.{name}"], value)
-    for index, state in entries["optimizer"]["state"].items():
+    try:
+        _distribute_moments(entries["optimizer"].get("state", {}), own)
+    except ValueError:
+        if not entries["origin"]:
+            raise
+        entries["optimizer"] = {}
+
+
+def _distribute_moments(moments: dict[int, dict[str, Any]], own: Mapping[str, Tensor]) -> None:
+    for index, state in moments.items():
         parameter = own.get(f"optimizer.{index}")
         for name, value in state.items():
             if parameter is not None and isinstance(value, Tensor) and value.dim():
