@@ -51,6 +51,7 @@ from engine.monitoring.metric import AVERAGE
 from engine.optim import frozen_parameters
 
 T = TypeVar("T")
+POLL_S = 5.0  # between the exchanges of the ranks that wait for a write
 # A slow write is no failure; lost processes are detected otherwise, and gloo uses no group again of
 # which an operation has timed out. Its store takes 24 days at most.
 WRITE_TIMEOUT = timedelta(days=7)
@@ -410,8 +411,12 @@ class CheckpointManager:
         self._writer.wait()
 
     def finish(self) -> None:
-        """Wait as `wait` does. Raise UserError if the run's last state could not be written."""
-        self.wait()
+        """Wait as `wait` does, for all ranks: their hosts would end the job 300 s after their own.
+
+        Raises UserError if the run's last state could not be written.
+        """
+        while any(all_gather(self._writer.wait(POLL_S), self._group)):
+            pass  # each exchange has a limit, and a write has none
         if self._writer.problem:
             raise UserError(f"{self._writer.problem}: fix that, and add --resume auto")
 

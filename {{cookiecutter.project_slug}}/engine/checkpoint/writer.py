@@ -81,10 +81,14 @@ class CheckpointWriter:
             self._amended = latest | values
             return True
 
-    def wait(self) -> None:
-        """Wait until everything that was saved is on the disk, or could not be written."""
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until everything that was saved is on the disk, or could not be written.
+
+        Returns whether it is still being written after `timeout_s`.
+        """
         if self._thread:
-            self._thread.join()
+            self._thread.join(timeout_s)
+        return self._thread is not None and self._thread.is_alive()
 
     def _write_all(self, entries: dict[str, Any], copied: torch.cuda.Event | None) -> None:
         self._write(entries, copied)
