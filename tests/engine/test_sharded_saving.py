@@ -165,6 +165,30 @@ def write_slowly(folder: str) -> list[str]:
     return list(manager.logger)
 
 
+def amend_while_a_rank_is_behind(folder: str) -> list[str]:
+    """Return a rank's messages; rank 0 still writes what rank 1 has written when it is amended."""
+    manager = manager_of(Path(folder))
+    prune = files.prune
+
+    def prune_slowly(*args: Any) -> None:
+        time.sleep(2.0)
+        prune(*args)
+
+    with patch.object(files, "prune", prune_slowly):
+        manager.save()
+        manager.save()
+        time.sleep(1.0)
+        manager.save()
+    train_a_step(manager)
+    return list(manager.logger)
+
+
+def test_all_ranks_write_each_amendment(two_processes: Processes, tmp_path: Path) -> None:
+    """Or the writers of two ranks would be at different checkpoints for ever."""
+    assert two_processes(amend_while_a_rank_is_behind, str(tmp_path)) == [[], []]
+    assert {one.name for one in tmp_path.iterdir()} == {"best", "last", "step-0", "step-1"}
+
+
 def test_slow_write_of_one_rank_is_no_failure(two_processes: Processes, tmp_path: Path) -> None:
     assert two_processes(write_slowly, str(tmp_path)) == [[], []]
     assert {one.name for one in tmp_path.iterdir()} == {"best", "last", "step-1", "step-2"}

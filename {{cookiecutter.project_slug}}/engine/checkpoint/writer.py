@@ -52,8 +52,7 @@ class CheckpointWriter:
         self.rewind: files.Rewind | None = None  # until the first save of a resumed run
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
-        self._current: dict[str, Any] | None = None  # what the thread writes
-        self._amended: dict[str, Any] | None = None  # what it writes next, at the same step
+        self._pending: list[dict[str, Any]] = []  # what the thread writes, and next, at that step
 
     def start(self, entries: dict[str, Any]) -> None:
         """Start to write `entries`. Their copies from the GPU may still be in the current stream.
@@ -61,10 +60,9 @@ class CheckpointWriter:
         Call `wait` before.
         """
         copied = torch.cuda.current_stream().record_event() if torch.cuda.is_initialized() else None
-        self._current = entries
-        arguments = (entries, copied)
+        self._pending = [entries]
         name = SHARD_WRITER if self.group else WRITER
-        self._thread = threading.Thread(None, self._write_all, name, arguments, daemon=True)
+        self._thread = threading.Thread(None, self._write_all, name, (copied,), daemon=True)
         self._thread.start()
 
     def amend(self, values: dict[str, Any]) -> bool:
@@ -74,11 +72,13 @@ class CheckpointWriter:
         of `group` call it together: the threads of all of them must write the same ones.
         """
         with self._lock:  # which no thread needs to finish a write
-            latest = self._amended or self._current or {}
-            is_same = latest.get("step") == values["step"]
+            is_same = any(one["step"] == values["step"] for one in self._pending)
             if not all(all_gather(is_same, self.main_group if self.group else None)):
                 return False
-            self._amended = latest | values
+            amended = self._pending[-1] | values
+            if not self.group:  # else, all ranks must write the same ones
+                del self._pending[1:]
+            self._pending.append(amended)
             return True
 
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -90,15 +90,11 @@ class CheckpointWriter:
             self._thread.join(timeout_s)
         return self._thread is not None and self._thread.is_alive()
 
-    def _write_all(self, entries: dict[str, Any], copied: torch.cuda.Event | None) -> None:
-        self._write(entries, copied)
-        while following := self._next():
-            self._write(following, None)
-
-    def _next(self) -> dict[str, Any] | None:
-        with self._lock:
-            self._current, self._amended = self._amended, None
-            return self._current
+    def _write_all(self, copied: torch.cuda.Event | None) -> None:
+        while self._pending:
+            self._write(self._pending[0], copied)
+            with self._lock:
+                del self._pending[0]
 
     def _write(self, entries: dict[str, Any], copied: torch.cuda.Event | None) -> None:
         """Write `entries`; `copied` is recorded after their copies from the GPU."""
