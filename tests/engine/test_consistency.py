@@ -85,6 +85,11 @@ def test_validation_data_of_other_classes_is_an_error() -> None:
         consistency.require_same_data(train_set, val_set)
 
 
+def test_data_without_samples_is_an_error() -> None:
+    with pytest.raises(UserError, match="the validation data has no samples: correct its data set"):
+        consistency.require_same_data([1], [])
+
+
 def test_validation_data_without_classes_is_an_error() -> None:
     """Such as a torch.utils.data.Subset."""
     train_set = Samples()

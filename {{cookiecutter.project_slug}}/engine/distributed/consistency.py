@@ -177,6 +177,8 @@ def require_same_data(train_set: Sized, val_set: Sized) -> None:
         **{f"class {index}": name for index, name in enumerate(classes)},
     }
     for split, data_set in (("training", train_set), ("validation", val_set)):
+        if not len(data_set):
+            raise UserError(f"the {split} data has no samples: correct its data set in task.py")
         _require_positions(data_set, split, len(classes))
         digests = fingerprint.of_data_set(data_set)
         sizes = getattr(data_set, "shard_sizes", ())
