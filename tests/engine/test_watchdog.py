@@ -153,6 +153,25 @@ dist.barrier()
     assert errors.count("error: ") == errors.count(message) == status
 
 
+@pytest.mark.parametrize(("seconds", "status"), [(60, 1), (1.5, 0)])
+def test_time_in_which_a_job_is_paused_does_not_count(seconds: float, status: int) -> None:
+    """As by Ctrl-Z, `docker pause` or `scontrol suspend`; a hang after it is reported."""
+    action = f"""
+from engine.distributed.watchdog import time_limit
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+with time_limit("reading the data", 4.0):
+    for _ in range({round(10 * seconds)}):
+        time.sleep(0.1)
+"""
+    with Job(action) as job:
+        time.sleep(0.5)
+        os.kill(job.processes[0].pid, signal.SIGSTOP)
+        time.sleep(6.0)
+        os.kill(job.processes[0].pid, signal.SIGCONT)
+        assert job.statuses(10) == [status]
+        assert job.errors().count("has been in reading the data for") == status
+
+
 def test_same_exception_in_all_processes_is_logged_once() -> None:
     with Job(*3 * ["raise ValueError('the cause')"]) as job:
         assert job.statuses() == [1, 1, 1]

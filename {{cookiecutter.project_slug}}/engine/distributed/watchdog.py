@@ -22,6 +22,7 @@ from engine.launch import LAUNCHER, REPEAT_S
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 RESTART_S = 2.0  # in which torchrun stops the processes of all hosts, to restart with another one
+TURN_S = 1.0
 LINGER_S = 1.0  # in which all processes that hang log where they are
 
 
@@ -97,7 +98,8 @@ class StopSignals(threading.Thread):
 class Watchdog(threading.Thread):
     """Limit on the time of each training step, and of each batch that is loaded or validated.
 
-    A process that exceeds it logs where it is, with its stack, and exits.
+    A process that exceeds it logs where it is, with its stack, and exits. Time in which the whole
+    process is paused, as by Ctrl-Z, does not count.
 
     Args:
         timeout_s: the limit; it holds between `enter` and the next `enter` or `leave`, once the
@@ -109,6 +111,7 @@ class Watchdog(threading.Thread):
         self.timeout_s = timeout_s
         self.place = ""
         self.entered_at = 0.0
+        self.is_done = threading.Event()
 
     def enter(self, place: str) -> None:
         """Start measuring the time of `place`, such as "step 3"."""
@@ -129,10 +132,16 @@ class Watchdog(threading.Thread):
 
     def run(self) -> None:
         """Compare the time with the limit once a second."""
+        entered_at = seconds = 0.0
         while True:
-            time.sleep(1.0)
-            place = self.place
-            seconds = time.monotonic() - self.entered_at
+            started = time.monotonic()
+            if self.is_done.wait(TURN_S):
+                return
+            place = self.place  # first: `enter` sets it last
+            if entered_at != self.entered_at:
+                entered_at, seconds = self.entered_at, 0.0
+                continue
+            seconds += min(time.monotonic() - started, 2 * TURN_S)
             if place and seconds > self.timeout_s:
                 _exit_from(place, seconds)
 
@@ -140,13 +149,13 @@ class Watchdog(threading.Thread):
 @contextmanager
 def time_limit(place: str, timeout_s: float) -> Iterator[None]:
     """Exit, as the watchdog does, if the body takes longer, such as on a disk that hangs."""
-    timer = threading.Timer(timeout_s, _exit_from, (place, timeout_s))
-    timer.daemon = True
-    timer.start()
+    watchdog = Watchdog(timeout_s)
+    watchdog.enter(place)
+    watchdog.start()
     try:
         yield
     finally:
-        timer.cancel()
+        watchdog.is_done.set()
 
 
 def _exit_from(place: str, seconds: float) -> None:
