@@ -234,8 +234,10 @@ def consolidate(project: Path, output: Path) -> None:
     """Make the file last.pt of the folder that a run with FSDP has written."""
     if (output / "last").is_dir():
         command = [sys.executable, "-m", "engine.checkpoint.consolidate"]
-        command += [str(output / "last"), str(output / "last.pt")]
+        whole = output / "whole.pt"  # the run would remove a last.pt, so that is refused
+        command += [str(output / "last"), str(whole)]
         subprocess.run(command, cwd=project, env=SCREENED, check=True, stdout=subprocess.DEVNULL)
+        whole.rename(output / "last.pt")
 
 
 def assert_same_run(output: Path, whole: Path) -> None:

@@ -390,6 +390,18 @@ def test_checkpoint_of_a_script_with_ddp_is_resumed(
     train_a_step(manager)
 
 
+@pytest.mark.parametrize("name", ["last.pt", "best.pt", "step-2.pt"])
+def test_conversion_to_a_name_of_the_run_is_an_error(
+    whole: Path, tmp_path: Path, name: str
+) -> None:
+    """Its next save would remove the file."""
+    run = shutil.copytree(whole, tmp_path / "run", symlinks=True)
+    with pytest.raises(UserError, match=f"{name}: the run there removes .*; name another file"):
+        consolidate(run / "last", run / name)
+    assert not (run / name).exists()
+    consolidate(run / "last", tmp_path / name)
+
+
 def test_conversion_warns_where_torch_is_old(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

@@ -7,17 +7,22 @@ import argparse
 from pathlib import Path
 
 from engine import UserError, cli, distributed
-from engine.checkpoint import format
+from engine.checkpoint import format, manifest
 from engine.checkpoint.archive import security_warning
+from engine.checkpoint.files import BEST, LAST, NUMBERED
 
 
 def consolidate(folder: Path, path: Path) -> None:
     """Write the sharded checkpoint in `folder` to the file `path`, as other runs save theirs.
 
-    Raises UserError if it is none, is damaged, or the file cannot be written.
+    Raises UserError if it is none, is damaged, or the file cannot be written, or has a name that a
+    run with sharded checkpoints removes.
     """
     if not folder.is_dir():
         raise UserError(f"{folder}: it is no folder; name a sharded checkpoint, such as step-500")
+    is_name = path.name in (LAST, BEST) or NUMBERED.fullmatch(path.name)
+    if is_name and manifest.exists((path.parent / LAST).with_suffix("")):
+        raise UserError(f"{path}: the run there removes files of this name; name another file")
     if warning := security_warning(folder):
         distributed.print_on_rank_zero(f"warning: {folder}: {warning}")
     entries = format.load(folder)
