@@ -1749,6 +1749,7 @@ def resumed_best(folders: list[Path]) -> tuple[float, list[str]]:
 @pytest.mark.parametrize(
     ("own", "owners", "best", "files"),
     [
+        ("missing", 0.6, 0.6, {"best.pt": 6}),
         (None, 0.6, 0.6, {"best.pt": 6}),
         (0.2, 0.6, 0.6, {"best.pt": 6, "best-of-step-5.pt": 5}),  # lost steps had it
         (0.6, 0.6, 0.6, {"best.pt": 6, "best-of-step-5.pt": 5}),
@@ -1767,12 +1768,13 @@ def test_the_best_checkpoint_is_copied_to_the_host_that_rank_0_moved_to(
     files: dict[str, int],
 ) -> None:
     folders = [tmp_path / "0", tmp_path / "1"]
-    prepared(folders[0], {})
+    if own != "missing":
+        prepared(folders[0], {})
     prepared(folders[1], {9: 0.0}, best=0.6)
     for folder, step, score in ((folders[0], 5, own), (folders[1], 6, owners)):
         if score == "torn":
             (folder / "best.pt").write_bytes(b"torn")
-        elif score:
+        elif isinstance(score, float):
             prepared(folder, {step: 0.0}, score)
             (folder / f"step-{step}.pt").rename(folder / "best.pt")
     scores, said = zip(*two_processes(resumed_best, folders), strict=True)

@@ -249,6 +249,7 @@ class CheckpointManager:
     def _write_best(self, content: memoryview, owner: int, own_step: int | None) -> None:
         """Write best.pt of rank `owner`, keep that of `own_step`; on a full disk, forget it."""
         try:
+            self.folder.mkdir(parents=True, exist_ok=True)
             earlier = files.replace_best(self.folder, content, own_step)
         except OSError as error:
             self.state.progress.best = -math.inf
