@@ -57,5 +57,6 @@ def test_check_builds_a_model_whose_constructor_reads_values(run_check, monkeypa
     def build_wide() -> nn.Module:
         return nn.Linear(4, *torch.tensor([8]).tolist())
 
-    status, text = run_check(check_memory, MemoryPlan("torch", "O0", moments=2), build_wide)
+    plan = MemoryPlan("torch", "O0", moments=2)
+    status, text = run_check(check_memory, plan, build_wide)
     assert status == "ok" and text.startswith("40 parameters need 0.00 GiB")

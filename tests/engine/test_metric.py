@@ -46,6 +46,7 @@ def test_metrics_replace_no_other_column():
 def test_names_of_the_average_are_no_others():
     metric = MonitoredMetric("accuracy")
     assert metric.with_suffix({"accuracy": torch.tensor(0.5)}, "_ema") == {"accuracy_ema": 0.5}
+    assert metric.with_suffix({3: 0.5}, "_ema") == {"3_ema": 0.5}
     with pytest.raises(UserError, match="returns loss_ema: names that end in _ema are those of"):
         metric.with_suffix({"accuracy": 0.5, "loss_ema": 0.5}, "")
     with pytest.raises(UserError, match="METRIC is accuracy_ema in task.py: set it to accuracy;"):

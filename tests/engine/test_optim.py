@@ -275,3 +275,14 @@ def test_sgd_is_fused_on_gpus_but_for_sharded_weights() -> None:
     on_gpu.set_requires_gradient_sync = None
     assert not optim.has_fused_sgd(on_gpu)
     assert not optim.has_fused_sgd(torch.nn.Linear(1, 1))
+
+
+class WithConstant(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(2, 2), torch.tensor(2.0)  # no buffer
+
+
+def test_a_tensor_that_is_no_buffer_is_not_left_on_the_meta_device() -> None:
+    assert optim.build_on_meta(WithConstant).scale == 2.0
+    assert next(optim.build_on_meta(network).parameters()).is_meta

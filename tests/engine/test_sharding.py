@@ -326,6 +326,32 @@ def compiled_graphs():
     return len(graphs)
 
 
+def compiled_operations():
+    """Return how many operations are compiled of a model whose modules are all torch's own."""
+    from engine.distributed.sharding import Sharding, compile_sharded
+
+    layers = [nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(2)]
+    model = nn.Sequential(*layers, nn.Linear(8, 2))
+    Sharding(torch.device("cpu"), "O0").apply(model, [])
+    expected = model(torch.ones(2, 8))
+    counts = []
+
+    def backend(graph, inputs):
+        counts.append(sum(node.op.startswith("call") for node in graph.graph.nodes))
+        return graph.forward
+
+    compile_quickly = partial(model.compile, backend=backend, dynamic=False)
+    with mock.patch.object(model, "compile", compile_quickly):
+        compile_sharded(model)
+    assert torch.equal(model(torch.ones(2, 8)), expected)
+    return sum(counts)
+
+
+def test_modules_of_torch_are_compiled(two_processes):
+    """FSDP's hooks split a model into calls of forward(), which torch skips in its own modules."""
+    assert two_processes(compiled_operations) == [5, 5]
+
+
 def test_all_blocks_are_compiled(two_processes):
     """torch runs those after the eighth uncompiled by default."""
     assert two_processes(compiled_graphs) == [24, 24]

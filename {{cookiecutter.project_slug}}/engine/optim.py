@@ -166,9 +166,12 @@ def build_on_meta(create: Callable[[], nn.Module]) -> nn.Module:
     """Build a model without memory, on the meta device, if its constructor reads no values."""
     try:
         with torch.device("meta"):
-            return create()
+            model = create()
     except Exception:  # torchvision's RegNet reads values, for example
         return create()
+    # Tensors that are neither parameters nor buffers would stay there.
+    values = (value for module in model.modules() for value in vars(module).values())
+    return create() if any(isinstance(value, Tensor) for value in values) else model
 
 
 def has_fused_sgd(model: nn.Module) -> bool:

@@ -1,8 +1,9 @@
 """Fully sharded data parallelism (torch's FSDP2): a model of which each process holds a shard."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -130,12 +131,22 @@ def compile_sharded(model: nn.Module) -> None:
     others uncompiled. A block may have one for training and one for validation, twice as many if
     the last batch is smaller, and these for each of some --image-size.
     """
-    num_sharded = sum(isinstance(module, FSDPModule) for module in model.modules())
+    num_sharded = 0
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            num_sharded += 1
+            if type(module).forward.__module__.startswith("torch.nn."):
+                # FSDP's hooks split what is compiled, and torch compiles no frame of its own code.
+                module.forward = partial(_call, module.forward)
     config, forms = torch._dynamo.config, 16 * num_sharded  # torch.compiler.config is newer
     with suppress(AttributeError):  # of other versions of torch, which warn of the limit
         config.recompile_limit = max(config.recompile_limit, forms)
         config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, forms)
     model.compile(dynamic=False)  # or the forms of unlike blocks become one, of any shape
+
+
+def _call(function: Callable, *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
 
 
 def _copy_shard(own: Any, whole: Tensor) -> None:

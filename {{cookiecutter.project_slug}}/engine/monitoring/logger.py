@@ -319,9 +319,10 @@ class Logger(Console):
                 "same name: rename one"
             )
         everywhere = distributed.all_gather(results, dist.group.WORLD)
-        for name, value in results.items():
+        for name in set().union(*everywhere):
             others = [one.get(name, math.nan) for one in everywhere]
-            if name not in self._differing and not all(_is_close(value, one) for one in others):
+            is_same = all(_is_close(others[0], one) for one in others)
+            if name not in self._differing and not is_same:
                 self._differing.add(name)
                 shown = ", ".join(f"{one:.4g}" for one in others[:4])
                 self.warning(

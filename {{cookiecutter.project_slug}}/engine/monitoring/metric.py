@@ -39,7 +39,8 @@ class MonitoredMetric:
         Raises UserError for one that is no number, or ends in the suffix of the average already.
         """
         numbers = {}
-        for name, value in results.items():
+        for key, value in results.items():
+            name = str(key)  # such as the number of a class
             if name.endswith(AVERAGE):
                 raise UserError(
                     f"Metrics.compute in task.py returns {name}: names that end in {AVERAGE} are "
