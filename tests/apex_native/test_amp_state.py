@@ -92,10 +92,36 @@ def test_writes_to_masters_stay_after_steps_without_scale_loss():
             master.grad = torch.ones_like(master)
         optimizer.step()
         masters[0].data.fill_(value)
-        assert (model.state_dict()["first.weight"] == value).all()
+        optimizer.step()
+        assert (model.first.weight == value).all()
     model.first.weight.data.fill_(0.25)
     optimizer.step()
     assert (model.first.weight == 0.25).all()
+
+
+@torch.no_grad()
+def write(parameter, values, how):
+    if how == "data":
+        parameter.data = values.clone()
+    else:
+        (parameter.data if how == "data.copy_" else parameter).copy_(values)
+
+
+@pytest.mark.parametrize("how", ["data", "data.copy_", "no_grad"])
+def test_averaged_weights_in_the_model_are_saved_and_leave_the_masters_exact(how):
+    model, optimizer = prepare("O2")
+    train(model, optimizer, batches(3))
+    exact = weights(model)
+    backup = model.first.weight.detach().clone()
+    write(model.first.weight, backup + 0.5, how)
+    saved = model.state_dict()
+    assert torch.equal(saved.pop("first.weight"), (backup + 0.5).float())
+    assert same(saved, {name: exact[name] for name in saved})  # others keep their precision
+    write(model.first.weight, backup, how)
+    assert same(model.state_dict(), exact)
+    optimizer.zero_grad()
+    optimizer.step()
+    assert same(model.state_dict(), exact)
 
 
 def test_private_names_that_old_scripts_use():

@@ -163,16 +163,19 @@ def _own_tensors(module: nn.Module, prefix: str) -> dict[str, Tensor]:
 
 
 def _save_as_fp32(module: nn.Module, state_dict: dict, prefix: str, local_metadata: dict) -> None:
-    """Replace half tensors of a saved model by fp32 ones, by the masters where there are any.
+    """Replace half tensors of a saved model by fp32 ones, by the masters if the model matches them.
 
     Apex saves the rounded half weights, so that a resumed run continues from other weights than
-    it had (apex#180, apex#480).
+    it had (apex#180, apex#480). Values that others wrote to the model are saved as they are, and
+    the masters stay: scripts put averaged weights into a model, save it, and put its own back.
     """
     for key, tensor in _own_tensors(module, prefix).items():
         if key in state_dict and tensor.dtype in HALF_TYPES:
-            master = current_master(tensor)
-            values = (tensor if master is None else master).detach()
-            state_dict[key] = values.to(tensor.device, torch.float32)  # the model may have moved
+            values = tensor.detach()
+            if hasattr(tensor, _MASTER):
+                exact = getattr(tensor, _MASTER).detach().to(tensor.device)  # the model may move
+                values = torch.where(values == exact.to(values.dtype), exact, values)
+            state_dict[key] = values.float()
 
 
 def _load_masters(module: nn.Module, state_dict: dict, prefix: str, *_: object) -> None:
