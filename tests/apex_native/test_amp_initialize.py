@@ -197,6 +197,25 @@ def test_optimizer_initialized_twice_raises():
         initialize(model, [other, other])
 
 
+class Wrapper(torch.optim.Optimizer):
+    """Optimizer that keeps its parameters twice, as torch's ZeroRedundancyOptimizer does."""
+
+    def __init__(self, model):
+        super().__init__(model.parameters(), {})
+        self.optim = sgd(model)
+
+    def step(self, closure=None):
+        self.optim.step(closure)
+
+
+def test_masters_with_an_optimizer_that_steps_by_another_one_raise():
+    """It would step the half parameters, and the next copy of the masters undo that."""
+    for level in ("O1", "O4"):
+        prepare(level, Wrapper)
+    with pytest.raises(RuntimeError, match="Wrapper steps its parameters by an optimizer of"):
+        prepare("O2", Wrapper)
+
+
 def test_other_containers_raise():
     model = Net()
     for models in ((model,), {"model": model}, [model, "model"], None):

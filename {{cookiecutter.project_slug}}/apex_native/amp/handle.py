@@ -225,6 +225,13 @@ def _adopt(optimizer: Any, group: dict, master_weights: bool) -> None:
                 optimizer.state[master] = optimizer.state.pop(parameter)
         else:
             stash.plain.append(parameter)
+    inner = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
+    stepped = {p for each in inner for group in each.param_groups for p in group["params"]}
+    if not stepped.isdisjoint(stash.masters):
+        raise RuntimeError(
+            f"{type(optimizer).__name__} steps its parameters by an optimizer of its own, which "
+            "does not train the fp32 masters: use it at opt_level O1 or O4."
+        )
 
 
 def _before_backward(stash: AmpStash) -> None:
