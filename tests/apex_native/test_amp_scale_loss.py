@@ -160,6 +160,36 @@ def test_step_with_scaled_gradients_raises(level):
         optimizer.step()
 
 
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_step_inside_a_block_raises(level):
+    model, optimizer = prepare(level)
+    losses = two_losses(model)
+    with amp.scale_loss(losses[0](), optimizer) as outer:
+        backward(losses[1](), optimizer, delay_unscale=True)  # a nested block
+        outer.backward()
+        with pytest.raises(RuntimeError, match="inside the block of amp.scale_loss"):
+            optimizer.step()
+    optimizer.step()
+    with (
+        pytest.raises(RuntimeError, match="inside the block of amp.scale_loss"),
+        amp.scale_loss(losses[0](), optimizer) as scaled_loss,
+    ):
+        scaled_loss.backward()
+        optimizer.step()
+    backward(losses[0](), optimizer)
+    optimizer.step()
+
+
+def test_step_inside_a_block_that_scales_nothing():
+    """Works as in Apex."""
+    model, optimizer = prepare("O4", loss_scale=1.0)
+    before = weights(model)
+    with amp.scale_loss(two_losses(model)[0](), optimizer) as scaled_loss:
+        scaled_loss.backward()
+        optimizer.step()
+    assert not same(weights(model), before)
+
+
 @pytest.mark.parametrize("level", ["O0", "O2"])
 def test_zero_grad_drops_delayed_and_stashed_gradients(level):
     model, optimizer = prepare(level, loss_scale="dynamic")

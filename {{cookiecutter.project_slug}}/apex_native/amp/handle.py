@@ -36,6 +36,7 @@ class AmpStash:
     # Scaler, and its scale at the time, of blocks with ``delay_unscale`` whose gradients are still
     # scaled. Another optimizer's block may change the scaler's own scale meanwhile.
     delayed: tuple[LossScaler, Tensor | float] | None = None
+    open_blocks: int = 0  # of ``scale_loss``, which may be nested
 
 
 def master_pairs(optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:
@@ -87,16 +88,8 @@ def scale_loss(
 
     scaler.report()
     delay_unscale = delay_unscale or _holds_unsynced(stashes)
-    fresh = [stash for stash in stashes if not stash.delayed]
-    for stash in fresh:
-        _before_backward(stash)
-    try:
-        with disable_casts():
-            yield loss.float() * (factor.to(loss.device) if isinstance(factor, Tensor) else factor)
-    except BaseException:
-        for stash in fresh:
-            _after_failure(stash)
-        raise
+    with _backward_pass(stashes):
+        yield loss.float() * (factor.to(loss.device) if isinstance(factor, Tensor) else factor)
 
     if delay_unscale:
         for stash in stashes:
@@ -234,6 +227,26 @@ def _adopt(optimizer: Any, group: dict, master_weights: bool) -> None:
         )
 
 
+@contextlib.contextmanager
+def _backward_pass(stashes: list[AmpStash]) -> Iterator[None]:
+    """Keep earlier gradients apart during the body; if that fails, they are all that is left."""
+    fresh = [stash for stash in stashes if not stash.delayed]
+    for stash in fresh:
+        _before_backward(stash)
+    for stash in stashes:
+        stash.open_blocks += 1
+    try:
+        with disable_casts():
+            yield
+    except BaseException:
+        for stash in fresh:
+            _after_failure(stash)
+        raise
+    finally:
+        for stash in stashes:
+            stash.open_blocks -= 1
+
+
 def _before_backward(stash: AmpStash) -> None:
     """Set existing gradients, which are unscaled, aside from the scaled ones that follow."""
     while stash.new:
@@ -307,6 +320,11 @@ def _prepare_sgd(optimizer: torch.optim.SGD, group: dict) -> bool:
 def _step(optimizer: Any, plain_step: types.MethodType, closure: object) -> object:
     """Take a step of `optimizer`, unless a gradient overflowed, and copy masters to the model."""
     stash: AmpStash = optimizer._amp_stash
+    if stash.open_blocks:
+        raise RuntimeError(
+            "optimizer.step() was called inside the block of amp.scale_loss, which unscales the "
+            "gradients at its end: call step() after the block."
+        )
     if stash.delayed:
         raise RuntimeError(
             "optimizer.step() was called while gradients are still scaled: after blocks with "
