@@ -257,6 +257,51 @@ def test_step_count_of_a_state_continued_by_apex():
     assert {state["step"].item() for state in optimizer.state.values()} == {5.0}
 
 
+def test_step_count_of_a_state_continued_by_torch():
+    """torch counts for each parameter, and hands a group's count back as it was loaded."""
+    own = parameters()
+    optimizer, torchs = FusedAdam(own), torch.optim.AdamW(own)
+    steps(optimizer, gradients(3))
+    torchs.load_state_dict(optimizer.state_dict())
+    steps(torchs, gradients(2))
+    optimizer.load_state_dict(torchs.state_dict())
+    assert {state["step"].item() for state in optimizer.state.values()} == {5.0}
+
+
+@pytest.mark.parametrize("option", ["amsgrad", "maximize"])
+def test_states_of_unsupported_options_are_rejected(option):
+    own = parameters()
+    torchs = torch.optim.AdamW(own, **{option: True})
+    steps(torchs, gradients(1))
+    with pytest.raises(RuntimeError, match=f"cannot continue a state with {option}=True"):
+        FusedAdam(own).load_state_dict(torchs.state_dict())
+
+
+def test_novograd_continues_a_state_of_apex():
+    """Apex keeps the norms in the group: of its fp16 parameters, then of those in fp32."""
+    own = [nn.Parameter(torch.ones(2, dtype=dtype)) for dtype in (FP32, FP16, FP32, FP32)]
+    optimizer = FusedNovoGrad(own)
+    for number, parameter in enumerate(own[:3], 1):  # the last one has no gradient
+        parameter.grad = torch.full_like(parameter, number)
+    optimizer.step()
+    state = copy.deepcopy(optimizer.state_dict())
+    norms = [state["state"][index].pop("exp_avg_sq") for index in range(3)]
+    state["param_groups"][0]["exp_avg_sq"] = [norms[1][None], torch.stack([norms[0], norms[2]])]
+
+    resumed = [nn.Parameter(parameter.detach().clone()) for parameter in own]
+    other = FusedNovoGrad(resumed)
+    other.load_state_dict(state)
+    for one in (optimizer, other):
+        for parameter in one.param_groups[0]["params"]:
+            parameter.grad = torch.ones_like(parameter)
+        one.step()
+    assert same(own, resumed)
+
+    state["param_groups"][0]["exp_avg_sq"][0] = torch.ones(2)
+    with pytest.raises(ValueError, match="longer"):
+        other.load_state_dict(state)
+
+
 def test_each_parameter_has_its_step_count():
     own = parameters()
     optimizer = FusedAdam(own)

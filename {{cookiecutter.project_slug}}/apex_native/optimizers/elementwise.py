@@ -1,7 +1,7 @@
 """Apex's fused optimizers that update each element by itself, on torch's multi-tensor kernels."""
 
 from collections.abc import Callable, Iterable
-from itertools import chain
+from itertools import chain, product
 from typing import Any
 
 import torch
@@ -306,7 +306,13 @@ class FusedAdam(FusedOptimizer):
         return saved
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Load the state of this class, of Apex's FusedAdam, or of torch's Adam and AdamW."""
+        """Load the state of this class, of Apex's FusedAdam, or of torch's Adam and AdamW.
+
+        Raises RuntimeError if it was made with torch's amsgrad or maximize.
+        """
+        for group, option in product(state_dict["param_groups"], ("amsgrad", "maximize")):
+            if group.get(option):
+                raise RuntimeError(f"FusedAdam cannot continue a state with {option}=True.")
         super().load_state_dict(state_dict)
         for group in self.param_groups:
             group_step = group.pop("step", None)
@@ -314,8 +320,9 @@ class FusedAdam(FusedOptimizer):
                 group.setdefault(name, default)
             parameters = [parameter for parameter in group["params"] if parameter in self.state]
             steps = [self.state[parameter].get("step", group_step) for parameter in parameters]
-            if group_step is not None and group_step not in steps:
-                # Apex counts in the group alone, and saves again the counts that it had loaded.
+            if group_step is not None and group_step > max(steps, default=group_step):
+                # Apex counts in the group alone, torch for the parameters alone; either saves the
+                # other counts again as it had loaded them.
                 steps = [group_step] * len(steps)
             for parameter, step in zip(parameters, steps, strict=True):
                 self.state[parameter]["step"] = torch.tensor(float(step), device=parameter.device)

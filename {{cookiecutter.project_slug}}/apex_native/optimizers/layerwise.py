@@ -138,6 +138,20 @@ class FusedNovoGrad(LayerwiseOptimizer):
         defaults |= {"norm_type": norm_type, "init_zero": init_zero}
         super().__init__(params, set_grad_none, amsgrad, **defaults)
 
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Load the state of this class or of Apex's, which has the norms of a group in the group.
+
+        Raises ValueError if their number is not that of the parameters that have a state.
+        """
+        super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            if "exp_avg_sq" in group:  # norms of the fp16 parameters, then of those in fp32
+                stepped = [parameter for parameter in group["params"] if parameter in self.state]
+                stepped.sort(key=lambda parameter: parameter.dtype == torch.float32)
+                norms = torch.cat(group.pop("exp_avg_sq"))
+                for parameter, norm in zip(stepped, norms, strict=True):
+                    self.state[parameter]["exp_avg_sq"] = norm.to(parameter.device, copy=True)
+
     def _update(self, group: dict, values: Tensors, grads: Tensors, states: list[dict]) -> None:
         beta2 = group["betas"][1]
         decay = group["weight_decay"]
