@@ -132,18 +132,19 @@ def on_each_rank_accumulate(level, no_sync, at_once, data):
         amp.load_state_dict({"loss_scaler0": {"loss_scale": 256.0, "unskipped": 0}})
     mine = data[dist.get_rank()]
     for index, batch in enumerate(mine):
-        alone = no_sync and index < len(mine) - 1
-        loss = wrapped(batch).float().square().mean()
+        alone = no_sync if index < len(mine) - 1 else ()
+        with wrapped.no_sync() if "forward" in alone else contextlib.nullcontext():
+            loss = wrapped(batch).float().square().mean()
         with (
-            wrapped.no_sync() if alone else contextlib.nullcontext(),
-            amp.scale_loss(loss, optimizer) as scaled_loss,  # knows that it has to wait
+            wrapped.no_sync() if "backward" in alone else contextlib.nullcontext(),
+            amp.scale_loss(loss, optimizer) as scaled_loss,  # waits if the forward pass was alone
         ):
             scaled_loss.backward()
     return [parameter.grad.float() for parameter in amp.master_params(optimizer)]
 
 
 @pytest.mark.parametrize("at_once", [False, True])
-@pytest.mark.parametrize("no_sync", [False, True])
+@pytest.mark.parametrize("no_sync", ["", "forward", "backward", "forward and backward"])
 @pytest.mark.parametrize("level", LEVELS)
 def test_gradients_accumulate(two_processes, level, no_sync, at_once):
     data = torch.randn(2, 3, 8, 4)

@@ -133,8 +133,9 @@ def _scaler_for(stashes: list[AmpStash], loss_id: int) -> tuple[LossScaler, Tens
 
 
 def _holds_unsynced(stashes: list[AmpStash]) -> bool:
-    """Return whether gradients of these optimizers wait for the end of a ``no_sync()``."""
-    unsynced = {parameter for module in _amp_state.unsynced for parameter in module.parameters()}
+    """Return whether gradients of these optimizers wait for a pass after a ``no_sync()``."""
+    models = [model for model in _amp_state.unsynced if model.holds_unsynced]
+    unsynced = {parameter for model in models for parameter in model.parameters()}
     if not unsynced:  # as at nearly every step
         return False
     return any(not unsynced.isdisjoint((*stash.plain, *stash.masters)) for stash in stashes)

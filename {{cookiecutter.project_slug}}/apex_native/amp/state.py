@@ -1,10 +1,9 @@
 """Process-wide state of amp: the properties, and a loss scaler for each loss."""
 
-import contextlib
 import weakref
 from collections.abc import Callable, Iterator
 from functools import reduce
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -140,7 +139,9 @@ class AmpState:
         self.verbosity = 1
         self.device_type = "cpu"
         self.registered: list[tuple[object, str, Callable]] = []  # casts, until ``initialize``
-        self.unsynced: list[nn.Module] = []  # their gradients wait for a reduction
+        # DistributedDataParallels that were in ``no_sync()``. What is unscaled is set aside in the
+        # next backward pass, and would miss its reduction.
+        self.unsynced: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 _amp_state = AmpState()
@@ -167,19 +168,6 @@ def log_if_verbose(message: str) -> None:
     """Print `message` on rank 0 unless ``initialize`` was given ``verbosity=0``."""
     if _amp_state.verbosity > 0:
         log_rank_zero(message)
-
-
-@contextlib.contextmanager
-def defer_unscale(module: nn.Module) -> Iterator[None]:
-    """Have ``scale_loss`` leave gradients of `module` scaled, because a reduction will follow.
-
-    What is unscaled is set aside in the next backward pass, and would miss that reduction.
-    """
-    _amp_state.unsynced.append(module)
-    try:
-        yield
-    finally:
-        _amp_state.unsynced.remove(module)
 
 
 def master_params(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.futures import Future
 
 from ..amp.casting import current_master, nested_tensors
-from ..amp.state import defer_unscale
+from ..amp.state import _amp_state
 from .averaging import GradientAverager, no_gradient_message
 
 
@@ -72,7 +72,9 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         )
         _broadcast_masters(module)
         self._trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        self._hook: Callable | None = None
+        self._hook: partial | None = None
+        self._in_no_sync = False
+        self.holds_unsynced = False  # decided by the last forward pass
         self._averager: GradientAverager | None = None
         self.averages_at_once = False
         # torch divides before it sums; fp16 gradients overflow where Apex's do only the other way.
@@ -88,10 +90,16 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients without averaging them, as torch's method does.
 
-        ``amp.scale_loss`` leaves them scaled until they are reduced.
+        The forward pass decides. ``amp.scale_loss`` leaves gradients scaled until they are reduced.
         """
-        with super().no_sync(), defer_unscale(self.module):
-            yield
+        outer = self._in_no_sync
+        self._in_no_sync = True
+        _amp_state.unsynced.add(self)
+        try:
+            with super().no_sync():
+                yield
+        finally:
+            self._in_no_sync = outer
 
     def disable_allreduce(self) -> None:
         """Stop averaging gradients, from the next forward pass on (in Apex, backward pass)."""
@@ -123,8 +131,10 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the module. Raises RuntimeError if the last backward pass left parameters out."""
+        if torch.is_grad_enabled():  # an evaluation changes nothing
+            self.holds_unsynced = self._in_no_sync
         if self._averager is not None:
-            if torch.is_grad_enabled():  # an evaluation changes nothing
+            if torch.is_grad_enabled():
                 self._averager.is_due = self.require_backward_grad_sync
             return self.module(*inputs, **kwargs)
         try:
