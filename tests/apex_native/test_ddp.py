@@ -170,6 +170,21 @@ def on_each_rank_pickle():
     return on_each_rank_copy(lambda model: pickle.loads(pickle.dumps(model)))
 
 
+def on_each_rank_sum_in_a_copy(rows, pickled):
+    x = rows[dist.get_rank()]
+    model = wrap(Weighted(x), at_once=False, gradient_average=False)
+    model = pickle.loads(pickle.dumps(model)) if pickled else copy.deepcopy(model)
+    model(x).backward()
+    return model.module.weight.grad
+
+
+@pytest.mark.parametrize("pickled", [False, True])
+def test_copies_reduce_as_the_original(two_processes, pickled):
+    rows = torch.tensor([[1.0, 2.0, 3.0], [3.0, 8.0, -5.0]])
+    for gradient in two_processes(on_each_rank_sum_in_a_copy, rows, pickled):
+        assert torch.equal(gradient, rows.sum(0))
+
+
 def on_each_rank_move_the_gradients():
     model = wrap(nn.Linear(2, 1), at_once=True)
     for _ in range(2):

@@ -86,6 +86,12 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
                 (1.0 / gradient_predivide_factor, after, allreduce_always_fp32), _allreduce
             )
 
+    def __setstate__(self, state: dict) -> None:
+        """Register the communication hook, which copy and pickle leave behind."""
+        super().__setstate__(state)
+        if self._hook is not None:
+            super().register_comm_hook(*self._hook.args, self._hook.func)
+
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients without averaging them, as torch's method does.
