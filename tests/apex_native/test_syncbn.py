@@ -217,10 +217,35 @@ def test_revert_with_fuse_relu_raises():
 
 def test_shared_batch_norm_is_converted_under_both_names():
     norm = nn.BatchNorm1d(2)
-    model = convert_syncbn_model(nn.Sequential(norm, nn.ReLU(), norm))
-    assert isinstance(model[0], SyncBatchNorm) and isinstance(model[2], SyncBatchNorm)
-    assert model[0].weight is model[2].weight is norm.weight
-    assert model[0].running_mean is model[2].running_mean
+    parts = nn.Sequential(norm), nn.Sequential(nn.ReLU(), norm)
+    model = convert_syncbn_model(nn.Sequential(*parts))
+    assert isinstance(model[0][0], SyncBatchNorm)
+    assert model[0][0] is model[1][1]  # two modules would part where buffers are moved or cast
+    assert model[0][0].weight is norm.weight
+    assert type(revert_syncbn_model(model)[0][0]) is nn.BatchNorm1d
+    assert model[0][0] is model[1][1]
+
+
+def norm_without_some_tensors():
+    norm = nn.BatchNorm1d(2)
+    norm.bias = norm.running_mean = norm.running_var = None
+    return norm
+
+
+def on_each_rank_normalize_without_some_tensors(x):
+    norm = convert_syncbn_model(norm_without_some_tensors())
+    return norm.forward_synced(x[dist.get_rank()]).detach(), list(norm.state_dict())
+
+
+def test_conversion_adds_no_tensors(two_processes):
+    x = torch.randn(2, 4, 2)
+    expected = norm_without_some_tensors()(x.flatten(0, 1)).detach().chunk(2)
+    results = two_processes(on_each_rank_normalize_without_some_tensors, x)
+    for (output, names), wanted in zip(results, expected, strict=True):
+        torch.testing.assert_close(output, wanted)
+        assert names == ["weight", "num_batches_tracked"]
+    plain = revert_syncbn_model(convert_syncbn_model(norm_without_some_tensors()))
+    assert list(plain.state_dict()) == ["weight", "num_batches_tracked"]
 
 
 def test_conversion_passes_the_process_group():

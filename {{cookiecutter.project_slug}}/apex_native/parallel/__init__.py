@@ -88,14 +88,24 @@ def _replace(
     module: nn.Module, kind: type[nn.Module], replacement: Callable[[Any], nn.Module]
 ) -> nn.Module:
     """Replace each `kind` in `module` by ``replacement(norm)``, with the tensors of `norm`."""
+    replaced: dict[nn.Module, nn.Module] = {}  # one may have several names
     for name, norm in list(module.named_modules(remove_duplicate=False)):
         if isinstance(norm, kind):
-            new = replacement(norm).train(norm.training)
-            for key, parameter in norm.named_parameters(recurse=False):
-                new.register_parameter(key, parameter)
-            for key, buffer in norm.named_buffers(recurse=False):
-                new.register_buffer(key, buffer)
+            if norm not in replaced:
+                replaced[norm] = replacement(norm).train(norm.training)
+                _share_tensors(norm, replaced[norm])
             if not name:
-                return new
-            module.set_submodule(name, new)
+                return replaced[norm]
+            module.set_submodule(name, replaced[norm])
     return module
+
+
+def _share_tensors(norm: nn.Module, new: nn.Module) -> None:
+    """Give `new` the parameters and buffers of `norm`, and no others."""
+    for key, _ in (*new.named_parameters(recurse=False), *new.named_buffers(recurse=False)):
+        if getattr(norm, key, None) is None:
+            setattr(new, key, None)
+    for key, parameter in norm.named_parameters(recurse=False):
+        new.register_parameter(key, parameter)
+    for key, buffer in norm.named_buffers(recurse=False):
+        new.register_buffer(key, buffer)

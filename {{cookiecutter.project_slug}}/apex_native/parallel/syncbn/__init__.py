@@ -94,9 +94,8 @@ class SyncBatchNorm(_BatchNorm):
 
     def _count_batch(self) -> tuple[Running, float | Tensor]:
         """Count this batch; return the tracked statistics, and the momentum of their update."""
-        if not self.track_running_stats:
+        if not self.track_running_stats or self.running_mean is None or self.running_var is None:
             return None, 0.0
-        assert self.running_mean is not None and self.running_var is not None
         assert self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
         momentum: float | Tensor | None = self.momentum
