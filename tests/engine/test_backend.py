@@ -113,6 +113,17 @@ def test_trained_parameters_are_those_of_the_model(name: str, level: str) -> Non
         assert all(master.dtype == torch.float32 for master in masters.values())
 
 
+def test_the_fp32_state_has_the_master_of_a_shared_parameter_under_all_names(name: str) -> None:
+    adapter, model, optimizer = initialized(name, "O2")
+    model.append(model[0])
+    with torch.no_grad():
+        model[0].weight.fill_(1.0)
+        adapter.master_weights(optimizer)[model[0].weight].fill_(1.0 + 2.0**-20)
+    state = adapter.fp32_state_dict(model, optimizer)
+    assert (state["0.weight"] == 1.0 + 2.0**-20).all()
+    assert torch.equal(state["3.weight"], state["0.weight"])
+
+
 def test_a_parameter_that_is_not_trained_is_missing(name: str) -> None:
     adapter, model, optimizer = initialized(name, "O2")
     other = nn.Parameter(torch.zeros(1))

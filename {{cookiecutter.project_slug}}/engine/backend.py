@@ -209,7 +209,7 @@ class ApexBackend(Backend):
     def fp32_state_dict(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
         state = super().fp32_state_dict(model, optimizer)
         masters = self.master_weights(optimizer)
-        for name, parameter in unwrap(model).named_parameters():
+        for name, parameter in unwrap(model).named_parameters(remove_duplicate=False):
             if parameter in masters:
                 state[name] = masters[parameter].detach()
         return state
