@@ -222,7 +222,7 @@ def build_data(
     require_same_data(train_set, val_set)
     if args.eval_only:  # which may lack some of the classes that the model has
         both = {"train": train_set, "val": val_set}
-        use_saved_classes(both, args.output, args.resume, logger)
+        use_saved_classes(both, args.output, args.resume, logger, args.timeout)
     # The random numbers of augmentation depend on seed, epoch and sample, not on the worker.
     seeded_train_set = SeededDataset(train_set, args.seed)
     seeded_val_set = SeededDataset(val_set, args.seed)
@@ -283,7 +283,7 @@ def build_model(
         ema = optim.Ema(model, args.ema)  # in fp32, with plain batch norm
         logger.info(f"EMA: an average of the weights is validated as {task.METRIC}{AVERAGE}, too")
     # % if sync_bn
-    group = backend.syncbn_group(args.sync_bn_group)
+    group = backend.syncbn_group(args.sync_bn_group, args.timeout)
     if dist.get_world_size() > 1:
         model = backend.convert_syncbn_model(model, group)
     # % endif

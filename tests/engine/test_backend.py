@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from unittest import mock
@@ -346,7 +347,10 @@ def test_real_apex_supports_channels_last_in_one_process_only(
 
 
 def group_sizes(size: int) -> int:
-    return dist.get_world_size(native().syncbn_group(size))
+    with mock.patch("torch.distributed.new_subgroups", wraps=dist.new_subgroups) as create:
+        group = native().syncbn_group(size, timeout_s=7200)
+    assert all(call.kwargs["timeout"] == timedelta(seconds=7260) for call in create.mock_calls)
+    return dist.get_world_size(group)
 
 
 def test_syncbn_groups_divide_the_processes(two_processes: Processes) -> None:

@@ -10,6 +10,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from enum import IntEnum
 from pathlib import Path
 from unittest import mock
@@ -1402,7 +1403,9 @@ def saved_classes_used(folder: str, choice: Path | None, own: str, damage: bool)
     data_set, logger = NamedLabels(range(len(own.split()))), Messages()
     data_set.classes = own.split()
     data_sets = {"train": data_set, "val": data_set}
-    compatibility.use_saved_classes(data_sets, Path(folder), choice, logger)
+    with mock.patch("torch.distributed.new_group", wraps=dist.new_group) as create:
+        compatibility.use_saved_classes(data_sets, Path(folder), choice, logger, timeout_s=7200)
+    assert all(call.kwargs["timeout"] == timedelta(seconds=7260) for call in create.mock_calls)
     return [*data_set], [*logger]
 
 

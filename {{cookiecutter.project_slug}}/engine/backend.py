@@ -7,6 +7,7 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from pkgutil import resolve_name
 from types import ModuleType
@@ -103,15 +104,18 @@ class Backend:
                     stack.callback(model.enable_allreduce)
             yield
 
-    def syncbn_group(self, size: int) -> dist.ProcessGroup | None:
+    def syncbn_group(self, size: int, timeout_s: float) -> dist.ProcessGroup | None:
         """Return the group of `size` ranks that share the statistics of batch norm; 0 means all.
 
+        Apex's function for it has no timeout, and torch's default may be shorter than the job's.
         Raises UserError if `size` does not divide the number of processes.
         """
         processes = dist.get_world_size()
         if size and processes % size:
             raise UserError(f"--sync-bn-group {size} must divide {processes} processes")
-        return self.apex.parallel.create_syncbn_process_group(size)
+        if not size:
+            return None
+        return dist.new_subgroups(size, timeout=timedelta(seconds=timeout_s + 60))[0]
 
     def convert_syncbn_model(
         self, model: nn.Module, process_group: dist.ProcessGroup | None

@@ -5,6 +5,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from datetime import timedelta
 from itertools import zip_longest
 from pathlib import Path
 from textwrap import shorten
@@ -82,7 +83,7 @@ def describe_data(data_sets: DataSets) -> dict[str, Any]:
 
 
 def use_saved_classes(
-    data_sets: DataSets, folder: Path, choice: Path | None, logger: Logger
+    data_sets: DataSets, folder: Path, choice: Path | None, logger: Logger, timeout_s: float
 ) -> None:
     """Give the data sets of an evaluation the classes of its checkpoint; all ranks call it.
 
@@ -94,13 +95,14 @@ def use_saved_classes(
         data_sets: "train" and "val", which may be the same.
         folder: of the run.
         choice: the checkpoint, as for `CheckpointManager.resume`.
+        timeout_s: limit of an operation between the ranks.
 
     Raises UserError if the data has other classes.
     """
     own = [str(name) for name in getattr(data_sets["val"], "classes", ())]
     if not own:
         return
-    group = dist.new_group(backend="gloo")
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s + 60))
     assert isinstance(group, dist.ProcessGroup)  # every rank is in it
     source = selection.find(folder, choice, logger.warning, group)
     if source is None:
