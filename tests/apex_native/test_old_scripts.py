@@ -1,5 +1,6 @@
 """``python -m apex_native`` runs scripts that were written for Apex."""
 
+import colorsys
 import inspect
 import py_compile
 import re
@@ -98,6 +99,29 @@ def test_script_that_changes_its_folder_imports_a_sibling(start, tmp_path, name)
     assert done.returncode == 0, done.stderr
     expected = f"['sub/{name}', '--flag'] True {folder / name}"
     assert done.stdout.splitlines() == [expected, f"True {folder / 'sibling.py'}"]
+
+
+FINDING = """
+import colorsys, sys
+from importlib.machinery import PathFinder
+print(colorsys.__file__, sys.path[0], PathFinder.find_spec("apex").origin, sep="\\n")
+"""
+
+
+@pytest.mark.parametrize("has_apex", [False, True])
+def test_script_finds_modules_as_in_plain_python(start, tmp_path, has_apex):
+    """Python looks in its folder, not in the working directory; processes find our `apex` first."""
+    folder = tmp_path / "sub"
+    (folder / "apex").mkdir(parents=True)
+    (folder / "old.py").write_text(FINDING)
+    (tmp_path / "colorsys.py").write_text("raise ImportError")
+    if has_apex:
+        (folder / "apex" / "__init__.py").touch()
+    done = start("sub/old.py")
+    assert done.returncode == 0, done.stderr
+    spawned = PROJECT / "apex_native" / "_spawned"
+    first = spawned if has_apex else folder
+    assert done.stdout.splitlines() == [colorsys.__file__, str(first), str(spawned / "apex.py")]
 
 
 @pytest.mark.slow
@@ -280,6 +304,8 @@ if __name__ == "__main__":
 )
 def test_spawned_processes_import_apex(start, tmp_path, as_module):
     (tmp_path / "spawning.py").write_text(SPAWNING)
+    (tmp_path / "apex").mkdir()
+    (tmp_path / "apex" / "__init__.py").write_text("raise ImportError")
     done = start(*(["-m", "spawning"] if as_module else ["spawning.py"]))
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["apex_native.amp", "1e-05"]

@@ -152,7 +152,13 @@ def run(name: str, arguments: list[str], is_module: bool) -> None:
         runpy.run_module(name, run_name="__main__", alter_sys=True)
     else:
         sys.argv = [name, *local_rank_arguments(Path(name), arguments), *arguments]
-        sys.path.insert(0, os.path.dirname(os.path.realpath(name)))
+        folder = os.path.dirname(os.path.realpath(name))
+        if os.getcwd() in sys.path:  # which ``-m`` has put before all others, unlike a script's run
+            sys.path.remove(os.getcwd())
+            sys.path.append(os.getcwd())  # where this package may be, for spawned processes
+        # First, as scripts expect, but for an `apex` in it, which spawned processes would import.
+        has_apex = os.path.isfile(os.path.join(folder, "apex", "__init__.py"))
+        sys.path.insert(int(has_apex), folder)
         run_file(os.path.abspath(name))
 
 
