@@ -409,6 +409,16 @@ def test_fp16_utils_master_params(flat):
         assert torch.equal(parameter.detach(), expected)
 
 
+def test_fp16_utils_gradients_of_masters_are_copies():
+    """Those of fp32 parameters, too."""
+    model = nn.Linear(2, 1)
+    parameters, masters = fp16_utils.prep_param_lists(model)
+    model(torch.ones(1, 2)).sum().backward()
+    fp16_utils.model_grads_to_master_grads(parameters, masters)
+    model.zero_grad(set_to_none=False)
+    assert all((master.grad == 1).all() for master in masters)
+
+
 def test_fp16_utils_keep_batch_norms_in_fp32():
     network = fp16_utils.network_to_half(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
     assert network[1][0].weight.dtype == torch.float16

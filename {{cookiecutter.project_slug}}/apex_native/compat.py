@@ -56,7 +56,7 @@ def model_grads_to_master_grads(
     if flat_master:
         grads = [torch.cat([grad.reshape(-1) for grad in grads])]  # type: ignore[union-attr]
     for master, grad in zip(master_params, grads, strict=True):
-        master.grad = None if grad is None else grad.detach().float()
+        master.grad = None if grad is None else grad.detach().to(torch.float32, copy=True)
 
 
 @torch.no_grad()
