@@ -237,6 +237,24 @@ def test_scale_loss_argument_errors():
             pass
 
 
+@pytest.mark.parametrize("level", ["O1", "O2", "O4"])
+def test_models_moved_after_initialize_raise(level):
+    model, optimizer = prepare(level)
+    loss = model.to("meta")(torch.ones(2, 4, device="meta")).sum()
+    with (
+        pytest.raises(RuntimeError, match="models on the CPU, and the loss is on meta"),
+        amp.scale_loss(loss, optimizer),
+    ):
+        pass
+
+
+@pytest.mark.gpu
+def test_loss_on_the_cpu_of_a_model_on_a_gpu():
+    model, optimizer = prepare("O2", device="cuda")
+    backward(model(torch.ones(2, 4, device="cuda")).cpu().sum(), optimizer)
+    optimizer.step()
+
+
 def test_scale_loss_before_initialize_raises(monkeypatch):
     model, loss = Net(), torch.ones(())
     optimizer = sgd(model)

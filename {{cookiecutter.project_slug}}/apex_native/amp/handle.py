@@ -68,8 +68,9 @@ def scale_loss(
             This is implied by ``no_sync()`` of this package's DistributedDataParallel.
         delay_overflow_check: leave the scale unchanged, and skip no step.
 
-    Raises RuntimeError if ``initialize`` was not called, or not with one of `optimizers`, and
-    FloatingPointError, where Apex halves the scale for ever, if every gradient overflows.
+    Raises RuntimeError if ``initialize`` was not called, or not with one of `optimizers`, or before
+    the models were moved to a GPU; and FloatingPointError, where Apex halves the scale for ever, if
+    every gradient overflows.
     """
     level = _amp_state.opt_properties
     if level is None:
@@ -78,6 +79,11 @@ def scale_loss(
         yield loss
         return
 
+    if _amp_state.device_type == "cpu" != loss.device.type:  # a GPU's model may have a CPU's loss
+        raise RuntimeError(
+            f"amp.initialize prepared models on the CPU, and the loss is on {loss.device}: move "
+            "the models there first, then call amp.initialize."
+        )
     stashes = _stashes_of(optimizers)
     scaler, factor = _scaler_for(stashes, loss_id)
     # The gradients' types were settled in the forward pass: the backward pass runs without casts.
