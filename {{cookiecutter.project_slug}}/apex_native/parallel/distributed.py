@@ -90,7 +90,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         """Register the communication hook, which copy and pickle leave behind."""
         super().__setstate__(state)
         if self._hook is not None:
-            super().register_comm_hook(*self._hook.args, self._hook.func)
+            super().register_comm_hook(self._hook.args[0], self._hook.func)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
