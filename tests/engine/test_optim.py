@@ -88,7 +88,8 @@ def test_lr_factor_of_the_cosine() -> None:
 # The average of the weights
 
 
-def test_the_average_is_of_fp32_masters() -> None:
+@pytest.mark.parametrize("keep_vars", [True, False])
+def test_the_average_is_of_fp32_masters(keep_vars: bool) -> None:
     model = network()
     ema = optim.Ema(model, 0.9)
     before = copy.deepcopy(model.state_dict())
@@ -98,10 +99,26 @@ def test_the_average_is_of_fp32_masters() -> None:
     for parameter in amp.master_params(optimizer):
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    ema.update(backend.load_backend("native", "O2").fp32_state_dict(model, optimizer), 10**6)
+    state = backend.load_backend("native", "O2").fp32_state_dict(model, optimizer, keep_vars)
+    masters = {id(master) for master in amp.master_params(optimizer)}
+    assert ({id(tensor) for tensor in state.values()} == masters) == keep_vars  # without copies
+    ema.update(state, 10**6)
     for name, average in ema.module.state_dict().items():
         expected = 0.9 * before[name] + 0.1 * (before[name].half().float() - 1e-5)
         torch.testing.assert_close(average, expected, rtol=0, atol=1e-7)
+
+
+def test_weights_without_masters_are_averaged_in_fp32() -> None:
+    model = network()
+    ema = optim.Ema(model, 0.5)
+    half = {"cast_model_type": torch.float16}
+    model = amp.initialize(model, opt_level="O3", verbosity=0, **half)
+    state = backend.load_backend("native", "O3").fp32_state_dict(model, None, keep_vars=True)
+    assert {tensor.dtype for tensor in state.values()} == {torch.float16}
+    ema.update(state, 10**6)
+    for name, average in ema.module.state_dict().items():
+        assert average.dtype == torch.float32
+        torch.testing.assert_close(average, state[name].float(), atol=1e-3, rtol=0)
 
 
 def test_tied_weights_are_averaged_once() -> None:

@@ -170,12 +170,17 @@ def _save_as_fp32(module: nn.Module, state_dict: dict, prefix: str, local_metada
     the masters stay: scripts put averaged weights into a model, save it, and put its own back.
     """
     for key, tensor in _own_tensors(module, prefix).items():
-        if key in state_dict and tensor.dtype in HALF_TYPES:
-            values = tensor.detach()
-            if hasattr(tensor, _MASTER):
-                exact = getattr(tensor, _MASTER).detach().to(tensor.device)  # the model may move
-                values = torch.where(values == exact.to(values.dtype), exact, values)
-            state_dict[key] = values.float()
+        if key not in state_dict or tensor.dtype not in HALF_TYPES:
+            continue
+        master = getattr(tensor, _MASTER, None)
+        if state_dict[key] is tensor:  # keep_vars=True: the live tensors, without copies
+            state_dict[key] = tensor if master is None else master
+            continue
+        values = tensor.detach()
+        if master is not None:
+            exact = master.detach().to(values.device)  # the model may have moved
+            values = torch.where(values == exact.to(values.dtype), exact, values)
+        state_dict[key] = values.float()
 
 
 def _load_masters(module: nn.Module, state_dict: dict, prefix: str, *_: object) -> None:
