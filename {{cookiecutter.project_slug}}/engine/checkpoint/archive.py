@@ -65,8 +65,9 @@ def reason_of(error: BaseException | None) -> str:
     """Return the reason for an error that says nothing of the file; "" for another error."""
     if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
         return os.strerror(errno.ENOMEM)
-    is_unreadable = isinstance(error, OSError) and error.errno not in DAMAGE
-    return str(error.strerror) if is_unreadable else ""
+    if isinstance(error, OSError) and error.errno not in DAMAGE:
+        return str(error.strerror)
+    return ""
 
 
 def read(path: Path, content: io.BytesIO | None = None) -> Any:
