@@ -169,6 +169,32 @@ def test_collate_fn_of_a_data_set_makes_all_batches(workers: int, tmp_path: Path
         build_loader(data, **options)
 
 
+class Noise(Dataset):
+    """Samples of the random numbers of their collate_fn, after their own."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.rand(1)
+
+    @staticmethod
+    def collate_fn(samples: list[torch.Tensor]) -> torch.Tensor:
+        return torch.cat([*samples, torch.rand(2), torch.tensor([random.random()])])
+
+
+def test_random_numbers_of_a_collate_fn_depend_on_the_batch_alone() -> None:
+    data = SeededDataset(Noise(), seed=5)
+    before = torch.get_rng_state()
+    first, second = (
+        torch.stack(list(build_loader(data, workers=workers, device=CPU, batch_size=2)))
+        for workers in (0, 2)
+    )
+    assert torch.equal(first, second)
+    assert len(first.unique()) == first.numel()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 class SameSample(ResumableDistributedSampler):
     """Sampler of one's own, as PyTorch documents them: with `__iter__`."""
 

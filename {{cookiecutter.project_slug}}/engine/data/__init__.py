@@ -5,6 +5,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import repeat
 from typing import Any, Protocol
 
@@ -57,7 +58,10 @@ class SeededDataset(Dataset):
         self.dataset = dataset
         self.seed = seed
         self.epoch = 0
-        self.collate_fn: Callable[[list], Any] = getattr(dataset, "collate_fn", default_collate)
+        self.collate_fn: Callable[[list], Any] = default_collate
+        if hasattr(dataset, "collate_fn"):
+            self.collate_fn = partial(self._collate, dataset.collate_fn)
+        self._first: Sequence[int] = ()  # index of the latest batch's first sample
         self.decode: str = getattr(dataset, "decode", "cpu")
         self.shard_sizes: Sequence[int] = getattr(dataset, "shard_sizes", ())
 
@@ -70,7 +74,8 @@ class SeededDataset(Dataset):
     def __getitems__(self, indices: Sequence[int]) -> list:
         """Return the samples of a batch; a DataLoader prefers this to single samples."""
         with nullcontext() if get_worker_info() else rng_preserved():
-            seed_cpu(mix_seeds(self.seed, self.epoch, *indices[:1]))
+            self._first = indices[:1]
+            seed_cpu(mix_seeds(self.seed, self.epoch, *self._first))
             if hasattr(self.dataset, "set_epoch"):
                 self.dataset.set_epoch(self.epoch)
             return self.read(indices)
@@ -78,6 +83,12 @@ class SeededDataset(Dataset):
     def read(self, indices: Sequence[int]) -> list:
         """Return the samples of a batch, after their random numbers are seeded."""
         return [self.dataset[index] for index in indices]
+
+    def _collate(self, collate_fn: Callable[[list], Any], samples: list) -> Any:
+        """Return the batch that was read last, with random numbers of its own, too."""
+        with nullcontext() if get_worker_info() else rng_preserved():
+            seed_cpu(mix_seeds(self.seed, self.epoch, *self._first, 1))
+            return collate_fn(samples)
 
 
 class ResumableDistributedSampler(DistributedSampler):
