@@ -566,6 +566,7 @@ def join_forward(run: Run) -> None:
 
 # % endif
 @torch.no_grad()
+@rng_preserved()  # of the training, which goes on as without a validation
 def evaluate(run: Run, batches: Sequence | DataLoader) -> dict[str, float]:
     """Return the task's metrics, each sample counted once, with --ema of the average too.
 
@@ -605,10 +606,11 @@ def evaluate(run: Run, batches: Sequence | DataLoader) -> dict[str, float]:
 
 def check_validation(run: Run) -> None:
     """Validate a small batch: a mistake in a metric is an error before training, not after it."""
-    with rng_preserved(), optim.without_compilation():
+    with optim.without_compilation():
         evaluate(run, [run.data.val_sample])
 
 
+@rng_preserved()
 def show_samples(run: Run, results: dict[str, float], epoch: int | None = None) -> None:
     """Write a picture of validation samples, by the better one of model and average; log it."""
     if not run.data.data_sets:

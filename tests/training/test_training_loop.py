@@ -94,7 +94,7 @@ def on_small_data(
             (StopSignals, "start", lambda _: None),
             (Watchdog, "start", lambda _: None),
             (curves.BackgroundProcess, "start", lambda _: None),  # it would take a second
-            (Logger, "log_image", lambda *_: None),  # of samples that are no images
+            (Logger, "log_image", lambda *_: torch.rand(1)),  # of samples that are no images
         ):
             patches.enter_context(mock.patch.object(thing, name, value))
         yield
@@ -384,6 +384,30 @@ def test_check_of_the_validation_changes_no_result(
     two_processes(run_without_check, folder, tmp_path / "without")
     assert two_processes(fail_in_validation, folder, tmp_path / "with", "") == [""] * 2
     assert_same_run(tmp_path / "with", tmp_path / "without")
+
+
+def rng_after_validations(folder: Path, output: Path, eval_every: int) -> list[float]:
+    """Return the next random numbers after a run whose metrics and pictures draw some."""
+    metrics = load_project(folder).task.Metrics
+    update = metrics.update
+
+    def draw(*args: object) -> None:
+        torch.rand(1)
+        update(*args)
+
+    with mock.patch.object(metrics, "update", draw):
+        train(folder, output, "--eval-every", eval_every)
+    return torch.rand(3).tolist()
+
+
+def test_validations_leave_the_random_numbers_of_the_training(
+    generated: Project, two_processes: Processes, tmp_path: Path
+) -> None:
+    often, seldom = (
+        two_processes(rng_after_validations, generated.folder, tmp_path / str(epochs), epochs)
+        for epochs in (1, 2)
+    )
+    assert often == seldom
 
 
 def train_model_in_eval_mode(folder: Path, output: Path) -> None:
