@@ -159,8 +159,8 @@ def require_same_data(train_set: Sized, val_set: Sized) -> None:
     """Raise UserError, in all processes, if the data sets differ between two of them.
 
     Each host may have its own copy of the data: numbers of samples, classes and fingerprints must
-    be the same, and its form, on which the order of the samples depends. The two sets must have the
-    same classes, since a label is a position in the list.
+    be the same, and the form of the training data, on which the order of its samples may depend.
+    The two sets must have the same classes, since a label is a position in the list.
     """
     classes = [str(name) for name in getattr(train_set, "classes", ())]
     val_classes = [str(name) for name in getattr(val_set, "classes", ())]
@@ -181,10 +181,11 @@ def require_same_data(train_set: Sized, val_set: Sized) -> None:
             raise UserError(f"the {split} data has no samples: correct its data set in task.py")
         _require_positions(data_set, split, len(classes))
         digests = fingerprint.of_data_set(data_set)
-        sizes = getattr(data_set, "shard_sizes", ())
-        source = f"by URL in shards {fingerprint.digest(sizes)}" if sizes else "local"
-        form = f"the form of the {split} data (a folder, a pack or a URL, the same on all hosts)"
-        facts[form] = f"{source}, with {', '.join(sorted(digests)) or 'no fingerprint'},"
+        if split == "training":  # others may have its samples in another order
+            sizes = getattr(data_set, "shard_sizes", ())
+            local = "a local pack" if "pack" in digests else "a folder, or none,"
+            facts["the form of the training data"] = "a pack by URL" if sizes else local
+            facts["the digest of the sizes of its shards"] = fingerprint.digest(sizes)
         for part, value in digests.items():
             facts[f"the digest of the {part} of the {split} data"] = value
     rank = dist.get_rank()
