@@ -33,13 +33,7 @@ from engine.checkpoint.compatibility import (
     was_begun,
 )
 from engine.checkpoint.format import TrainingState
-from engine.checkpoint.restore import (
-    optimizer_name,
-    remove_prefix,
-    restore,
-    restore_average,
-    restore_ranks,
-)
+from engine.checkpoint.restore import optimizer_name, restore, restore_average, restore_ranks
 from engine.checkpoint.selection import AUTO, File, Source, find, identify, times_after
 from engine.checkpoint.writer import CheckpointWriter
 from engine.data import get_rng_state
@@ -54,7 +48,7 @@ T = TypeVar("T")
 POLL_S = 5.0  # between the exchanges of the ranks that wait for a write
 # A slow write is no failure; lost processes are detected otherwise, and gloo uses no group again of
 # which an operation has timed out. Its store takes 24 days at most.
-WRITE_TIMEOUT = timedelta(days=7)
+WRITE_LIMIT = timedelta(days=7)
 
 
 @dataclass
@@ -94,9 +88,7 @@ class CheckpointManager:
         self._group = group
         self._agreement = distributed.AsyncMax(group, 2)
         self._is_sharded = is_sharded(self.state.model)
-        writers = None
-        if self._is_sharded:
-            writers = dist.new_group(backend="gloo", timeout=WRITE_TIMEOUT)
+        writers = dist.new_group(backend="gloo", timeout=WRITE_LIMIT) if self._is_sharded else None
         assert not isinstance(writers, int)  # every rank is in it
         self._writer = CheckpointWriter(
             self.folder, self.keep, self.state.progress, self.logger.warning, writers, group
@@ -412,12 +404,10 @@ class CheckpointManager:
         self._writer.wait()
 
     def finish(self) -> None:
-        """Wait as `wait` does, for all ranks: their hosts would end the job 300 s after their own.
-
-        Raises UserError if the run's last state could not be written.
-        """
+        """Wait for all ranks. Raise UserError if the run's last state could not be written."""
+        # torchrun would end the job 300 s after the first host. An exchange has a limit, too.
         while any(all_gather(self._writer.wait(POLL_S), self._group)):
-            pass  # each exchange has a limit, and a write has none
+            pass
         if self._writer.problem:
             raise UserError(f"{self._writer.problem}: fix that, and add --resume auto")
 
@@ -507,7 +497,6 @@ class CheckpointManager:
         """Replace the tensors of a checkpoint that is one file by this rank's shards of them."""
         from engine.distributed.sharding import distribute_entries
 
-        remove_prefix(entries["model"], unwrap(self.state.model))
         try:
             distribute_entries(entries, self._templates(with_optimizer))
         except ValueError as error:

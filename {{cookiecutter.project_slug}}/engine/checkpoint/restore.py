@@ -49,7 +49,8 @@ def restore(
         raise UserError(f"--ema: {path} has no average of the weights; leave it out")
     try:
         module = unwrap(state.model)
-        remove_prefix(entries["model"], module)
+        if not hasattr(module, "module"):  # old scripts often save the model in its wrapper
+            consume_prefix_in_state_dict_if_present(entries["model"], "module.")
         check_like(entries["model"], module.state_dict())
         state.backend.load_fp32_state_dict(state.model, state.optimizer, entries["model"])
         if is_evaluation:
@@ -70,12 +71,6 @@ def restore(
             f"made with ({reason})"
         ) from None
     return _describe_missing_moments(state.optimizer) if entries["step"] else ""
-
-
-def remove_prefix(weights: dict[str, Tensor], model: nn.Module) -> None:
-    """Remove the prefix of a wrapper such as DDP, in which old scripts often save the model."""
-    if not hasattr(model, "module"):
-        consume_prefix_in_state_dict_if_present(weights, "module.")
 
 
 def build_with(weights: dict[str, Tensor], build_model: Callable[[], nn.Module]) -> nn.Module:

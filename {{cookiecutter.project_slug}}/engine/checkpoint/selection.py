@@ -143,10 +143,7 @@ def times_after(folder: Path, step: int) -> list[int]:
 
 
 def _list_checkpoints(folder: Path) -> list[tuple[float, File, Path]]:
-    """Return step, file and path of each checkpoint in a folder.
-
-    Raises UnreadableError if the system can't list them: they may be there.
-    """
+    """Return step, file and path of each checkpoint; raise UnreadableError if they may be there."""
     names = [folder / LAST, folder / BEST]
     try:
         numbered = files.numbered(folder)
@@ -162,9 +159,6 @@ def _list_checkpoints(folder: Path) -> list[tuple[float, File, Path]]:
 
 
 def identify(path: Path) -> File | None:
-    """Return what differs if another file or folder gets this name; None if there is none.
-
-    Raises OSError if the disk does not answer.
-    """
+    """Return what differs if another file or folder gets this name; None if there is none."""
     status = files.status_of(path)
     return status and File(status.st_mtime_ns, status.st_ino, status.st_size)

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from apex_native.amp.casting import half_type
 from engine import UserError
@@ -175,7 +176,7 @@ def distribute_like(own: Tensor, whole: Tensor) -> Tensor:
 def distribute_entries(entries: dict[str, Any], own: Mapping[str, Tensor]) -> None:
     """Replace the whole tensors in a checkpoint's entries by this process's shards.
 
-    Another script's optimizer that does not fit is removed.
+    Another script's prefix of the weights, and its optimizer if that does not fit, are removed.
 
     Args:
         entries: of a checkpoint; all processes have the same.
@@ -183,6 +184,8 @@ def distribute_entries(entries: dict[str, Any], own: Mapping[str, Tensor]) -> No
 
     Raises ValueError if shapes differ.
     """
+    if not any(name.startswith("model.module.") for name in own):
+        consume_prefix_in_state_dict_if_present(entries["model"], "module.")
     for part in ("model", "ema"):
         for name, value in entries.get(part, {}).items():
             if f"{part}.{name}" in own:

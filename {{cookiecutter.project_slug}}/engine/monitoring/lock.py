@@ -1,6 +1,7 @@
 """Lock of a run's folder, so that two runs do not write to it."""
 
 import fcntl
+import itertools
 import os
 import time
 from collections.abc import Callable
@@ -58,19 +59,15 @@ class FolderLock:
 
     def _lock(self, file: FileIO, wait_s: float) -> None:
         """Lock the file; retry for `wait_s` seconds if another process holds the lock."""
-        deadline = time.monotonic() + wait_s
-        while True:
+        for attempt in itertools.count():
             try:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except (BlockingIOError, PermissionError):
-                if time.monotonic() >= deadline:
+                if attempt * PAUSE_S >= wait_s:
                     raise
-            else:
-                return
-            if wait_s:
+            if attempt == 0:
                 problem = f"{self.folder} is locked by another run, or by a lost host"
                 self._warning(f"{problem}: waiting for at most {wait_s:.0f} s")
-                wait_s = 0.0
             time.sleep(PAUSE_S)
 
     def _check_replaced(self) -> None:
