@@ -493,7 +493,7 @@ def train_step(run: Run, batches: list[list[Tensor]], meter: Meter) -> object:
     run.optimizer.step()  # after an overflow, amp skips the update; the step counts all the same
     run.optimizer.zero_grad()  # here, so that validation can use the gradients' memory
     if run.ema:
-        weights = run.backend.fp32_state_dict(run.model, run.optimizer, keep_vars=True)
+        weights = run.backend.fp32_state_dict(run.model, run.optimizer)
         run.ema.update(weights, run.progress.step)  # the steps before this one, for its warm-up
     return inputs
 

@@ -67,18 +67,17 @@ class Backend:
         """Return the fp32 masters by their half-precision parameter; create them if necessary."""
         return dict(self.apex.amp.master_pairs(optimizer))
 
-    def fp32_state_dict(
-        self, model: nn.Module, optimizer: Optimizer, keep_vars: bool = False
-    ) -> dict[str, Tensor]:
+    def fp32_state_dict(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
         """Return the state of the unwrapped model, in fp32 at every opt_level.
 
-        It has the values of the masters where there are any, so that a resumed run continues from
-        exactly the same weights.
-
-        Args:
-            keep_vars: return the masters, or else the parameters, themselves: fast, but half at O3.
+        It has the masters where there are any, so that a resumed run continues from exactly the
+        same weights. With keep_vars, apex_native returns these themselves; else it copies all.
         """
-        return dict(unwrap(model).state_dict(keep_vars=keep_vars))
+        state = unwrap(model).state_dict(keep_vars=True)
+        return {
+            name: value.detach() if isinstance(value, Tensor) else value
+            for name, value in state.items()
+        }
 
     def load_fp32_state_dict(
         self, model: nn.Module, optimizer: Optimizer, state: Mapping[str, Tensor]
@@ -215,10 +214,8 @@ class ApexBackend(Backend):
         masters = _private(stash, "all_fp32_from_fp16_params")
         return dict(zip(_private(stash, "all_fp16_params"), masters, strict=True))
 
-    def fp32_state_dict(
-        self, model: nn.Module, optimizer: Optimizer, keep_vars: bool = False
-    ) -> dict[str, Tensor]:
-        state = super().fp32_state_dict(model, optimizer, keep_vars)
+    def fp32_state_dict(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+        state = super().fp32_state_dict(model, optimizer)
         masters = self.master_weights(optimizer)
         for name, parameter in unwrap(model).named_parameters(remove_duplicate=False):
             if parameter in masters:

@@ -172,15 +172,15 @@ def _save_as_fp32(module: nn.Module, state_dict: dict, prefix: str, local_metada
     for key, tensor in _own_tensors(module, prefix).items():
         if key not in state_dict or tensor.dtype not in HALF_TYPES:
             continue
-        master = getattr(tensor, _MASTER, None)
-        if state_dict[key] is tensor:  # keep_vars=True: the live tensors, without copies
-            state_dict[key] = tensor if master is None else master
-            continue
-        values = tensor.detach()
-        if master is not None:
+        master, values = getattr(tensor, _MASTER, None), tensor.detach()
+        if master is None:
+            state_dict[key] = values.float()
+        elif state_dict[key] is tensor:  # keep_vars=True: the live tensors, without copies
+            state_dict[key] = current_master(tensor)
+        else:
             exact = master.detach().to(values.device)  # the model may have moved
-            values = torch.where(values == exact.to(values.dtype), exact, values)
-        state_dict[key] = values.float()
+            is_exact = values == exact.to(values.dtype)
+            state_dict[key] = torch.where(is_exact, exact, values.float())
 
 
 def _load_masters(module: nn.Module, state_dict: dict, prefix: str, *_: object) -> None:
