@@ -7,20 +7,18 @@ import re
 from typing import Any
 
 import libcst as cst
-from libcst.metadata import PositionProvider, QualifiedNameProvider
+from libcst.metadata import PositionProvider
 
 from .calls import split
 from .forward import Forward
-from .gradients import Gradients
+from .order import Order, negated
 from .places import (
-    apex_name,
     as_bool,
     availability_flags,
     forward_range,
     is_boundary,
     names_in,
     none_fallbacks,
-    simplify,
     source,
 )
 from .unpacking import expand
@@ -42,40 +40,25 @@ def models_and_optimizers(call: cst.Call) -> list[cst.BaseExpression]:
     return given + [keywords[name] for name in names if name in keywords]
 
 
-def _negated(test: cst.BaseExpression) -> cst.BaseExpression:
-    if isinstance(test, cst.UnaryOperation) and isinstance(test.operator, cst.Not):
-        return test.expression
-    return cst.parse_expression(f"not ({source(test)})")
-
-
 def _line(node: cst.CSTNode) -> str:
     body = node.body if isinstance(node, cst.SimpleStatementLine) else []
     return source(body[0]) if len(body) == 1 else ""
 
 
-class Analysis(Gradients):
+class Analysis(Order):
     """Collects `usage` from a module."""
 
     def __init__(self, level: str = "", loss_scale: str = "") -> None:
         super().__init__()
         self.level, self.loss_scale = level, loss_scale  # in place of the script's
-        self.starts: list[cst.Call] = []
         self.enabled: cst.BaseExpression | None = None
-        self.flags: set[str] = set()
         self.registered: list[str] = []
         self.names: list[cst.Name] = []
-        self.returns: list[cst.Return] = []
 
     def visit_Module(self, node: cst.Module) -> None:
         """Find names that stand for a failed import."""
         self.usage.fallbacks = none_fallbacks(node)
         self.usage.flags = availability_flags(node)
-
-    def name(self, node: cst.CSTNode) -> str:
-        """Return the name of Apex that `node` has, or ""."""
-        return apex_name(
-            self.get_metadata(QualifiedNameProvider, node, set()), self.usage.fallbacks
-        )
 
     def visit_Call(self, node: cst.Call) -> None:
         name = self.name(node.func)
@@ -142,9 +125,6 @@ class Analysis(Gradients):
 
     def visit_Assign(self, node: cst.Assign) -> None:
         self.assigned.append(node)
-
-    def visit_Return(self, node: cst.Return) -> None:
-        self.returns.append(node)
 
     def visit_Global(self, node: cst.Global) -> None:
         """Reject ``global amp``, which an import in a function follows."""
@@ -260,6 +240,7 @@ class Analysis(Gradients):
         if usage.scaled and not usage.reasons:
             self.name_scalers(original_node)
             self.check_steps()
+            self.check_order()
             self._place_scalers()
 
     def _place_scalers(self) -> None:
@@ -290,7 +271,7 @@ class Analysis(Gradients):
         return {
             (source(each.test), holds)
             for each, holds in self.conditions(node)
-            if not isinstance(self._simplified(each.test), bool)
+            if not isinstance(self.simplified(each.test), bool)
         }
 
     def _check_aliases(self) -> None:
@@ -304,9 +285,6 @@ class Analysis(Gradients):
             if is_alias and not blocks & {*self.parents(name)}:
                 self.usage.reasons.append(f"{name.value} is used outside of amp.scale_loss")
 
-    def _simplified(self, test: cst.BaseExpression) -> cst.BaseExpression | bool:
-        return simplify(test, lambda node: self.usage.is_available(node, self.name(node)))
-
     def _condition(self, node: cst.Call) -> cst.BaseExpression | None:
         """Return the condition of ``amp.initialize`` which its uses do not share."""
         parent = self.parent(node)
@@ -319,7 +297,7 @@ class Analysis(Gradients):
         found: list[cst.BaseExpression] = []
         for each, holds in self.conditions(node):
             shared = all(each in self.parents(loss.statement) for loss in self.usage.losses)
-            test = self._simplified(each.test)
+            test = self.simplified(each.test)
             if (shared and self.usage.losses) or "__name__" in source(each.test):
                 continue
             if not holds or test is False or isinstance(self.parent(each), cst.If):
@@ -374,7 +352,11 @@ class Analysis(Gradients):
         if all(isinstance(one, cst.FunctionDef) and one.name.value in reached for one in training):
             return
         line = self.get_metadata(PositionProvider, start).start.line
-        returns = [self.get_metadata(PositionProvider, one).start.line for one in self.returns]
+        returns = [
+            self.get_metadata(PositionProvider, one).start.line
+            for one in self.jumps
+            if isinstance(one, cst.Return)
+        ]
         first = self.get_metadata(PositionProvider, here).start.line
         if any(first < one < line for one in returns):
             self.usage.reasons.append("a return is in front of amp.initialize")
@@ -430,8 +412,8 @@ class Analysis(Gradients):
         """
         usage, same, own = self.usage, not self.usage.condition, ""
         for each, holds in self.conditions(loss.statement):
-            test = self._simplified(each.test if holds else _negated(each.test))
-            is_same = not isinstance(test, bool) and as_bool(test, self.flags) == usage.condition
+            test = self.simplified(each.test if holds else negated(each.test))
+            is_same = self.is_of_amp(test)
             same = same or is_same
             other = each.orelse if holds else each.body
             has_amp = any(other in {*self.parents(one.statement)} for one in usage.losses)

@@ -9,7 +9,7 @@ import libcst as cst
 from libcst.metadata import PositionProvider, QualifiedNameProvider
 
 from .places import names_in, new_name, source
-from .tree import Tree
+from .tree import LOOPS, Tree
 from .usage import Loss, Usage
 
 # In the name of a class whose ``step`` GradScaler calls.
@@ -85,14 +85,15 @@ class Gradients(Tree):
                 covered |= self._place_unscale(optimizer, step)
         if self.has_lambda:
             self.usage.reasons.append("a lambda reads gradients, which GradScaler scales")
-        for loss in self.usage.losses:
-            for statement, grad in self.readers:
-                if not self._follows(statement, loss):
-                    continue
-                if grad:
-                    self.usage.reasons.append(f"{grad} is read, which GradScaler keeps scaled")
-                elif statement not in covered:
-                    self.usage.reasons.append("gradients are clipped in another block than step()")
+        for statement, grad in self.readers:
+            follows = any(self._follows(statement, loss) for loss in self.usage.losses)
+            is_between = self._has_step_elsewhere() and not self._is_of_optimizer(statement)
+            if not follows and not is_between:
+                continue
+            if grad:
+                self.usage.reasons.append(f"{grad} is read, which GradScaler keeps scaled")
+            elif statement not in covered:
+                self.usage.reasons.append("gradients are clipped in another block than step()")
         self._check_helpers(covered)
         self._check_imported()
         self._check_unscaled()
@@ -105,16 +106,26 @@ class Gradients(Tree):
             is_harmless = name in self.defined or "clip_grad" in name or hasattr(builtins, name)
             if not is_given or is_harmless:
                 continue
-            steps = [step for _, step in self.steps if self.function(step) is self.function(call)]
-            ends = [self.get_metadata(PositionProvider, step).start.line for step in steps]
-            line = self.get_metadata(PositionProvider, call).start.line
-            losses = [loss for loss in self.usage.losses if self._follows(call, loss)]
-            beside = [one for one in losses if not self._are_branches(call, one.statement)]
-            if line < max(ends, default=0) and beside:
+            starts = self.beside(call, [loss.statement for loss in self.usage.losses])
+            follows = [
+                each
+                for each in starts
+                if self.line(each) < self.line(call) and not self.are_branches(call, each)
+            ]
+            ends = self.beside(call, [step for _, step in self.steps])
+            is_before = any(self.line(call) < self.line(each) for each in ends)
+            if is_before and (follows or not starts):
                 self.usage.reasons.append(
                     f"{name} is given the parameters before the step, and may read their "
                     "gradients, which GradScaler scales"
                 )
+
+    def beside(self, node: cst.CSTNode, others: list[Any]) -> list[cst.CSTNode]:
+        """Return those of `others` in the function of a node, and the calls of their functions."""
+        here = self.function(node)
+        names = {_name(self.function(other)) for other in others}
+        others = [*others, *(call for name, call in self.calls if name in names)]
+        return [other for other in others if self.function(other) is here]
 
     def _names_of_parameters(self) -> set[str]:
         """Return the names of what is computed from parameters, except for optimizers."""
@@ -139,9 +150,18 @@ class Gradients(Tree):
             if not here or any(self._follows(call, loss) for loss in here):
                 self.usage.reasons.append(f"{name} reads gradients, which GradScaler scales")
 
-    def _is_of_optimizer(self, function: cst.CSTNode) -> bool:
-        """Return whether a function is ``step`` or ``zero_grad`` of an optimizer's class."""
-        around = function
+    def _has_step_elsewhere(self) -> bool:
+        """Return whether a step is in another function than the losses of its optimizer.
+
+        Any function may then run between the backward pass and the step.
+        """
+        losses = {(each.optimizer, self.function(each.statement)) for each in self.usage.losses}
+        steps = {(owner, self.function(step)) for owner, step in self.steps}
+        return any(owner in self.usage.scalers for owner, _ in steps - losses)
+
+    def _is_of_optimizer(self, node: cst.CSTNode) -> bool:
+        """Return whether a node is in ``step`` or ``zero_grad`` of an optimizer's class."""
+        around = function = self.function(node)
         while not isinstance(around, (cst.Module, cst.ClassDef)):
             around = self.parent(around)
         bases = around.bases if isinstance(around, cst.ClassDef) else ()
@@ -165,7 +185,7 @@ class Gradients(Tree):
         for what, use in uses:
             here: set[cst.CSTNode] = {loss.statement for loss in self._losses_beside(use)}
             is_scaled = here & {*self.parents(use)}
-            if not is_scaled and not any(self._are_branches(use, one) for one in here):
+            if not is_scaled and not any(self.are_branches(use, one) for one in here):
                 self.usage.reasons.append(
                     f"{what} is not scaled; GradScaler would unscale its gradients, too, "
                     "if the same step uses them"
@@ -208,7 +228,7 @@ class Gradients(Tree):
             if self.function(call) in training:
                 yield name, call
 
-    def _are_branches(self, one: cst.CSTNode, other: cst.CSTNode) -> bool:
+    def are_branches(self, one: cst.CSTNode, other: cst.CSTNode) -> bool:
         """Return whether two nodes of a function are in different branches of a condition."""
         around = set(self.parents(other))
         return isinstance(next(each for each in self.parents(one) if each in around), cst.If)
@@ -219,14 +239,15 @@ class Gradients(Tree):
         if len(functions) > 1:
             losses = [loss for loss in self.usage.losses if loss.optimizer == optimizer]
             return functions <= {self.function(loss.statement) for loss in losses}
-        return self._are_branches(one, other)
+        return self.are_branches(one, other)
 
     def _follows(self, statement: cst.CSTNode, loss: Loss) -> bool:
         """Return whether a statement comes after a backward pass in the same function."""
         if self.function(statement) is not self.function(loss.statement):
             return False
-        start = self.get_metadata(PositionProvider, statement).start.line
-        return bool(start > self.get_metadata(PositionProvider, loss.statement).end.line)
+        return bool(
+            self.line(statement) > self.get_metadata(PositionProvider, loss.statement).end.line
+        )
 
     def _place_unscale(self, optimizer: str, step: cst.Call) -> set[cst.CSTNode]:
         """Unscale before gradients are read, and return the statements that read them."""
@@ -247,16 +268,17 @@ class Gradients(Tree):
             if here and not any(self._follows(statement, each) for each in here):
                 continue
             around_step = set(self.parents(step))
-            loops = [each for each in around if isinstance(each, (cst.For, cst.While))]
+            loops = [each for each in around if isinstance(each, LOOPS)]
             if inside and not around_step.issuperset(loops):
                 self.usage.reasons.append("gradients are clipped in a loop without step()")
-            self.usage.unscale[statement if inside else block.body[index]] = optimizer
+            place = statement if inside else block.body[index]
+            self.usage.unscale.setdefault(place, []).append(optimizer)
         return covered
 
     def _unscaled(self, lines: Any) -> set[str]:
         """Return the optimizers whose gradients these statements already unscale."""
         found = set()
-        for statement, optimizer in self.usage.unscale.items():
+        for statement, optimizers in self.usage.unscale.items():
             if {statement, *self.parents(statement)} & set(lines):
-                found.add(optimizer)
+                found.update(optimizers)
         return found

@@ -59,9 +59,10 @@ class Rewrite(cst.CSTTransformer):
         return cst.FlattenSentinel([*lines, *_nodes(result)])
 
     def _unscale(self, node: cst.CSTNode) -> list[Any]:
-        optimizer = self.usage.unscale[node]
-        scaler = self.usage.scalers[optimizer]
-        return [cst.parse_statement(f"{scaler}.unscale_({optimizer})")]
+        return [
+            cst.parse_statement(f"{self.usage.scalers[optimizer]}.unscale_({optimizer})")
+            for optimizer in self.usage.unscale[node]
+        ]
 
     def _amp_name(self, node: cst.CSTNode) -> str:
         name = self._name(node.func) if isinstance(node, cst.Call) else ""

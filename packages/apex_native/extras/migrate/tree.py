@@ -8,6 +8,7 @@ from libcst.metadata import ParentNodeProvider, PositionProvider, QualifiedNameP
 
 STATEMENTS = (cst.SimpleStatementLine, cst.BaseCompoundStatement)
 BLOCKS = (cst.IndentedBlock, cst.Module)
+LOOPS = (cst.For, cst.While)
 
 
 class Tree(cst.CSTVisitor):
@@ -29,6 +30,14 @@ class Tree(cst.CSTVisitor):
         """Return the function or the module that `node` belongs to."""
         return [node, *self.parents(node)][-1]
 
+    def line(self, node: cst.CSTNode) -> int:
+        """Return the line at which `node` starts."""
+        return int(self.get_metadata(PositionProvider, node).start.line)
+
+    def loop(self, node: cst.CSTNode) -> cst.CSTNode | None:
+        """Return the innermost loop around `node` in its function, or None."""
+        return next((each for each in self.parents(node) if isinstance(each, LOOPS)), None)
+
     def statement(self, node: cst.CSTNode) -> cst.CSTNode:
         """Return the innermost statement that contains `node`."""
         return next(each for each in (node, *self.parents(node)) if isinstance(each, STATEMENTS))
@@ -38,7 +47,7 @@ class Tree(cst.CSTVisitor):
         for parent in self.parents(node):
             if isinstance(parent, BLOCKS):
                 yield parent, list(parent.body).index(node)  # type: ignore[arg-type]
-            if isinstance(parent, (cst.For, cst.While)):
+            if isinstance(parent, LOOPS):
                 return
             node = parent
 

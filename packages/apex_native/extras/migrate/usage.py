@@ -33,7 +33,7 @@ class Usage:
     losses: list[Loss] = field(default_factory=list)
     scalers: dict[str, str] = field(default_factory=dict)  # by optimizer
     autocast: dict[cst.CSTNode, dict[int, str]] = field(default_factory=dict)  # by block, line
-    unscale: dict[cst.CSTNode, str] = field(default_factory=dict)  # the optimizer, by statement
+    unscale: dict[cst.CSTNode, list[str]] = field(default_factory=dict)  # optimizers, by statement
     merged: set[cst.CSTNode] = field(default_factory=set)  # ifs whose branches become equal
 
     def is_available(self, node: cst.CSTNode, name: str) -> bool:

@@ -1,0 +1,106 @@
+"""Order of the calls of GradScaler: created, scale, unscale_, step and update."""
+
+import libcst as cst
+from libcst.metadata import QualifiedNameProvider
+
+from .gradients import Gradients
+from .places import apex_name, as_bool, names_in, simplify, source
+from .usage import Loss
+
+
+def negated(test: cst.BaseExpression) -> cst.BaseExpression:
+    """Return the opposite of a condition."""
+    if isinstance(test, cst.UnaryOperation) and isinstance(test.operator, cst.Not):
+        return test.expression
+    return cst.parse_expression(f"not ({source(test)})")
+
+
+class Order(Gradients):
+    """Checks that each run of the script calls GradScaler's methods in the order it requires."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.starts: list[cst.Call] = []
+        self.flags: set[str] = set()
+        self.jumps: list[cst.CSTNode] = []  # break, continue and return
+
+    def visit_Break(self, node: cst.Break) -> None:
+        self.jumps.append(node)
+
+    def visit_Continue(self, node: cst.Continue) -> None:
+        self.jumps.append(node)
+
+    def visit_Return(self, node: cst.Return) -> None:
+        self.jumps.append(node)
+
+    def name(self, node: cst.CSTNode) -> str:
+        """Return the name of Apex that `node` has, or ""."""
+        return apex_name(
+            self.get_metadata(QualifiedNameProvider, node, set()), self.usage.fallbacks
+        )
+
+    def simplified(self, test: cst.BaseExpression) -> cst.BaseExpression | bool:
+        """Return a condition as it is where Apex can be imported."""
+        return simplify(test, lambda node: self.usage.is_available(node, self.name(node)))
+
+    def is_of_amp(self, test: cst.BaseExpression | bool) -> bool:
+        """Return whether a simplified condition is the one of ``amp.initialize``."""
+        return not isinstance(test, bool) and as_bool(test, self.flags) == self.usage.condition
+
+    def check_order(self) -> None:
+        """Require a backward pass, then unscaled gradients, then the step, for each optimizer."""
+        for optimizer in self.usage.scalers:
+            losses = [loss for loss in self.usage.losses if loss.optimizer == optimizer]
+            for step in [step for owner, step in self.steps if owner == optimizer]:
+                self._check_backward(optimizer, losses, step)
+                self._check_loop(optimizer, losses, step)
+                for statement, unscaled in self.usage.unscale.items():
+                    if optimizer in unscaled:
+                        self._check_unscaled_until(losses, statement, step)
+
+    def _check_backward(self, optimizer: str, losses: list[Loss], step: cst.Call) -> None:
+        """Require a backward pass before each step, which fails without gradients."""
+        places = self.beside(step, [loss.statement for loss in losses])
+        later = [each for each in places if self.line(each) > self.line(step)]
+        if places and len(later) == len(places) and not self.are_branches(step, later[0]):
+            self.usage.reasons.append(f"{optimizer}.step() is in front of its backward pass")
+        tests = {(source(each.test), holds) for each, holds in self.conditions(step)}
+        for place in {*places, *(loss.statement for loss in losses)}:
+            for each, holds in self.conditions(place):
+                other = each.orelse if holds else each.body
+                is_shared = (source(each.test), holds) in tests
+                test = self.simplified(each.test if holds else negated(each.test))
+                if is_shared or isinstance(test, bool) or self.is_of_amp(test):
+                    continue
+                if other is None or "backward" not in source(other):
+                    self.usage.reasons.append(
+                        f"{optimizer}.step() lacks the condition of its backward pass"
+                    )
+
+    def _check_loop(self, optimizer: str, losses: list[Loss], step: cst.Call) -> None:
+        """Require that an expression for several optimizers is one of them until its step."""
+        expression = cst.parse_expression(optimizer)
+        is_item = isinstance(expression, cst.Subscript) and names_in(expression.slice[0])
+        targets: set[str] = set()
+        for each in [step, *(loss.statement for loss in losses)]:
+            for loop in self.parents(each):
+                targets |= names_in(loop.target) if isinstance(loop, cst.For) else set()
+        varies = is_item or optimizer.split(".")[0] in targets
+        if varies and any(self.loop(loss.statement) is not self.loop(step) for loss in losses):
+            self.usage.reasons.append(f"{optimizer} is stepped in another loop than its losses")
+
+    def _check_unscaled_until(self, losses: list[Loss], start: cst.CSTNode, step: cst.Call) -> None:
+        """Require that nothing but the step follows after gradients are unscaled."""
+        for node in [*self.jumps, *(loss.statement for loss in losses)]:
+            is_here = self.function(node) is self.function(start) is self.function(step)
+            if not is_here or not self.line(start) < self.line(node) < self.line(step):
+                continue
+            if self.are_branches(start, step):
+                continue
+            if isinstance(node, cst.With):
+                why = "gradients are clipped between two backward passes"
+            elif isinstance(node, cst.Return) or self.loop(node) in self.parents(step):
+                why = "step() may not follow after gradients are clipped"
+            else:
+                continue
+            self.usage.reasons.append(why)

@@ -1,0 +1,158 @@
+"""``apex-native migrate``: GradScaler's methods are called in the order it requires, or not at all.
+
+Gradients are read, clipped and stepped unscaled, and a step always follows its backward pass.
+"""
+
+import re
+
+import pytest
+from migrated_scripts import COMMAND, losses, migrate
+
+pytest.importorskip("libcst")
+pytestmark = pytest.mark.xdist_group("package")
+
+START = """\
+import torch
+from torch import nn
+from apex import amp
+from elsewhere import noise
+
+x = torch.randn(8, 8)
+model = nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
+"""
+BACKWARD = """\
+    loss = model(x).square().mean()
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+"""
+CLIP = "    nn.utils.clip_grad_norm_(model.parameters(), 0.1)\n"
+STEP = "    optimizer.step()\n    optimizer.zero_grad()\n"
+LOOP = "for n in range(8):\n"
+SKIP = "    if n % 4 == 1:\n        JUMP\n"
+BACK = f"def backward():\n{BACKWARD}\n"
+HELPERS = f"{BACK}def update():\n{STEP}\n"
+SHIFT = "    for p in model.parameters():\n        p.grad.add_(0.5)\n"
+NO_STEP = "step() may not follow after gradients are clipped"
+BETWEEN = "gradients are clipped between two backward passes"
+LEFT = {
+    "functions": (
+        f"{HELPERS}def clip():\n{CLIP}\n{LOOP}    backward()\n    clip()\n    update()\n",
+        "gradients are clipped in another block than step()",
+    ),
+    "caller": (
+        f"{HELPERS}{LOOP}    backward()\n{SHIFT}    update()\n",
+        "p.grad is read, which GradScaler keeps scaled",
+    ),
+    "step in the caller": (
+        f"{BACK}{LOOP}    backward()\n{SHIFT}{STEP}",
+        "p.grad is read, which GradScaler keeps scaled",
+    ),
+    "function of another file": (
+        f"{HELPERS}{LOOP}    backward()\n    noise(model.parameters())\n    update()\n",
+        "noise is given the parameters before the step",
+    ),
+    "function of another file in front of the step": (
+        f"{BACK}def change():\n    noise(model.parameters())\n{STEP}{LOOP}    backward()\n",
+        "noise is given the parameters before the step",
+    ),
+    "two losses": (f"{LOOP}{BACKWARD}{CLIP}{BACKWARD}{STEP}", BETWEEN),
+    "continue": (
+        f"{LOOP}{BACKWARD}{CLIP}{SKIP.replace('JUMP', 'continue')}{STEP}",
+        NO_STEP,
+    ),
+    "break": (f"{LOOP}{BACKWARD}{CLIP}{SKIP.replace('JUMP', 'break')}{STEP}", NO_STEP),
+    "return": (
+        f"def train(n):\n{BACKWARD}{CLIP}{SKIP.replace('JUMP', 'return')}{STEP}",
+        NO_STEP,
+    ),
+    "step first": (
+        f"{LOOP}    if n:\n    {CLIP}        optimizer.step()\n{BACKWARD}",
+        "optimizer.step() is in front of its backward pass",
+    ),
+    "conditional loss": (
+        LOOP
+        + "    loss = model(x).square().mean()\n    if loss > 0:\n"
+        + "        with amp.scale_loss(loss, optimizer) as scaled_loss:\n"
+        + f"            scaled_loss.backward()\n{STEP}",
+        "optimizer.step() lacks the condition of its backward pass",
+    ),
+    "conditional call": (
+        f"{BACK}{LOOP}    if n:\n        backward()\n{STEP}",
+        "optimizer.step() lacks the condition of its backward pass",
+    ),
+    "loops over optimizers": (
+        "optimizers = [optimizer]\nfor i in range(1):\n"
+        + BACKWARD.replace("optimizer)", "optimizers[i])")
+        + "for i in range(1):\n    optimizers[i].step()\n",
+        "optimizers[i] is stepped in another loop than its losses",
+    ),
+    "optimizer of a loop": (
+        f"optimizers = [optimizer]\nfor optimizer in optimizers:\n{BACKWARD}"
+        "for optimizer in optimizers:\n    optimizer.step()\n",
+        "optimizer is stepped in another loop than its losses",
+    ),
+}
+CONVERTED = {
+    "break of another loop": f"{LOOP}{BACKWARD}{CLIP}    for _ in x:\n        break\n{STEP}",
+    "return after the step": f"def train(n):\n{BACKWARD}{CLIP}{STEP}    return\n",
+    "functions": f"{HELPERS}{LOOP}    backward()\n    update()\n",
+    "clipping beside the step": f"{BACK}def update():\n{CLIP}{STEP}{LOOP}    backward()\n",
+    "one loop over optimizers": "optimizers = [optimizer]\nfor i in range(1):\n"
+    + BACKWARD.replace("optimizer)", "optimizers[i])")
+    + "    optimizers[i].step()\n",
+    "shared condition": f"{LOOP}    if n:\n"
+    + "".join(f"    {line}\n" for line in f"{BACKWARD}{STEP}".splitlines()),
+    "builder of another file": f"noise(model.parameters())\n{HELPERS}{LOOP}    backward()\n"
+    + "    update()\n",
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_order_that_is_not_certain_is_left(tmp_path, name):
+    script, why = LEFT[name]
+    code, report = migrate(tmp_path, START + script, status=1)
+    assert why in report
+    assert "amp.scale_loss(" in code and "GradScaler" not in re.sub("#.*", "", code)
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_order_that_is_certain_is_converted(tmp_path, name):
+    assert "0 left" in migrate(tmp_path, START + CONVERTED[name])[1]
+
+
+TWO_OPTIMIZERS = """\
+import torch
+from torch import nn
+from apex import amp
+
+torch.manual_seed(0)
+x = torch.randn(8, 8)
+one, two = nn.Linear(8, 8), nn.Linear(8, 8)
+first = torch.optim.SGD(one.parameters(), lr=0.5)
+second = torch.optim.SGD(two.parameters(), lr=0.5)
+[one, two], [first, second] = amp.initialize([one, two], [first, second], opt_level="O1")
+for step in range(4):
+    loss_one, loss_two = one(x).square().mean(), two(x).square().mean()
+    with amp.scale_loss(loss_one, first) as scaled_loss:
+        scaled_loss.backward()
+    with amp.scale_loss(loss_two, second) as scaled_loss:
+        scaled_loss.backward()
+    nn.utils.clip_grad_norm_(amp.master_params(first), 0.1)
+    nn.utils.clip_grad_norm_(amp.master_params(second), 0.1)
+    first.step()
+    second.step()
+    print(loss_one.item())
+    print(loss_two.item())
+"""
+
+
+def test_gradients_of_two_optimizers_are_clipped_unscaled(run, tmp_path):
+    (tmp_path / "script.py").write_text(TWO_OPTIMIZERS)
+    before = losses(run(*COMMAND, "run", "script.py"))
+    code, _ = migrate(tmp_path, TWO_OPTIMIZERS)
+    assert "scaler_first.unscale_(first)\n    scaler_second.unscale_(second)\n" in code
+    # On a CPU, GradScaler for CUDA is disabled. This one scales by powers of 2, which is exact.
+    (tmp_path / "script.py").write_text(code.replace('GradScaler("cuda"', 'GradScaler("cpu"'))
+    assert losses(run("script.py")) == pytest.approx(before, rel=1e-2)  # the first run is in half
