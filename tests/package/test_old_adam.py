@@ -130,3 +130,19 @@ def test_fine_tuning_of_bert_clips_unscaled_gradients(kind):
         results.append(optimizer.masters)
     for one, two in zip(*results, strict=True):
         torch.testing.assert_close(one, two)
+
+
+@pytest.mark.parametrize("kind", [old_adam.FusedAdam, contrib_adam.FusedAdam])
+def test_grad_scaler_unscales_before_gradients_are_clipped(kind):
+    results = []
+    for is_scaled in (False, True):
+        value = nn.Parameter(torch.ones(4))
+        optimizer = kind([value], lr=0.1, max_grad_norm=1.0)
+        scaler = torch.amp.GradScaler("cpu", enabled=is_scaled)
+        for step in range(1, 4):
+            optimizer.zero_grad()
+            scaler.scale(value.sum() * 0.1 * step).backward()  # below the limit without the scale
+            scaler.step(optimizer)
+            scaler.update()
+        results.append([value.detach(), optimizer.state[value]["exp_avg"]])
+    torch.testing.assert_close(*results)

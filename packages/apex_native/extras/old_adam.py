@@ -12,6 +12,8 @@ from torch import Tensor
 class GroupClipping(FusedOptimizer):
     """Mixin that clips the gradients of each group to its `max_grad_norm`, if that is above 0."""
 
+    _step_supports_amp_scaling = False  # GradScaler's step would leave them scaled when clipped
+
     def _before_step(self) -> None:
         super()._before_step()
         self._clips: dict[int, Tensor] = {}  # what gradients are divided by, by their group's id
