@@ -385,3 +385,47 @@ def test_unsure_case_is_left(tmp_path, script, old, new, why):
     code, report = migrate(tmp_path, script, "--opt-level", "O1", status=1)
     assert why in report
     assert "torch.amp.GradScaler" not in code
+
+
+FLAG = """
+try:
+    from apex import amp
+    use_amp = True
+except ImportError:
+    use_amp = False
+
+def train(model, optimizer):
+    if use_amp:
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
+    for step in range(6):
+        loss = model(x).pow(2).mean()
+        if use_amp:
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+        else:
+            loss.backward()
+        optimizer.step()
+
+train(model, optimizer)
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("def train", "if not args.fp16:\n    use_amp = False\ndef train"),
+        ("def train", "use_amp &= args.fp16\ndef train"),
+        ("def train", "use_amp: bool = args.fp16\ndef train"),
+        ("optimizer):", "optimizer, use_amp=False):"),
+        ("use_amp = True", "use_amp = True\n    use_amp = args.fp16"),
+    ],
+)
+def test_option_of_the_name_of_the_flag_for_an_import_is_kept(tmp_path, old, new):
+    code, _ = migrate(tmp_path, START + FLAG.replace(old, new, 1), "--opt-level", "O1")
+    assert 'GradScaler("cuda", enabled=bool(use_amp))' in code
+
+
+@pytest.mark.parametrize("first", ["", "use_amp = False\n"])
+def test_flag_for_an_import_alone_is_no_condition(tmp_path, first):
+    code, _ = migrate(tmp_path, START + first + FLAG, "--opt-level", "O1")
+    assert 'GradScaler("cuda")' in code

@@ -82,6 +82,10 @@ LEFT = {
         f"{BACK}{LOOP}    if n:\n        backward()\n{STEP}",
         "optimizer.step() lacks the condition of its backward pass",
     ),
+    "repeated step": (
+        f"{LOOP}{BACKWARD}    for _ in range(2):\n        optimizer.step()\n",
+        "optimizer.step() is in a loop without its backward pass",
+    ),
     "loops over optimizers": (
         "optimizers = [optimizer]\nfor i in range(1):\n"
         + BACKWARD.replace("optimizer)", "optimizers[i])")

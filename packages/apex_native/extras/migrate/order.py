@@ -78,7 +78,7 @@ class Order(Gradients):
                     )
 
     def _check_loop(self, optimizer: str, losses: list[Loss], step: cst.Call) -> None:
-        """Require that an expression for several optimizers is one of them until its step."""
+        """Require one step for each backward pass, of an expression that stays one optimizer."""
         expression = cst.parse_expression(optimizer)
         is_item = isinstance(expression, cst.Subscript) and names_in(expression.slice[0])
         targets: set[str] = set()
@@ -86,8 +86,13 @@ class Order(Gradients):
             for loop in self.parents(each):
                 targets |= names_in(loop.target) if isinstance(loop, cst.For) else set()
         varies = is_item or optimizer.split(".")[0] in targets
-        if varies and any(self.loop(loss.statement) is not self.loop(step) for loss in losses):
+        loops = [self.loop(loss.statement) for loss in losses]
+        if varies and any(loop is not self.loop(step) for loop in loops):
             self.usage.reasons.append(f"{optimizer} is stepped in another loop than its losses")
+        places = self.beside(step, [loss.statement for loss in losses])
+        around = {each for place in places for each in self.parents(place)}
+        if places and not {self.loop(step)} <= {None, *around}:
+            self.usage.reasons.append(f"{optimizer}.step() is in a loop without its backward pass")
 
     def _check_unscaled_until(self, losses: list[Loss], start: cst.CSTNode, step: cst.Call) -> None:
         """Require that nothing but the step follows after gradients are unscaled."""

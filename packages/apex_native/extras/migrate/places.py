@@ -103,26 +103,44 @@ def none_fallbacks(module: cst.Module) -> set[str]:
 
 
 def availability_flags(module: cst.Module) -> set[str]:
-    """Return the names that are True where Apex can be imported, and False elsewhere."""
-    found: dict[str, set[str]] = {}
+    """Return the names that are True where Apex can be imported, and False elsewhere.
+
+    They have no other values: an option that disables amp may be one.
+    """
+    flags: set[str] = set()
+    others: set[str] = set()
 
     class Flags(cst.CSTVisitor):
+        around: cst.Try | None = None  # which imports Apex
+
         def visit_Try(self, node: cst.Try) -> None:
             code = source(node.body) + (source(node.orelse) if node.orelse else "")
             if re.search(r"^\s*(import|from) apex\b", code, re.MULTILINE):
-                for name in re.findall(r"^\s*(\w+) = True\b", code, re.MULTILINE):
-                    found.setdefault(name, set()).add("True")
+                self.around = node
+                flags.update(re.findall(r"^\s*(\w+) = True\b", code, re.MULTILINE))
 
-        def visit_Assign(self, node: cst.Assign) -> None:
+        def leave_Try(self, original_node: cst.Try) -> None:
+            self.around = None if self.around is original_node else self.around
+
+        def visit_Assign(self, node: cst.Assign) -> bool:
             for target in node.targets:
-                found.setdefault(source(target.target), set()).add("=" + source(node.value))
+                name, value = source(target.target), source(node.value)
+                is_first = name not in flags and value == "False"
+                if not is_first and not (self.around and value in ("True", "False")):
+                    others.update(names_in(target.target))
+            return False
+
+        def visit_Param(self, node: cst.Param) -> None:
+            others.add(node.name.value)
+
+        def visit_AugAssign(self, node: cst.AugAssign) -> None:
+            others.update(names_in(node.target))
+
+        def visit_AnnAssign(self, node: cst.AnnAssign) -> None:
+            others.update(names_in(node.target))
 
     module.visit(Flags())
-    return {
-        name
-        for name, given in found.items()
-        if given <= {"True", "=True", "=False"} and "True" in given
-    }
+    return flags - others
 
 
 def apex_name(names: Collection[QualifiedName], fallbacks: set[str]) -> str:
