@@ -57,6 +57,23 @@ LEFT = {
         f"{BACK}def change():\n    noise(model.parameters())\n{STEP}{LOOP}    backward()\n",
         "noise is given the parameters before the step",
     ),
+    "names of parameters": (
+        f"{LOOP}{BACKWARD}    noise(model.named_parameters())\n{STEP}",
+        "noise is given the parameters before the step",
+    ),
+    "list of parameters": (
+        "params, more = [], []\nfor name, p in model.named_parameters():\n"
+        + f"    params.append(p)\nmore += params\n{LOOP}{BACKWARD}    noise(more)\n{STEP}",
+        "noise is given the parameters before the step",
+    ),
+    "optimizer": (
+        f"{LOOP}{BACKWARD}    noise(optimizer)\n{STEP}",
+        "noise is given the parameters before the step",
+    ),
+    "groups of the optimizer": (
+        f"{LOOP}{BACKWARD}    noise(optimizer.param_groups)\n{STEP}",
+        "noise is given the parameters before the step",
+    ),
     "two losses": (f"{LOOP}{BACKWARD}{CLIP}{BACKWARD}{STEP}", BETWEEN),
     "continue": (
         f"{LOOP}{BACKWARD}{CLIP}{SKIP.replace('JUMP', 'continue')}{STEP}",
@@ -106,6 +123,8 @@ CONVERTED = {
     "one loop over optimizers": "optimizers = [optimizer]\nfor i in range(1):\n"
     + BACKWARD.replace("optimizer)", "optimizers[i])")
     + "    optimizers[i].step()\n",
+    "names and learning rate": "for n, p in model.named_parameters():\n    print(n)\n"
+    + f"{LOOP}{BACKWARD}    noise(n, lr=optimizer.param_groups[0]['lr'])\n{STEP}",
     "shared condition": f"{LOOP}    if n:\n"
     + "".join(f"    {line}\n" for line in f"{BACKWARD}{STEP}".splitlines()),
     "builder of another file": f"noise(model.parameters())\n{HELPERS}{LOOP}    backward()\n"

@@ -13,6 +13,7 @@ from .calls import split
 from .forward import Forward
 from .order import Order, negated
 from .places import (
+    ADDING,
     as_bool,
     availability_flags,
     forward_range,
@@ -69,6 +70,8 @@ class Analysis(Order):
         elif attribute == "add_argument" and "store_true" in source(node):
             texts = [source(arg.value).strip("\"'") for arg in node.args if arg.keyword is None]
             self.flags |= {text.lstrip("-").replace("-", "_") for text in texts}
+        elif attribute in ADDING and isinstance(node.func, cst.Attribute):
+            self.assigned += [(node.func.value, arg.value) for arg in node.args]
         elif "clip_grad" in source(node.func):
             self._add_reader(node, "")
         if not name.startswith("apex.amp."):
@@ -124,7 +127,14 @@ class Analysis(Order):
         self.defined.add(node.name.value)
 
     def visit_Assign(self, node: cst.Assign) -> None:
-        self.assigned.append(node)
+        self.assigned += [(each.target, node.value) for each in node.targets]
+
+    def visit_AugAssign(self, node: cst.AugAssign) -> None:
+        self.assigned.append((node.target, node.value))
+
+    def visit_For(self, node: cst.For) -> None:
+        pair = node.target.elements if isinstance(node.target, cst.Tuple) else ()
+        self.assigned.append((pair[-1].value if pair else node.target, node.iter))
 
     def visit_Global(self, node: cst.Global) -> None:
         """Reject ``global amp``, which an import in a function follows."""

@@ -8,12 +8,17 @@ from typing import Any
 import libcst as cst
 from libcst.metadata import PositionProvider, QualifiedNameProvider
 
-from .places import names_in, new_name, source
+from .places import ADDING, names_in, new_name, source
 from .tree import LOOPS, Tree
 from .usage import Loss, Usage
 
 # In the name of a class whose ``step`` GradScaler calls.
 OPTIMIZER = re.compile(r"Optim|SGD|Adam|LAMB|LARS|LARC|Adagrad|NovoGrad|RMSprop|Rprop")
+# Parameters, of a model or of an optimizer's groups.
+PARAMETERS = re.compile(
+    r"\.(named_)?parameters\(\)|\.param_groups(\[\d+\])?(\[['\"]params['\"]\])?$"
+)
+HARMLESS = {*dir(builtins), *ADDING, "scale_loss", "master_params"}  # given parameters
 NAMELESS = ("__call__", "__enter__", "__exit__", "forward")  # methods called without their names
 
 
@@ -29,7 +34,7 @@ def _is_property(function: cst.CSTNode) -> bool:
 
 def _is_computed_from(node: cst.CSTNode, parameters: set[str]) -> bool:
     """Return whether parameters are in `node`, of a model or under these names."""
-    return ".parameters()" in source(node) or bool(names_in(node) & parameters)
+    return bool(PARAMETERS.search(source(node)) or names_in(node) & parameters)
 
 
 class Gradients(Tree):
@@ -44,7 +49,7 @@ class Gradients(Tree):
         self.calls: list[tuple[str, cst.Call]] = []  # of functions and methods, by name
         self.values: set[str] = set()  # names that are passed on or assigned
         self.defined: set[str] = set()  # functions of this file
-        self.assigned: list[cst.Assign] = []
+        self.assigned: list[tuple[cst.BaseExpression, cst.BaseExpression]] = []  # target, value
         self.has_lambda = False  # which reads gradients
 
     def name_scalers(self, module: cst.Module) -> None:
@@ -102,8 +107,11 @@ class Gradients(Tree):
         """Require that no function of another file is given the parameters before a step."""
         parameters = self._names_of_parameters()
         for name, call in self.calls:
-            is_given = any(_is_computed_from(arg, parameters) for arg in call.args)
-            is_harmless = name in self.defined or "clip_grad" in name or hasattr(builtins, name)
+            is_given = any(
+                source(arg.value) in self.usage.scalers or _is_computed_from(arg.value, parameters)
+                for arg in call.args
+            )
+            is_harmless = name in {*self.defined, *HARMLESS} or "clip_grad" in name
             if not is_given or is_harmless:
                 continue
             starts = self.beside(call, [loss.statement for loss in self.usage.losses])
@@ -130,12 +138,12 @@ class Gradients(Tree):
     def _names_of_parameters(self) -> set[str]:
         """Return the names of what is computed from parameters, except for optimizers."""
         found: set[str] = set()
-        for line in self.assigned:
-            called = source(line.value.func) if isinstance(line.value, cst.Call) else ""
+        for target, value in self.assigned:
+            called = source(value.func) if isinstance(value, cst.Call) else ""
             if OPTIMIZER.search(called) or called.endswith("initialize"):
                 continue
-            if _is_computed_from(line.value, found):
-                found |= {name for each in line.targets for name in names_in(each.target)}
+            if _is_computed_from(value, found):
+                found |= names_in(target)
         return found - {owner.removeprefix("self.") for owner, _ in self.steps}
 
     def _check_helpers(self, covered: set[cst.CSTNode]) -> None:
