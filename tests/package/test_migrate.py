@@ -195,6 +195,21 @@ LEFT = [
         "no equivalent of its argument set_grad_none",
     ),
     ("from apex.optimizers import FusedAdam\no = FusedAdam(p, **options)", "unpacked"),
+    *(
+        (
+            f"from apex.optimizers import FusedAdam\nimport torch\n{cast}\no = FusedAdam(m.parameters())",
+            "torch's moments of half parameters are not fp32",
+        )
+        for cast in (
+            "m.half()",
+            "m = m.cuda().bfloat16()",
+            "m.to(device, torch.float16)",
+            "m.to(dtype=torch.bfloat16)",
+            "m.type(torch.half)",
+            "m.type(torch.cuda.HalfTensor)",
+            "m = network_to_half(m)",
+        )
+    ),
     (
         "from apex import amp\nm, o = amp.initialize(m, o, opt_level='O0')\n"
         "amp._amp_state.loss_scalers[0]._loss_scale = scale",

@@ -28,6 +28,8 @@ from .usage import Loss
 HANDLED = {"initialize", "scale_loss", "master_params", "state_dict", "load_state_dict"}
 HANDLED |= {"disable_casts"}
 REGISTERED = ("register_float_function", "register_half_function", "register_promote_function")
+# A cast of a model to half or bfloat16, or of tensors.
+HALF = re.compile(r"\.(half|bfloat16)\(|network_to_half\(|\.(to|type)\(.*(float16|half)", re.I)
 NO_MASTERS = "O2, O3 and O5 cast the model; --opt-level O1 or O4 replaces them by autocast"
 IGNORED = {"opt_level", "verbosity", "models", "optimizers", "num_losses"}
 IGNORED |= {"keep_batchnorm_fp32", "master_weights"}  # no effect where weights are not cast
@@ -65,6 +67,7 @@ class Analysis(Order):
         name = self.name(node.func)
         attribute = node.func.attr.value if isinstance(node.func, cst.Attribute) else ""
         self.calls.append((attribute or source(node.func), node))
+        self.usage.has_half |= bool(HALF.search(source(node)))
         if attribute == "step" and isinstance(node.func, cst.Attribute):
             self.steps.append((source(node.func.value), node))
         elif attribute == "add_argument" and "store_true" in source(node):

@@ -20,6 +20,7 @@ from .report import PREFIX, Report
 from .tree import STATEMENTS
 from .usage import Usage
 
+HALF_MOMENTS = "the script casts to half; torch's moments of half parameters are not fp32"
 PARENTHESES = str.maketrans("[]", "()")
 
 
@@ -97,6 +98,8 @@ class Rewrite(cst.CSTTransformer):
             self._leave_as_is(original_node, f"torch has no {short}; apex_native has it")
             return updated_node
         result = RULES[name](updated_node)
+        if self.usage.has_half and name == "apex.optimizers.FusedAdam":
+            result = HALF_MOMENTS
         if isinstance(result, str):
             self._leave_as_is(original_node, f"{short}: {result}")
             return updated_node
