@@ -197,7 +197,7 @@ LEFT = [
     ("from apex.optimizers import FusedAdam\no = FusedAdam(p, **options)", "unpacked"),
     *(
         (
-            f"from apex.optimizers import FusedAdam\nimport torch\n{cast}\no = FusedAdam(m.parameters())",
+            f"from apex.optimizers import FusedAdam\nimport torch\n{cast}\no = FusedAdam(p)",
             "torch's moments of half parameters are not fp32",
         )
         for cast in (

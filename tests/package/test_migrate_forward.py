@@ -92,6 +92,53 @@ LEFT = {
         + f"    loss = criterion(out, y)\n{STEP}",
         NO_FORWARD,
     ),
+    "output of an outer loop": (
+        INITIALIZE
+        + f"{LOOP}    features = model[0](x)\n    for weight in (0.5, 0.5):\n"
+        + "        loss = criterion(model[1:](features), y) * weight\n"
+        + "        with amp.scale_loss(loss, optimizer) as scaled_loss:\n"
+        + "            scaled_loss.backward(retain_graph=True)\n    optimizer.step()\n",
+        "model[0] is called outside of autocast",
+    ),
+    "output as an argument": (
+        INITIALIZE
+        + "def update(features):\n    loss = criterion(model[1:](features), y)\n"
+        + f"{STEP}{LOOP}    features = model[0](x)\n    update(features)\n",
+        "update is given an output of model[0]",
+    ),
+    "statement with a step": (
+        INITIALIZE
+        + f"{LOOP}    if step:\n        optimizer.zero_grad()\n        out = model[0](x)\n"
+        + f"    loss = criterion(model[1:](out), y)\n{STEP}",
+        "model[0] is called outside of autocast",
+    ),
+    "method called step beside another": (
+        INITIALIZE
+        + f"{LOOP}    loss = criterion(model(x), y)\n    for n in range(2):\n"
+        + f"        loss = loss + model.step(x)\n{STEP}",
+        "model.step is called outside of autocast",
+    ),
+    "decorator": (
+        "@amp.float_function\ndef compute(out):\n    return criterion(out, y)\n"
+        + f"{INITIALIZE}{LOOP}    loss = compute(model(x))\n{STEP}",
+        "amp.float_function has no equivalent here",
+    ),
+    "other method with two outputs": (
+        """
+class Trainer:
+    def __init__(self):
+        self.net, self.other = amp.initialize([model, model], opt_level="O4", verbosity=0)
+
+    def forward(self):
+        self.mask, self.fake = self.net(x)
+
+    def backward(self):
+        loss = self.other(self.fake @ torch.randn(4, 16)).sum()
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+""",
+        "forward has a forward pass that the loss is computed from",
+    ),
     "other method": (
         """
 class Trainer:

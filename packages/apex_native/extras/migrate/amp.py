@@ -15,6 +15,7 @@ from .order import Order, negated
 from .places import (
     ADDING,
     as_bool,
+    assigned,
     availability_flags,
     forward_range,
     is_boundary,
@@ -125,6 +126,12 @@ class Analysis(Order):
         if not (is_attribute or is_keyword):
             self._check_value(node)
             self.names.append(node)
+
+    def visit_Decorator(self, node: cst.Decorator) -> None:
+        """Find ``amp.float_function`` and its like, which register a function."""
+        name = self.name(node.decorator)
+        if name.startswith("apex.amp."):
+            self.registered.append(name.removeprefix("apex.amp."))
 
     def visit_FunctionDef(self, node: cst.FunctionDef) -> None:
         self.defined.add(node.name.value)
@@ -250,6 +257,8 @@ class Analysis(Order):
         original_node.visit(forward)
         for loss in usage.losses:
             self._add_autocast(loss, forward)
+        for loss in usage.losses if usage.has_autocast else ():
+            self._check_outputs(loss, forward)
         if usage.scaled and not usage.reasons:
             self.name_scalers(original_node)
             self.check_steps()
@@ -380,7 +389,8 @@ class Analysis(Order):
 
     def _add_autocast(self, loss: Loss, forward: Forward) -> None:
         """Record the statements that compute a loss, and the condition of autocast there."""
-        usage, wanted = self.usage, names_in(loss.value)
+        usage = self.usage
+        wanted = loss.wanted = names_in(loss.value)
         ranges = [
             (block, forward_range(block.body, index, wanted))
             for block, index in self.levels(loss.statement)
@@ -396,6 +406,7 @@ class Analysis(Order):
             usage.reasons.append("the loss is not computed in the function of its amp.scale_loss")
         covered = [block.body[line] for block, lines in ranges for line in lines]
         covered = [line for line in covered if not is_boundary(line)]
+        loss.covered = set(covered)
         if not any(forward.runs(line) for line in covered):
             usage.reasons.append(
                 "no forward pass of the model is among the statements that compute the loss"
@@ -412,11 +423,37 @@ class Analysis(Order):
                 if function in {self.function(line) for line in covered}:
                     continue
                 for line in function.body.body:
-                    given = set(re.findall(r"\bself\.(\w+)\b[^\n]* = ", source(line)))
-                    if given & used and forward.runs(line):
+                    if assigned(line) & used and forward.runs(line):
                         self.usage.reasons.append(
                             f"{name} has a forward pass that the loss is computed from"
                         )
+
+    def _check_outputs(self, loss: Loss, forward: Forward) -> None:
+        """Require that the outputs of models which a loss is computed from are under autocast.
+
+        They may come from an outer loop, from a statement with a step, or be arguments.
+        """
+        every = {line for each in self.usage.losses for line in each.covered}
+        given = {name for line in loss.covered for name in assigned(line)}
+        here = self.function(loss.statement)
+        outer = {block for block, _ in self.levels(loss.statement)}
+        for call in forward.outputs():
+            line = self.statement(call)
+            if {line, *self.parents(line)} & every:
+                continue
+            names = assigned(line)
+            unknown = loss.wanted - (set() if outer & {*self.parents(line)} else given)
+            is_before = self.line(line) < self.line(loss.statement)
+            if self.function(line) is here and is_before and names & unknown:
+                self.usage.reasons.append(f"{source(call.func)} is called outside of autocast")
+            for name, other in self.calls:
+                is_call = isinstance(here, cst.FunctionDef) and name == here.name.value
+                is_beside = self.function(line) is self.function(other)
+                if is_call and is_beside and any(names_in(arg.value) & names for arg in other.args):
+                    self.usage.reasons.append(
+                        f"{name} is given an output of {source(call.func)}, which is called "
+                        "outside of autocast"
+                    )
 
     def _enabled(self, loss: Loss, computed: set[str]) -> str:
         """Return the condition of autocast, and merge branches that become equal.

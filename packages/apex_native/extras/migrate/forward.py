@@ -1,5 +1,6 @@
 """Forward passes: the statements that run a model which amp prepares."""
 
+import re
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
@@ -21,6 +22,12 @@ def _last(value: cst.BaseExpression) -> str:
     if isinstance(value, cst.Attribute):
         return value.attr.value
     return value.value if isinstance(value, cst.Name) else ""
+
+
+def _ends(value: cst.BaseExpression) -> set[str]:
+    """Return the first and the last name of ``a.b.c``, without ``self`` and indices."""
+    names = re.sub(r"\[[^][]*\]", "", source(value)).removeprefix("self.").split(".")
+    return {names[0], names[-1]}
 
 
 def _makes_model(call: cst.Call) -> bool:
@@ -91,6 +98,14 @@ class Forward(cst.CSTVisitor):
             for index, arg in enumerate(call.args):
                 if _last(arg.value) in self.models and not arg.star:
                     yield from [arg.keyword.value] if arg.keyword else names[index : index + 1]
+
+    def outputs(self) -> list[cst.Call]:
+        """Return the calls of models and of their methods."""
+        return [
+            call
+            for call in self._calls
+            if self._is_forward(call) and _ends(call.func) & self.models - self.runners
+        ]
 
     def runs(self, node: cst.CSTNode) -> bool:
         """Return whether code calls a model, or a function that runs one or is given one."""

@@ -14,6 +14,8 @@ class Loss:
     alias: str
     optimizer: str
     enabled: str = ""  # the condition of autocast, "" if there is none
+    wanted: set[str] = field(default_factory=set)  # names that it is computed from
+    covered: set[cst.CSTNode] = field(default_factory=set)  # statements under autocast
 
 
 @dataclass
