@@ -324,3 +324,17 @@ def test_mixed_precision_lamb_skips_under_the_grad_scaler():
         assert torch.equal(parameter.detach(), torch.ones(3).bfloat16()) != moves
         assert scaler.get_scale() == scale
     assert optimizer.param_groups[0]["step"] == 1
+
+
+def test_mixed_precision_lamb_continues_from_a_checkpoint_of_apex():
+    parameter = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    optimizer = FusedMixedPrecisionLamb([parameter], 0.1, reduced_precision_dtype=torch.bfloat16)
+    saved = optimizer.state_dict()
+    means = {"exp_avg": torch.full((4,), 1 / 3), "exp_avg_sq": torch.ones(4)}
+    groups = [{**saved["param_groups"][0], "lr": torch.tensor(0.1), "step": torch.tensor([3])}]
+    optimizer.load_state_dict({"state": {0: means}, "param_groups": groups})
+    parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    state = optimizer.state[parameter]
+    assert state["master"].dtype == torch.float32 and (state["master"] < 1).all()
+    torch.testing.assert_close(state["exp_avg"], means["exp_avg"] * 0.9)

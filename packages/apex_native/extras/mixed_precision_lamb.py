@@ -60,6 +60,13 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         """Return the state of the base class and the type of the masters' parameters."""
         return {**super().__getstate__(), "reduced_precision_dtype": self.reduced_precision_dtype}
 
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Load the state of this class, or of Apex's, which has no masters and keeps tensors."""
+        super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            group["lr"] = float(group["lr"])
+            group["step"] = int(group["step"])
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a step, unless the scaler found an inf or nan; return the result of `closure`."""
         found_inf = getattr(self, "found_inf", None)
@@ -83,8 +90,9 @@ class FusedMixedPrecisionLamb(FusedLAMB):
             return
         states = [self.state[parameter] for parameter in parameters]
         for parameter, state in zip(parameters, states, strict=True):
-            if not state:
-                state.update(self._new_state(parameter), master=parameter.detach().float())
+            if "master" not in state:  # at the first step, and in a checkpoint of Apex
+                new = self._new_state(parameter)
+                state.update({**new, **state}, master=parameter.detach().float())
         masters = [state["master"] for state in states]
         grads = [p.grad.float() for p in parameters if p.grad is not None]
         self._update(group, masters, grads, states)
