@@ -441,6 +441,28 @@ def test_scaled_loss_may_have_the_name_of_the_loss(run, tmp_path):
     compare(run, tmp_path, f"{START}optimizer = {OPTIMIZERS[0]}{train}", 0)
 
 
+def test_loss_of_the_name_of_the_scaled_loss_is_logged_without_the_scale(tmp_path):
+    train = TRAIN.replace("LEVEL", "O1").replace("scaled_loss", "loss")
+    code, report = migrate(tmp_path, f"{START}optimizer = {OPTIMIZERS[0]}{train}")
+    assert "    scaler.scale(loss).backward()\n" in code and "print(loss.item())" in code
+    assert "changed: loss is not scaled after the backward pass" in report
+
+
+@pytest.mark.parametrize("level", ["O0", "O4"])
+def test_dynamic_scale_without_a_scaler_is_reported(tmp_path, level):
+    train = TRAIN.replace('"LEVEL"', f'"{level}", loss_scale="dynamic"')
+    report = migrate(tmp_path, f"{START}optimizer = {OPTIMIZERS[0]}{train}")[1]
+    assert "changed: steps with inf or nan in their gradients are no longer skipped" in report
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_casts_without_gradients_are_not_reused(tmp_path, level):
+    no_grad = "    with torch.no_grad():\n        y = model(x).argmax(1)\n    output ="
+    train = TRAIN.replace("LEVEL", level).replace("    output =", no_grad)
+    code, _ = migrate(tmp_path, f"{START}optimizer = {OPTIMIZERS[0]}{train}")
+    assert re.search(r"float16, cache_enabled=False\):\n *with torch.no_grad", code)
+
+
 def test_level_can_be_given(run, tmp_path):
     level = "args.opt_level, keep_batchnorm_fp32=None"
     script = f"{START}optimizer = {OPTIMIZERS[0]}{TRAIN}".replace('"LEVEL"', level)

@@ -170,6 +170,16 @@ class Analysis(Order):
         else:
             self.usage.reasons.append("amp._amp_state has no equivalent here")
 
+    def _check_initial_scale(self) -> None:
+        """Require that the script sets the scale where it initializes amp, and only then."""
+        node, start = self.usage.init_scale_statement, self.starts[0]
+        if node is None:
+            return
+        is_beside = self.function(node) is self.function(start)
+        is_once = self.loop(node) is self.loop(start) and self._tests(node) <= self._tests(start)
+        if not is_beside or not is_once:
+            self.usage.reasons.append("amp._amp_state is set elsewhere than amp.initialize")
+
     def _initialize(self, node: cst.Call) -> None:
         usage, parts = self.usage, split(expand(self, node))
         self.starts.append(node)
@@ -246,6 +256,7 @@ class Analysis(Order):
         if usage.reasons:
             return
         test = self._condition(self.starts[0])
+        self._check_initial_scale()
         for other in self.starts[1:]:
             self._check_repeated(other)
         if self.enabled and test:
@@ -262,8 +273,8 @@ class Analysis(Order):
         if usage.scaled and not usage.reasons:
             self.name_scalers(original_node)
             self.check_steps()
-            self.check_order()
             self._place_scalers()
+            self.check_order()
 
     def _place_scalers(self) -> None:
         """Require that scalers, which are created where amp is initialized, are not used elsewhere.

@@ -104,7 +104,7 @@ class Order(Gradients):
                 continue
             if isinstance(node, cst.With):
                 why = "gradients are clipped between two backward passes"
-            elif isinstance(node, cst.Return) or self.loop(node) in self.parents(step):
+            elif isinstance(node, cst.Return) or self.loop(node) in {*self.parents(step)}:
                 why = "step() may not follow after gradients are clipped"
             else:
                 continue

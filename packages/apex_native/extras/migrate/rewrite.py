@@ -13,6 +13,7 @@ from .places import (
     is_backward_alone,
     is_boundary,
     is_method_of_result,
+    names_in,
     simplify,
     source,
 )
@@ -184,6 +185,8 @@ class Rewrite(cst.CSTTransformer):
         if self.usage.level != "O0":
             what = "forward passes that compute no scaled loss, as in validation, run in float32"
             self._changed(small, what)
+        if not self.usage.scaled and "dynamic" in source(small.value):
+            self._changed(small, "steps with inf or nan in their gradients are no longer skipped")
         if original is self.usage.start:
             lines += self._scalers()
         if not lines:
@@ -261,6 +264,8 @@ class Rewrite(cst.CSTTransformer):
         is_computed = self.usage.has_autocast and computes(loss.value)
         if not is_computed and is_backward_alone(original_node.body, loss.alias):
             lines[0] = lines[0].visit(_Rename(loss.alias, cst.parse_expression(new)))
+            if loss.alias in names_in(loss.value):
+                self._changed(original_node, f"{loss.alias} is not scaled after the backward pass")
         elif is_computed:
             compute = cst.parse_statement(f"{loss.alias} = {value}")
             scale = [f"{loss.alias} = {scaler}.scale({loss.alias})"] if scaler else []
@@ -303,7 +308,8 @@ class Rewrite(cst.CSTTransformer):
     def _autocast(self, group: list[Any], enabled: str) -> list[Any]:
         if not group:
             return []
-        item = cst.WithItem(cst.parse_expression(self.usage.context(enabled)))
+        code = "".join(map(source, group))
+        item = cst.WithItem(cst.parse_expression(self.usage.context(enabled, code)))
         lead = group[0].leading_lines
         inner = cst.IndentedBlock([group[0].with_changes(leading_lines=[]), *group[1:]])
         return [cst.With([item], inner, leading_lines=lead)]

@@ -1,5 +1,6 @@
 """Facts about amp in a script, which the analysis collects and the rewriting uses."""
 
+import re
 from dataclasses import dataclass, field
 
 import libcst as cst
@@ -60,12 +61,17 @@ class Usage:
         enabled = self.condition and f", enabled={self.condition}"
         return f'torch.amp.GradScaler("cuda"{init_scale}{enabled})'
 
-    def context(self, enabled: str) -> str:
-        """Return the expression of the context manager for forward passes."""
+    def context(self, enabled: str, code: str = "") -> str:
+        """Return the expression of the context manager for the forward passes in `code`.
+
+        Up to torch 2.10, autocast reuses the weights that it has cast without gradients.
+        """
         device, dtype = '"cuda"', "torch.float16"
         if not self.scaled:
             device, dtype = '"cuda" if torch.cuda.is_available() else "cpu"', "torch.bfloat16"
-        return f"torch.autocast({device}, {dtype}{enabled and f', enabled={enabled}'})"
+        is_cached = not re.search("no_grad|inference_mode|set_grad_enabled", code)
+        cache = "" if is_cached else ", cache_enabled=False"
+        return f"torch.autocast({device}, {dtype}{enabled and f', enabled={enabled}'}{cache})"
 
     def no_autocast(self) -> str:
         """Return the expression of the context manager in place of ``amp.disable_casts()``."""
