@@ -176,7 +176,7 @@ class Analysis(Order):
         if node is None:
             return
         is_beside = self.function(node) is self.function(start)
-        is_once = self.loop(node) is self.loop(start) and self._tests(node) <= self._tests(start)
+        is_once = self.loop(node) is self.loop(start) and self.tests(node) <= self.tests(start)
         if not is_beside or not is_once:
             self.usage.reasons.append("amp._amp_state is set elsewhere than amp.initialize")
 
@@ -273,39 +273,8 @@ class Analysis(Order):
         if usage.scaled and not usage.reasons:
             self.name_scalers(original_node)
             self.check_steps()
-            self._place_scalers()
+            self.place_scalers()
             self.check_order()
-
-    def _place_scalers(self) -> None:
-        """Require that scalers, which are created where amp is initialized, are not used elsewhere.
-
-        Before it, or outside of an ``if`` around it, they do not exist.
-        """
-        steps = [node for owner, node in self.steps if owner in self.usage.scalers]
-        users = [*(loss.statement for loss in self.usage.losses), *steps, *self.states]
-        here = self.function(self.starts[0])
-        self.usage.is_global = isinstance(here, cst.FunctionDef) and any(
-            self.function(node) is not here for node in users
-        )
-        start = self.get_metadata(PositionProvider, self.starts[0]).start.line
-        assert self.usage.start is not None
-        around = self._tests(self.usage.start)
-        for node in users:
-            is_here = self.function(node) is here
-            if is_here and self.get_metadata(PositionProvider, node).start.line < start:
-                self.usage.reasons.append("amp or its optimizer is used before amp.initialize")
-            elif not around <= (self._tests(node) if is_here else set()):
-                self.usage.reasons.append(
-                    "amp or its optimizer is used outside of the condition of amp.initialize"
-                )
-
-    def _tests(self, node: cst.CSTNode) -> set[tuple[str, bool]]:
-        """Return the tests of the ifs around `node`, and whether they hold there."""
-        return {
-            (source(each.test), holds)
-            for each, holds in self.conditions(node)
-            if not isinstance(self.simplified(each.test), bool)
-        }
 
     def _check_aliases(self) -> None:
         """Require that a scaled loss is not used after its block: its name is removed."""

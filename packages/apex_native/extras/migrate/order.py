@@ -47,6 +47,37 @@ class Order(Gradients):
         """Return whether a simplified condition is the one of ``amp.initialize``."""
         return not isinstance(test, bool) and as_bool(test, self.flags) == self.usage.condition
 
+    def place_scalers(self) -> None:
+        """Require that scalers, which are created where amp is initialized, are not used elsewhere.
+
+        Before it, or outside of an ``if`` around it, they do not exist.
+        """
+        steps = [node for owner, node in self.steps if owner in self.usage.scalers]
+        users = [*(loss.statement for loss in self.usage.losses), *steps, *self.states]
+        here = self.function(self.starts[0])
+        self.usage.is_global = isinstance(here, cst.FunctionDef) and any(
+            self.function(node) is not here for node in users
+        )
+        start = self.line(self.starts[0])
+        assert self.usage.start is not None
+        around = self.tests(self.usage.start)
+        for node in users:
+            is_here = self.function(node) is here
+            if is_here and self.line(node) < start:
+                self.usage.reasons.append("amp or its optimizer is used before amp.initialize")
+            elif not around <= (self.tests(node) if is_here else set()):
+                self.usage.reasons.append(
+                    "amp or its optimizer is used outside of the condition of amp.initialize"
+                )
+
+    def tests(self, node: cst.CSTNode) -> set[tuple[str, bool]]:
+        """Return the tests of the ifs around `node`, and whether they hold there."""
+        return {
+            (source(each.test), holds)
+            for each, holds in self.conditions(node)
+            if not isinstance(self.simplified(each.test), bool)
+        }
+
     def check_order(self) -> None:
         """Require a backward pass, then unscaled gradients, then the step, for each optimizer."""
         for optimizer in self.usage.scalers:
