@@ -64,7 +64,7 @@ class Usage:
     def context(self, enabled: str, code: str = "") -> str:
         """Return the expression of the context manager for the forward passes in `code`.
 
-        Up to torch 2.10, autocast reuses the weights that it has cast without gradients.
+        Autocast of older torch reuses weights that it has cast where gradients are disabled.
         """
         device, dtype = '"cuda"', "torch.float16"
         if not self.scaled:
