@@ -261,11 +261,11 @@ def build_model(
     """Build the model and its moving average, with initial weights and SyncBN, on the device."""
 
     def build(num_classes: int) -> nn.Module:
-        create = partial(task.build_model, args.arch, num_classes, **args.model_options)
         # % if ddp == "fsdp"
-        return optim.build_on_meta(create) if dist.get_rank() else create()  # FSDP sends rank 0's
+        create = partial(task.build_model, args.arch, num_classes, **args.model_options)
+        return optim.build_empty(create) if dist.get_rank() else create()  # FSDP sends rank 0's
         # % else
-        return create()
+        return task.build_model(args.arch, num_classes, **args.model_options)
         # % endif
 
     model = build(len(data.classes))
@@ -306,9 +306,9 @@ def build_model(
     if ema:
         sharding.apply(ema.module, task.BLOCKS)
     # % else
-    nn.utils.convert_conv2d_weight_memory_format(model.to(device), memory_format)
+    optim.place(model, device, memory_format)
     if ema:
-        nn.utils.convert_conv2d_weight_memory_format(ema.module.to(device), memory_format)
+        optim.place(ema.module, device, memory_format)
     # % endif
     return model, ema
 

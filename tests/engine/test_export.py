@@ -84,10 +84,22 @@ def test_each_output_is_compared_with_its_own_numbers(tmp_path):
 
         def forward(self, inputs):
             self.calls += 1
-            return inputs + 1e6, inputs + (float("nan") if self.calls > 1 else 0)
+            return inputs + 1e2, inputs + (float("nan") if self.calls > 1 else 0)
 
     with pytest.raises(UserError, match="its outputs differ"):
         export.export_model(Outputs().eval(), tmp_path / "model.pt2", lambda n: torch.ones(n, 2))
+
+
+def test_an_output_that_is_zero_up_to_rounding_is_no_difference(tmp_path):
+    class Outputs(nn.Module):
+        calls = 0
+
+        def forward(self, inputs):
+            self.calls += 1
+            return inputs, inputs * 1e-8 * self.calls
+
+    path = tmp_path / "model.pt2"
+    assert "as the model's" in export.export_model(Outputs().eval(), path, lambda n: torch.ones(n))
 
 
 def test_exported_program_takes_others_than_views(tmp_path):

@@ -11,6 +11,7 @@ from apex_native import amp
 from engine import UserError, backend, distributed, optim
 from processes import Processes
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 
 def network() -> nn.Module:
@@ -302,5 +303,16 @@ class WithConstant(nn.Module):
 
 
 def test_a_tensor_that_is_no_buffer_is_not_left_on_the_meta_device() -> None:
-    assert optim.build_on_meta(WithConstant).scale == 2.0
-    assert next(optim.build_on_meta(network).parameters()).is_meta
+    model = optim.build_empty(WithConstant)
+    assert model.scale == 2.0 and model.layer.weight.is_meta
+    assert optim.build_on_meta(WithConstant).scale.is_meta
+
+
+@pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format])
+def test_weights_of_convolutions_get_the_format(layout: torch.memory_format) -> None:
+    model = nn.Sequential(nn.Conv3d(2, 2, 3), weight_norm(nn.Conv2d(2, 4, 3)), nn.Linear(2, 2))
+    parameters = list(model.parameters())
+    optim.place(model, torch.device("cpu"), layout)
+    assert list(map(id, model.parameters())) == list(map(id, parameters))
+    assert model[1].parametrizations.weight.original1.is_contiguous(memory_format=layout)
+    assert model[0].weight.is_contiguous()

@@ -222,7 +222,7 @@ class ConfigurableParser(ArgumentParser):
         super().__init__(prog=prog, usage=f"{prog} [flags]", description=description)
         self.error_prefix = ""
         add = self.group("configuration").add_argument
-        add("--config", type=Path, metavar="FILE", help="JSON file with defaults for these flags")
+        add("--config", type=path, metavar="FILE", help="JSON file with defaults for these flags")
         add("--print-config", action="store_true", help="print all flags as such a file, and exit")
 
     def parse_args(self, args=None, namespace=None):  # type: ignore[override]  # as argparse's

@@ -15,7 +15,7 @@ from engine import UserError, move, require_traceable
 from engine.diagnostics.first_step import tensors_in
 
 FORMATS = (".onnx", ".pt2")
-TOLERANCE = 1e-3  # relative to the largest number of an output
+TOLERANCE, ROUNDING = 1e-3, 1e-6  # relative to the largest number of an output, and of all
 
 
 def export_model(model: nn.Module, path: Path, sample_inputs: Callable[[int], Any]) -> str:
@@ -70,8 +70,9 @@ def _export_and_compare(
         ((one - other).abs().max().item(), other.abs().max().item())
         for one, other in zip(found, expected, strict=True)
     ]
+    rounding = ROUNDING * max(largest for _, largest in pairs)  # of an output that should be zero
     for difference, largest in pairs:
-        if not difference <= TOLERANCE * largest:  # NaN too
+        if not difference <= max(TOLERANCE * largest, rounding):  # NaN too
             raise UserError(
                 f"--export {path}: its outputs differ from the model's by up to {difference:.2g}, "
                 f"where the largest is {largest:.2g}; nothing was written"

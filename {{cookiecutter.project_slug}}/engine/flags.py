@@ -36,7 +36,7 @@ def add_data_arguments(parser: ArgumentParser, layout: str) -> None:
     help = f"{layout}, or a URL of packed data (default: the included digits)"
     add("--data", type=data_location, metavar="DIR", help=help)
     help = "folder for shards of a URL (default: ~/.cache/packed_data)"
-    add("--cache-dir", type=local_path, default="~/.cache/packed_data", help=help)
+    add("--cache-dir", type=not_empty, default="~/.cache/packed_data", metavar="PATH", help=help)
     help = "of the shards in --cache-dir (default: 64GB)"
     add("--cache-size", type=size_type, default=64 * 10**9, metavar="SIZE", help=help)
     add("--dummy", action="store_true", help="train on one synthetic batch, made on the device")
@@ -167,7 +167,7 @@ def complete_arguments(
     args.model_options = {}  # which the task may set
     _report_without_effect(args)
     if isinstance(args.data, str):
-        args.data = RemoteFolder(args.data, args.cache_dir, args.cache_size)
+        args.data = RemoteFolder(args.data, Path(args.cache_dir).expanduser(), args.cache_size)
     args.static_shapes = False  # likewise: compile for each input shape on its own
     if ddp == "fsdp":
         _check_sharding_arguments(parser, args)

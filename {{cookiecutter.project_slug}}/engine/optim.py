@@ -163,15 +163,29 @@ def eval_mode(module: nn.Module) -> Iterator[None]:
 
 
 def build_on_meta(create: Callable[[], nn.Module]) -> nn.Module:
-    """Build a model without memory, on the meta device, if its constructor reads no values."""
+    """Build a model on the meta device, without memory, if its constructor reads no values."""
     try:
         with torch.device("meta"):
-            model = create()
+            return create()
     except Exception:  # torchvision's RegNet reads values, for example
         return create()
-    # Tensors that are neither parameters nor buffers would stay there.
+
+
+def build_empty(create: Callable[[], nn.Module]) -> nn.Module:
+    """Build a model whose parameters and buffers are on the meta device, and all else is not."""
+    model = build_on_meta(create)
     values = (value for module in model.modules() for value in vars(module).values())
-    return create() if any(isinstance(value, Tensor) for value in values) else model
+    if any(isinstance(value, Tensor) for value in values):
+        model = create()
+    return model.to("meta")
+
+
+def place(model: nn.Module, device: torch.device, memory_format: torch.memory_format) -> None:
+    """Move a model to `device`, its weights of 4 dimensions, as of convolutions, in that format."""
+    model.to(device)
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.dim() == 4:
+            tensor.data = tensor.data.contiguous(memory_format=memory_format)
 
 
 def has_fused_sgd(model: nn.Module) -> bool:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from itertools import dropwhile
+from itertools import chain, dropwhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -319,7 +319,7 @@ class Logger(Console):
                 "same name: rename one"
             )
         everywhere = distributed.all_gather(results, dist.group.WORLD)
-        for name in set().union(*everywhere):
+        for name in dict.fromkeys(chain.from_iterable(everywhere)):
             others = [one.get(name, math.nan) for one in everywhere]
             is_same = all(_is_close(others[0], one) for one in others)
             if name not in self._differing and not is_same:
