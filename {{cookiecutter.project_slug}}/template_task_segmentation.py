@@ -326,10 +326,7 @@ def make_palette(num_classes: int) -> Tensor:
 def add_predict_arguments(parser: cli.ArgumentParser) -> None:
     """Add the flags of predict.py that belong to this task."""
     parser.add_argument(
-        "--output",
-        type=cli.local_path,
-        default=Path("predictions"),
-        help="a new folder, for the masks",
+        "--output", type=cli.local_path, default=Path("predictions"), help="new folder of the masks"
     )
 
 
