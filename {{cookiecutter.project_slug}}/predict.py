@@ -40,7 +40,7 @@ def parse_args() -> argparse.Namespace:
     add = parser.group("inference").add_argument
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU, if any")
     add("--json", action="store_true", help="print JSON lines")
-    add("--export", type=cli.local_path, metavar="FILE", help="write it as .onnx or .pt2 instead")
+    add("--export", type=cli.local_path, metavar="FILE", help="write the model as .onnx or .pt2")
     task.add_predict_arguments(parser)
     args = parser.parse_args()
     if bool(args.images) == bool(args.export):
