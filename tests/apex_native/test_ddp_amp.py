@@ -150,11 +150,53 @@ def test_gradients_accumulate(two_processes, level, no_sync, at_once):
     data = torch.randn(2, 3, 8, 4)
     first, second = two_processes(on_each_rank_accumulate, level, no_sync, at_once, data)
     assert same(first, second)
+    check_accumulated(first, data)
+
+
+def check_accumulated(found, data):
     model = net()
     for batch in data.flatten(0, 1):
         (model(batch).square().mean() / 2).backward()
     expected = [parameter.grad for parameter in model.parameters()]
-    torch.testing.assert_close(first, expected, rtol=0.02, atol=0.01)
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.01)
+
+
+def on_each_rank_accumulate_two_forwards(level, together, at_once, data):
+    """Two forward passes, the second in no_sync(), before their backward passes; then a third."""
+    model, optimizer = initialize(level)
+    wrapped = wrap(model, at_once)
+    amp.load_state_dict(dict.fromkeys(amp.state_dict(), {"loss_scale": 256.0, "unskipped": 0}))
+    *batches, last = data[dist.get_rank()]
+    for _ in range(2):  # a step before it leaves nothing behind
+        optimizer.zero_grad()
+        losses = []
+        for index, batch in enumerate(batches):
+            with wrapped.no_sync() if index else contextlib.nullcontext():
+                losses.append(wrapped(batch).float().square().mean())
+        for loss in [sum(losses)] if together else losses:
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+        if not together:  # the second pass was not averaged, and waits for this one
+            with amp.scale_loss(wrapped(last).float().square().mean(), optimizer) as scaled_loss:
+                scaled_loss.backward()
+        grads = [parameter.grad.float() for parameter in amp.master_params(optimizer)]
+        with torch.no_grad():
+            for parameter in amp.master_params(optimizer):
+                parameter.grad = parameter.grad.clone().zero_()
+        optimizer.step()
+    return grads
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("level", LEVELS)
+def test_no_sync_forward_after_a_synced_one(two_processes, level, together, at_once):
+    data = torch.randn(2, 3, 8, 4)
+    first, second = two_processes(
+        on_each_rank_accumulate_two_forwards, level, together, at_once, data
+    )
+    assert same(first, second)
+    check_accumulated(first, data[:, :2] if together else data)
 
 
 def on_each_rank_overflow_in_the_sum(options):

@@ -65,7 +65,7 @@ def scale_loss(
         loss_id: which of the ``num_losses`` scalers of ``initialize`` to use.
         model: accepted as in Apex, and unused.
         delay_unscale: leave the gradients scaled; a later block without it unscales them all.
-            This is implied by ``no_sync()`` of this package's DistributedDataParallel.
+            This is implied after a forward pass in this DistributedDataParallel's ``no_sync()``.
         delay_overflow_check: leave the scale unchanged, and skip no step.
 
     Raises RuntimeError if ``initialize`` was not called, or not with one of `optimizers`, or before
@@ -139,8 +139,11 @@ def _scaler_for(stashes: list[AmpStash], loss_id: int) -> tuple[LossScaler, Tens
 
 
 def _holds_unsynced(stashes: list[AmpStash]) -> bool:
-    """Return whether gradients of these optimizers wait for a pass after a ``no_sync()``."""
-    models = [model for model in _amp_state.unsynced if model.holds_unsynced]
+    """Return whether gradients of these optimizers wait for a pass after a ``no_sync()``.
+
+    Unscaled, they would be set aside in the next backward pass, and miss its reduction.
+    """
+    models = [m for m in _amp_state.parallel_models if m.is_unsynced and not m.is_due]
     unsynced = {parameter for model in models for parameter in model.parameters()}
     if not unsynced:  # as at nearly every step
         return False
@@ -252,6 +255,8 @@ def _backward_pass(stashes: list[AmpStash]) -> Iterator[None]:
     finally:
         for stash in stashes:
             stash.open_blocks -= 1
+        for model in _amp_state.parallel_models:
+            model.is_due = False
 
 
 def _before_backward(stash: AmpStash) -> None:
@@ -335,7 +340,7 @@ def _step(optimizer: Any, plain_step: types.MethodType, closure: object) -> obje
     if stash.delayed:
         raise RuntimeError(
             "optimizer.step() was called while gradients are still scaled: after blocks with "
-            "delay_unscale=True or under no_sync(), take one more amp.scale_loss without them."
+            "delay_unscale=True or a forward pass in no_sync(), take one more without them."
         )
     found_inf, stash.found_inf = stash.found_inf, None
     for parameter in stash.masters:

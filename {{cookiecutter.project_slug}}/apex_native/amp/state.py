@@ -139,9 +139,7 @@ class AmpState:
         self.verbosity = 1
         self.device_type = "cpu"
         self.registered: list[tuple[object, str, Callable]] = []  # casts, until ``initialize``
-        # DistributedDataParallels that were in ``no_sync()``. What is unscaled is set aside in the
-        # next backward pass, and would miss its reduction.
-        self.unsynced: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.parallel_models: weakref.WeakSet[Any] = weakref.WeakSet()  # DistributedDataParallels
 
 
 _amp_state = AmpState()

@@ -70,11 +70,13 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             find_unused_parameters=delay_allreduce,
             gradient_as_bucket_view=True,
         )
+        _amp_state.parallel_models.add(self)
         _broadcast_masters(module)
         self._trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._hook: partial | None = None
         self._in_no_sync = False
-        self.holds_unsynced = False  # decided by the last forward pass
+        self.is_unsynced = False  # whether the last forward pass was in no_sync()
+        self.is_due = False  # from a synced forward pass until the next block of amp.scale_loss
         self._averager: GradientAverager | None = None
         self.averages_at_once = False
         # torch divides before it sums; fp16 gradients overflow where Apex's do only the other way.
@@ -89,6 +91,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     def __setstate__(self, state: dict) -> None:
         """Register the communication hook, which copy and pickle leave behind."""
         super().__setstate__(state)
+        _amp_state.parallel_models.add(self)
         if self._hook is not None:
             super().register_comm_hook(self._hook.args[0], self._hook.func)
 
@@ -97,10 +100,10 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         """Accumulate gradients without averaging them, as torch's method does.
 
         The forward pass decides. ``amp.scale_loss`` leaves gradients scaled until they are reduced.
+        As in torch, the next backward pass reduces if that of a synced forward pass is missing.
         """
         outer = self._in_no_sync
         self._in_no_sync = True
-        _amp_state.unsynced.add(self)
         try:
             with super().no_sync():
                 yield
@@ -138,10 +141,12 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the module. Raises RuntimeError if the last backward pass left parameters out."""
         if torch.is_grad_enabled():  # an evaluation changes nothing
-            self.holds_unsynced = self._in_no_sync
+            self.is_unsynced = self._in_no_sync
+            if self.require_backward_grad_sync:
+                self.is_due = True
+                if self._averager is not None:
+                    self._averager.is_due = True
         if self._averager is not None:
-            if torch.is_grad_enabled():
-                self._averager.is_due = self.require_backward_grad_sync
             return self.module(*inputs, **kwargs)
         try:
             return super().forward(*inputs, **kwargs)
