@@ -232,6 +232,27 @@ def norm_without_some_tensors():
     return norm
 
 
+def norm_without_a_count(momentum):
+    norm = nn.BatchNorm1d(2, momentum=momentum)
+    norm.num_batches_tracked = None
+    return norm
+
+
+def on_each_rank_normalize_without_a_count(momentum, x):
+    norm = convert_syncbn_model(norm_without_a_count(momentum))
+    norm.forward_synced(x[dist.get_rank()])
+    return norm.state_dict()
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])  # None: torch's running statistics stay
+def test_norm_without_a_count_of_batches_is_converted(two_processes, momentum):
+    x = torch.randn(2, 4, 2)
+    norm = norm_without_a_count(momentum)
+    norm(x.flatten(0, 1))
+    for state in two_processes(on_each_rank_normalize_without_a_count, momentum, x):
+        torch.testing.assert_close(state, norm.state_dict())
+
+
 def on_each_rank_normalize_without_some_tensors(x):
     norm = convert_syncbn_model(norm_without_some_tensors())
     return norm.forward_synced(x[dist.get_rank()]).detach(), list(norm.state_dict())

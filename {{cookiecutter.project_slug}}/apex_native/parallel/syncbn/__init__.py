@@ -96,12 +96,12 @@ class SyncBatchNorm(_BatchNorm):
         """Count this batch; return the tracked statistics, and the momentum of their update."""
         if not self.track_running_stats or self.running_mean is None or self.running_var is None:
             return None, 0.0
-        assert self.num_batches_tracked is not None
-        self.num_batches_tracked.add_(1)
         momentum: float | Tensor | None = self.momentum
-        if momentum is None:
-            momentum = self.num_batches_tracked.to(self.running_mean.dtype).reciprocal()
-        return (self.running_mean, self.running_var), momentum
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if momentum is None:
+                momentum = self.num_batches_tracked.to(self.running_mean.dtype).reciprocal()
+        return (self.running_mean, self.running_var), 0.0 if momentum is None else momentum
 
     def _check_input_dim(self, input: Tensor) -> None:
         if not 2 <= input.dim() <= 5:
