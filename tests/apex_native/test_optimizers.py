@@ -268,13 +268,21 @@ def test_step_count_of_a_state_continued_by_torch():
     assert {state["step"].item() for state in optimizer.state.values()} == {5.0}
 
 
-@pytest.mark.parametrize("option", ["amsgrad", "maximize"])
-def test_states_of_unsupported_options_are_rejected(option):
+@pytest.mark.parametrize(
+    ("optimizer", "torchs", "option"),
+    [
+        (FusedAdam, torch.optim.AdamW, "amsgrad"),
+        (FusedAdam, torch.optim.AdamW, "maximize"),
+        (FusedAdagrad, torch.optim.Adagrad, "maximize"),
+        (functools.partial(FusedSGD, lr=0.1), torch.optim.SGD, "maximize"),
+    ],
+)
+def test_states_of_unsupported_options_are_rejected(optimizer, torchs, option):
     own = parameters()
-    torchs = torch.optim.AdamW(own, **{option: True})
+    torchs = torchs(own, **{option: True})
     steps(torchs, gradients(1))
     with pytest.raises(RuntimeError, match=f"cannot continue a state with {option}=True"):
-        FusedAdam(own).load_state_dict(torchs.state_dict())
+        optimizer(own).load_state_dict(torchs.state_dict())
 
 
 def test_novograd_continues_a_state_of_apex():

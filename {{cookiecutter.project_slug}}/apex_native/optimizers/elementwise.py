@@ -125,8 +125,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Load as torch does, but keep state fp32 where torch casts it to the parameter's type.
 
         It gets the strides of the parameter, channels last or not, which the fused kernels assume.
-        Raises ValueError for a moment of another shape, behind which these kernels would write.
+        Raises ValueError for a moment of another shape, behind which these kernels would write, and
+        RuntimeError for a state with torch's amsgrad or maximize.
         """
+        for group, option in product(state_dict["param_groups"], ("amsgrad", "maximize")):
+            if group.get(option):
+                name = type(self).__name__
+                raise RuntimeError(f"{name} cannot continue a state with {option}=True.")
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         own = chain.from_iterable(group["params"] for group in self.param_groups)
         pairs = zip(own, saved, strict=False)  # torch compares their numbers
@@ -306,13 +311,7 @@ class FusedAdam(FusedOptimizer):
         return saved
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Load the state of this class, of Apex's FusedAdam, or of torch's Adam and AdamW.
-
-        Raises RuntimeError if it was made with torch's amsgrad or maximize.
-        """
-        for group, option in product(state_dict["param_groups"], ("amsgrad", "maximize")):
-            if group.get(option):
-                raise RuntimeError(f"FusedAdam cannot continue a state with {option}=True.")
+        """Load the state of this class, of Apex's FusedAdam, or of torch's Adam and AdamW."""
         super().load_state_dict(state_dict)
         for group in self.param_groups:
             group_step = group.pop("step", None)
