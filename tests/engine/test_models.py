@@ -164,3 +164,18 @@ def test_conversion_keeps_frozen_parts() -> None:
     converted = models.convert_norms(model, convert)
     norm = converted.stem.bn
     assert type(norm) is SyncBatchNorm and not norm.training and not norm.weight.requires_grad
+
+
+@pytest.mark.parametrize("bare", [False, True])
+def test_shared_norm_is_converted_once(bare: bool) -> None:
+    """Two norms would part where buffers are moved or cast; missing tensors stay missing."""
+    norm = timm.layers.BatchNormAct2d(3)
+    if bare:
+        norm.bias = norm.running_mean = norm.running_var = None
+    plain = nn.Sequential(nn.Sequential(norm), nn.Sequential(nn.Conv2d(3, 3, 1), norm))
+    images = torch.randn(2, 3, 4, 4)
+    expected = copy.deepcopy(plain)(images)
+    converted = models.convert_norms(plain, convert_syncbn_model)
+    assert type(converted[0][0]) is SyncBatchNorm
+    assert converted[0][0] is converted[1][1]
+    torch.testing.assert_close(converted(images), expected)

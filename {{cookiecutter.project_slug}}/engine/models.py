@@ -171,14 +171,15 @@ def convert_norms(model: nn.Module, convert: Callable[[nn.Module], nn.Module]) -
         for name, norm in model.named_modules(remove_duplicate=False)
         if isinstance(norm, nn.BatchNorm2d) and hasattr(norm, "drop") and hasattr(norm, "act")
     }
+    plain = {norm: _plain_norm(norm) for norm in fused.values()}  # one may have several names
     for name, norm in fused.items():
-        model.set_submodule(name, _plain_norm(norm))
+        model.set_submodule(name, plain[norm])
     model = convert(model)
-    for name, norm in fused.items():
-        converted = model.get_submodule(name)
-        converted.add_module("drop", norm.get_submodule("drop"))
-        converted.add_module("act", norm.get_submodule("act"))
-        converted.register_forward_hook(_activate)
+    converted = {model.get_submodule(name): norm for name, norm in fused.items()}
+    for synced, norm in converted.items():
+        synced.add_module("drop", norm.get_submodule("drop"))
+        synced.add_module("act", norm.get_submodule("act"))
+        synced.register_forward_hook(_activate)
     return model
 
 
@@ -186,10 +187,8 @@ def _plain_norm(norm: nn.BatchNorm2d) -> nn.BatchNorm2d:
     """Return a BatchNorm2d with the tensors of `norm`, and the mode that it is in."""
     options = norm.eps, norm.momentum, norm.affine, norm.track_running_stats
     plain = nn.BatchNorm2d(norm.num_features, *options, device="meta").train(norm.training)
-    for name, parameter in norm.named_parameters(recurse=False):
-        plain.register_parameter(name, parameter)
-    for name, buffer in norm.named_buffers(recurse=False):
-        plain.register_buffer(name, buffer)
+    for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
+        setattr(plain, name, getattr(norm, name))
     return plain
 
 
