@@ -80,8 +80,8 @@ def initialize(  # noqa: PLR0913, Apex's signature
     Returns the models, and the optimizers if any were given; each as a list if it came as one.
 
     Raises RuntimeError for an unknown level, an override that contradicts it, a model that is fp16
-    or wrapped for parallel training already, and an optimizer that was given before; TypeError for
-    models or optimizers in another container than a list.
+    or wrapped for parallel training already, and an optimizer that was given before or, with
+    masters, wraps another; TypeError for models or optimizers in a container other than a list.
     """
     _amp_state.verbosity = verbosity
     if not enabled:
