@@ -8,7 +8,6 @@ import os
 import shutil
 import zipfile
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -298,7 +297,7 @@ def suppressing(method: Callable[[Path], bool]) -> Callable[[Path], bool]:
     return suppressed
 
 
-@pytest.mark.parametrize("failing", ["listdir", "stat"])
+@pytest.mark.parametrize("failing", ["iterdir", "stat"])
 @pytest.mark.parametrize("is_short", [False, True])
 def test_folder_that_the_system_can_not_list_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str, is_short: bool
@@ -306,27 +305,25 @@ def test_folder_that_the_system_can_not_list_is_an_error(
     """Since Python 3.13, pathlib takes it for empty, and since 3.14 a file for missing."""
     last = saved(tmp_path, 20)
     attempts = []
-    stat, listdir = os.stat, os.listdir
+    usual = getattr(Path, failing)
 
-    def fail(function: Callable, path: Any, *args: Any, **options: Any) -> Any:
-        if str(path).startswith(str(tmp_path)) and not (attempts and is_short):
+    def fail(path: Path, **options: Any) -> Any:
+        if path.is_relative_to(tmp_path) and not (attempts and is_short):
             attempts.append(path)
             raise OSError(errno.ESTALE, "Stale file handle")
-        return function(path, *args, **options)
+        return usual(path, **options)
 
-    if failing == "stat":
-        monkeypatch.setattr(os, "stat", partial(fail, stat))
-        for name in ("exists", "is_file", "is_dir"):
-            monkeypatch.setattr(Path, name, suppressing(getattr(Path, name)))
-    else:
-        monkeypatch.setattr(os, "listdir", partial(fail, listdir))
-        monkeypatch.setattr(Path, "glob", lambda *_: iter(()))
+    for name in ("exists", "is_file", "is_dir"):
+        monkeypatch.setattr(Path, name, suppressing(getattr(Path, name)))
+    monkeypatch.setattr(Path, failing, fail)
+    monkeypatch.setattr(Path, "glob", lambda *_: iter(()))
     monkeypatch.setattr(selection, "PAUSES_S", (0.0,))
     if is_short:
         assert newest(tmp_path, print).path == last
     else:
         with pytest.raises(UserError, match=r"can't be read \(Stale file handle\)"):
             newest(tmp_path, print)
+    assert attempts
 
 
 @pytest.mark.parametrize("error", [MemoryError(), OSError(errno.EKEYEXPIRED, "Key has expired")])
