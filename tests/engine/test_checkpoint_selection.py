@@ -326,6 +326,13 @@ def test_folder_that_the_system_can_not_list_is_an_error(
     assert attempts
 
 
+def test_folder_in_the_place_of_a_file_is_damage(tmp_path: Path) -> None:
+    """Nobody can ever read it, so `--resume auto` uses the checkpoint before."""
+    saved(tmp_path, 10)
+    (tmp_path / "last.pt" / "state.pt").mkdir(parents=True)
+    assert chosen(tmp_path) == ("step-10.pt", ["last.pt"])
+
+
 @pytest.mark.parametrize("error", [MemoryError(), OSError(errno.EKEYEXPIRED, "Key has expired")])
 @pytest.mark.parametrize("is_seeking", [False, True])
 def test_failure_in_the_middle_of_a_file_says_nothing_of_it(

@@ -28,7 +28,7 @@ MAX_PICKLES = 10  # in an archive, of which torch makes one
 CONTAINERS = (dict, list, tuple, set)
 # Errors of a file that is gone, torn or of another kind. Others, such as EIO, say nothing of it:
 # another time, or for another user, it may be whole.
-DAMAGE = (None, 0, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EINVAL)
+DAMAGE = (None, 0, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL)
 DIRECTORY = 0x10  # attribute of a directory in a ZIP archive
 # The records at the end of a ZIP archive; the first two only in the form for large ones, ZIP64.
 END_64 = struct.Struct("<4sQ2H2L4Q")
