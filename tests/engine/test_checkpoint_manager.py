@@ -790,7 +790,7 @@ def test_disk_that_does_not_answer_is_not_taken_for_no_best(tmp_path, monkeypatc
     """Since Python 3.14, Path.exists raises no errors of the disk."""
     monkeypatch.setattr(Path, "exists", lambda self: False)
     assert files.best_of(tmp_path) is None
-    monkeypatch.setattr(Path, "stat", mock.Mock(side_effect=OSError(errno.ESTALE, "")))
+    monkeypatch.setattr(Path, "stat", mock.Mock(side_effect=OSError(errno.ESTALE, "stale")))
     with pytest.raises(OSError, match=str(errno.ESTALE)):
         files.best_of(tmp_path)
 

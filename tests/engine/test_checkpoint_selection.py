@@ -279,7 +279,7 @@ def test_newest_checkpoint_that_the_system_can_not_read_is_an_error(
 
     with (
         mock.patch.object(Path, "open", fail_to_open),
-        mock.patch.object(selection, "PAUSES_S", (0.0,)),
+        mock.patch.object(files, "PAUSES_S", (0.0,)),
         pytest.raises(UserError, match=rf"step-20.pt: it can't be read \({os.strerror(number)}\)"),
     ):
         newest(tmp_path, print)
@@ -299,11 +299,25 @@ def suppressing(method: Callable[[Path], bool]) -> Callable[[Path], bool]:
 
 @pytest.mark.parametrize("failing", ["iterdir", "stat"])
 @pytest.mark.parametrize("is_short", [False, True])
+@pytest.mark.parametrize(
+    "search",
+    [
+        lambda folder: newest(folder, print).rank == 0,
+        lambda folder: len(selection.times_after(folder, 10)) == 2,
+        lambda folder: files.Rewind.to(10, folder, is_newest=False).best_step == 30,
+    ],
+    ids=["newest", "times_after", "Rewind"],
+)
 def test_folder_that_the_system_can_not_list_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str, is_short: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    failing: str,
+    is_short: bool,
+    search: Callable[[Path], bool],
 ) -> None:
     """Since Python 3.13, pathlib takes it for empty, and since 3.14 a file for missing."""
-    last = saved(tmp_path, 20)
+    saved(tmp_path, 20)
+    saved(tmp_path, 30, name="best.pt")
     attempts = []
     usual = getattr(Path, failing)
 
@@ -317,13 +331,18 @@ def test_folder_that_the_system_can_not_list_is_an_error(
         monkeypatch.setattr(Path, name, suppressing(getattr(Path, name)))
     monkeypatch.setattr(Path, failing, fail)
     monkeypatch.setattr(Path, "glob", lambda *_: iter(()))
-    monkeypatch.setattr(selection, "PAUSES_S", (0.0,))
+    monkeypatch.setattr(files, "PAUSES_S", (0.0,))
     if is_short:
-        assert newest(tmp_path, print).path == last
+        assert search(tmp_path)
     else:
-        with pytest.raises(UserError, match=r"can't be read \(Stale file handle\)"):
-            newest(tmp_path, print)
+        with pytest.raises(UnreadableError, match=r"can't be read \(Stale file handle\)"):
+            search(tmp_path)
     assert attempts
+
+
+def test_best_that_is_a_link_to_itself_is_none(tmp_path: Path) -> None:
+    (tmp_path / "best.pt").symlink_to("best.pt")
+    assert files.best_of(tmp_path) is None
 
 
 def test_folder_in_the_place_of_a_file_is_damage(tmp_path: Path) -> None:
@@ -352,7 +371,7 @@ def test_failure_in_the_middle_of_a_file_says_nothing_of_it(
         monkeypatch.setattr(Path, "open", lambda path, _: File(path))
     else:
         monkeypatch.setattr(torch, "load", mock.Mock(side_effect=error))
-    monkeypatch.setattr(selection, "PAUSES_S", ())
+    monkeypatch.setattr(files, "PAUSES_S", ())
     with pytest.raises(UserError, match=r"step-20.pt: it can't be read"):
         newest(tmp_path, print)
 
@@ -391,7 +410,7 @@ def test_checkpoint_is_read_again_after_an_error_of_the_system(tmp_path: Path) -
     error = UnreadableError("stale")
     with (
         mock.patch.object(selection, "load_state", side_effect=[error, {}]) as load,
-        mock.patch.object(selection, "PAUSES_S", (0.0,)),
+        mock.patch.object(files, "PAUSES_S", (0.0,)),
     ):
         assert newest(tmp_path, print).path == path
     assert load.call_count == 2

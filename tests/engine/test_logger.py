@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import errno
 import fcntl
 import gc
 import io
@@ -668,6 +669,16 @@ def test_metrics_in_another_format_are_an_error_and_kept(logger, table):
     ):
         open_logger(logger.output, Progress(epoch=1, step=10), logger.output / "last.pt")
     assert (logger.output / "metrics.csv").read_bytes() == table
+
+
+def test_folder_that_can_not_be_listed_is_not_taken_for_a_free_one(tmp_path, monkeypatch):
+    def fail(_):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(Path, "iterdir", fail)
+    monkeypatch.setattr(Path, "glob", lambda *_: iter(()))  # as since Python 3.13
+    with pytest.raises(UserError, match="can't be written .Stale file handle"):
+        open_logger(tmp_path)
 
 
 HOLDER = """

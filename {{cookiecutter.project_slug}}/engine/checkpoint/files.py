@@ -10,11 +10,12 @@ import math
 import os
 import re
 import stat
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -22,6 +23,8 @@ from engine import SUFFIX, UserError, exists, link, replacing
 from engine.checkpoint import format, manifest, sharded
 from engine.checkpoint.archive import UnreadableError, reason_of
 
+T = TypeVar("T")
+PAUSES_S = (1.0, 4.0)  # before reading again, such as after a disk's server has failed
 LAST, BEST = "last.pt", "best.pt"
 NUMBERED = re.compile(r"step-\d+(\.pt)?")
 
@@ -60,7 +63,7 @@ def _make_room(path: Path, warn: Callable[[str], None], writers: dist.ProcessGro
     removed = [""]
     if dist.get_rank() == 0:
         step = step_of(path)
-        with suppress(OSError):  # the other ranks are waiting for this one
+        with suppress(OSError, UnreadableError):  # the other ranks are waiting for this one
             found = sorted(numbered(path.parent), key=lambda one: step_of(one) > step)
             for oldest in [one for one in found[1:] if not _is_kept(one)][-1:]:
                 _remove_last(oldest)
@@ -84,9 +87,12 @@ def _is_same(name: Path, path: Path) -> bool:
 
 
 def best_of(folder: Path) -> Path | None:
-    """Return the path of the checkpoint of the best metric, of either kind, if there is one."""
+    """Return the path of the checkpoint of the best metric, of either kind, if there is one.
+
+    Raises OSError if the disk does not answer.
+    """
     best = folder / BEST
-    return next((path for path in (best, best.with_suffix("")) if exists(path)), None)
+    return next((path for path in (best, best.with_suffix("")) if status_of(path)), None)
 
 
 def identify_best(folder: Path) -> tuple[float, int] | None:
@@ -200,9 +206,11 @@ class Rewind:
         Args:
             is_newest: the checkpoint is the newest valid one, so that `folder` is searched for
                 later ones that are damaged only.
+
+        Raises UnreadableError if the system can't list or read them.
         """
         rewind = cls(step, any(step_of(path) > step for path in numbered(folder)))
-        best = best_of(folder)
+        best = read_patiently(best_of, folder)
         if best and (rewind.has_later or not is_newest):
             try:  # not `read_step`, which does not find damaged tensors
                 found = format.load_state(best)["step"] or -1
@@ -285,11 +293,31 @@ def _remove_last(path: Path) -> None:
             last.unlink()
 
 
+def read_patiently(read: Callable[[Path], T], path: Path) -> T:
+    """Return what `read` does with `path`; try again if the system can't read it.
+
+    Raises UnreadableError if the last attempt fails, too.
+    """
+    for pause in PAUSES_S:
+        with suppress(OSError, UnreadableError):
+            return read(path)
+        time.sleep(pause)
+    try:
+        return read(path)
+    except OSError as error:
+        raise UnreadableError(f"{path}: it can't be read ({error.strerror})") from None
+
+
 def numbered(folder: Path) -> list[Path]:
     """Return the checkpoints that have a step in their name, the highest step first.
 
-    Raises OSError if the disk does not answer; Path.glob finds nothing then since Python 3.13.
+    Raises UnreadableError if the system can't list them: they may be there.
     """
+    return read_patiently(_list_numbered, folder)
+
+
+def _list_numbered(folder: Path) -> list[Path]:
+    """Raise OSError if the disk does not answer; Path.glob finds nothing then since Python 3.13."""
     paths: list[Path] = []
     with suppress(FileNotFoundError, NotADirectoryError):
         paths = [one for one in folder.iterdir() if NUMBERED.fullmatch(one.name)]

@@ -19,7 +19,7 @@ from torch import Tensor
 from engine import UserError, distributed
 from engine.backend import is_sharded, unwrap
 from engine.checkpoint import files, format, sharded, validation
-from engine.checkpoint.archive import security_warning
+from engine.checkpoint.archive import UnreadableError, security_warning
 from engine.checkpoint.compatibility import (
     DataSets,
     compare_metadata,
@@ -182,7 +182,8 @@ class CheckpointManager:
         is_writer = dist.get_rank() == 0
         # A process may have been killed between writing a checkpoint and naming it best.pt.
         *before, score = progress.scores or [-math.inf]
-        has_best = source.rank > 0 or bool(all_gather(files.best_of(self.folder), self._group)[0])
+        own_best = files.read_patiently(files.best_of, self.folder) if is_writer else None
+        has_best = source.rank > 0 or bool(all_gather(own_best, self._group)[0])
         # Another one of the same score is best.pt, unless it was removed.
         highest = max(before, default=-math.inf) if has_best else -math.inf
         is_best = score == entries["best"] > highest and bool(entries.get("results"))
@@ -438,7 +439,8 @@ class CheckpointManager:
 
         A best.pt may have been copied there for this run, and is kept otherwise.
         """
-        if all_gather(files.numbered(self.folder), self._group)[0]:
+        own = files.numbered(self.folder) if dist.get_rank() == 0 else []
+        if all_gather(own, self._group)[0]:
             raise UserError(
                 f"{self.folder} on the host of rank 0 holds an older run: move it away, and start "
                 "this one again with --resume auto"
@@ -522,6 +524,6 @@ class CheckpointManager:
 
 
 def _identify_if_there(path: Path) -> File | None:
-    with suppress(OSError):
+    with suppress(UnreadableError):
         return identify(path)
     return None

@@ -1,23 +1,19 @@
 """Choice of the checkpoint to resume from, among those of all hosts."""
 
-import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch.distributed as dist
 
 from engine import UserError
 from engine.checkpoint import files, format
 from engine.checkpoint.archive import UnreadableError
-from engine.checkpoint.files import BEST, LAST
+from engine.checkpoint.files import BEST, LAST, read_patiently
 from engine.checkpoint.format import load_state
 from engine.distributed import all_gather
 
-T = TypeVar("T")
-PAUSES_S = (1.0, 4.0)  # before reading again, such as after a disk's server has failed
 AUTO = Path("auto")  # value of --resume for the newest checkpoint
 
 
@@ -94,7 +90,7 @@ def newest(
     may be the newest.
     """
     rank = dist.get_rank(group) if group else 0
-    listed = _read_patiently(_list_checkpoints, folder) if is_searched else []
+    listed = _list_checkpoints(folder) if is_searched else []
     kept = [one for one in listed if one[1].modified_ns not in discarded]
     own = [(step, file, Source(path, rank)) for step, file, path in kept]
     candidates = sorted(chain(*all_gather(own, group)), key=lambda one: one[0], reverse=True)
@@ -119,19 +115,10 @@ def newest(
 def _problem_of(path: Path) -> UserError | None:
     """Return the error of a checkpoint, if any."""
     try:
-        _read_patiently(load_state, path)
+        read_patiently(load_state, path)
     except UserError as error:
         return error
     return None
-
-
-def _read_patiently(read: Callable[[Path], T], path: Path) -> T:
-    """Return what `read` does with `path`; try again if the system can't read it."""
-    for pause in PAUSES_S:
-        with suppress(UnreadableError):
-            return read(path)
-        time.sleep(pause)
-    return read(path)
 
 
 def times_after(folder: Path, step: int) -> list[int]:
@@ -145,20 +132,20 @@ def times_after(folder: Path, step: int) -> list[int]:
 def _list_checkpoints(folder: Path) -> list[tuple[float, File, Path]]:
     """Return step, file and path of each checkpoint; raise UnreadableError if they may be there."""
     names = [folder / LAST, folder / BEST]
-    try:
-        numbered = files.numbered(folder)
-        steps = {identify(path): float(files.step_of(path)) for path in numbered}
-        paths = (names[0], *numbered, names[1], *(name.with_suffix("") for name in names))
-        found = [(file, path) for path in paths if (file := identify(path))]
-    except OSError as error:
-        raise UnreadableError(f"{folder}: it can't be read ({error.strerror})") from None
+    numbered = files.numbered(folder)
+    steps = {identify(path): float(files.step_of(path)) for path in numbered}
+    paths = (names[0], *numbered, names[1], *(name.with_suffix("") for name in names))
+    found = [(file, path) for path in paths if (file := identify(path))]
     for file, path in found:
         if file not in steps:  # last.pt and best.pt are mostly other names of numbered files
-            steps[file] = format.read_step(path)
+            steps[file] = read_patiently(format.read_step, path)
     return [(steps[file], file, path) for file, path in found]
 
 
 def identify(path: Path) -> File | None:
-    """Return what differs if another file or folder gets this name; None if there is none."""
-    status = files.status_of(path)
+    """Return what differs if another file or folder gets this name; None if there is none.
+
+    Raises UnreadableError if the system can't tell.
+    """
+    status = read_patiently(files.status_of, path)
     return status and File(status.st_mtime_ns, status.st_ino, status.st_size)

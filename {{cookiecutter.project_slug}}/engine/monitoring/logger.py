@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import math
+import re
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from engine.checkpoint.format import Progress
 
 EVALUATION = "eval.json"
+CHECKPOINT = re.compile(r".*\.pt|step-.*[0-9]|last|best")
 STEP_SCALARS = ("train_loss", "lr", "loss_scale", "images_per_second")
 LOG_EVERY = 10  # steps
 WARM_UP = 3  # steps, in which kernels are chosen and compiled
@@ -434,9 +436,13 @@ def _is_close(value: float, other: float) -> bool:
 
 
 def has_checkpoints(folder: Path) -> bool:
-    """Return whether there are complete checkpoints, files or folders, in `folder`."""
-    patterns = ("*.pt", "step-*[0-9]", "last", "best")
-    return any(path for pattern in patterns for path in folder.glob(pattern))
+    """Return whether there are complete checkpoints, files or folders, in `folder`.
+
+    Raises OSError if the disk does not answer; Path.glob finds nothing then since Python 3.13.
+    """
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        return any(CHECKPOINT.fullmatch(path.name) for path in folder.iterdir())
+    return False
 
 
 def _as_text(row: Mapping[str, float]) -> str:
