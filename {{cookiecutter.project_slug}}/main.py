@@ -431,6 +431,7 @@ def build(args: argparse.Namespace) -> Run:
         base_lrs = [group["lr"] for group in optimizer.param_groups]
         model, optimizer = wrap_model(args, backend, model, optimizer)
     stop_signals = StopSignals()  # SIGTERM, SIGINT and the like: save, then exit
+    watchdog = Watchdog(args.timeout)
     checkpoints = CheckpointManager(
         folder=args.output,
         keep=args.keep,
@@ -452,6 +453,7 @@ def build(args: argparse.Namespace) -> Run:
         settings=cli.settings(args),
         logger=logger,
         stop_signals=stop_signals,
+        watchdog=watchdog,
     )
     seed_everything(mix_seeds(args.seed, dist.get_rank()))  # processes differ from here on
     return Run(
@@ -467,7 +469,7 @@ def build(args: argparse.Namespace) -> Run:
         ema=ema,
         checkpoints=checkpoints,
         stop_signals=stop_signals,
-        watchdog=Watchdog(args.timeout),
+        watchdog=watchdog,
     )
 
 

@@ -18,7 +18,7 @@ from apex_native.optimizers import FusedAdam
 from engine import UserError, backend
 from engine.checkpoint import CheckpointManager, TrainingState
 from engine.checkpoint.pretrained import load_pretrained
-from engine.distributed.watchdog import StopSignals
+from engine.distributed.watchdog import StopSignals, Watchdog
 from engine.monitoring.meter import Meter
 from engine.optim import Ema
 from hypothesis import HealthCheck, given, settings
@@ -68,6 +68,7 @@ def manager_of(folder: Path) -> CheckpointManager:
         settings={},
         logger=Messages(),
         stop_signals=StopSignals(),
+        watchdog=Watchdog(60.0),
     )
     manager.logger.rows = [{"epoch": 1, "step": 1, "train_loss": 0.5}]
     manager.logger.run_id = "0123456789abcdef"

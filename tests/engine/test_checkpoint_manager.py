@@ -105,31 +105,51 @@ def manager_of(
         "settings": {},
         "logger": Messages(),
         "stop_signals": StopSignals(),  # not started: the signals of a test are its own
+        "watchdog": watchdog.Watchdog(60.0),
     }
     return CheckpointManager(**values | changed)
 
 
-def finish_slowly(folder: str) -> bool:
-    """Return whether the last checkpoint is there when this rank has finished."""
-    manager = manager_of(folder, timeout_s=-57.0)  # 3 s, with the 60 that are added
+def finish_slowly(folder: str, is_stopped: bool) -> tuple[bool, list, set[str]]:
+    """Return whether the last checkpoint is there when this rank has finished.
+
+    Returns the statuses with which it exits, and the messages, too.
+    """
+    manager = manager_of(folder, timeout_s=-58.0, watchdog=watchdog.Watchdog(1.0))  # 2 s, with 60
+    manager.watchdog.enter("step 1")
+    manager.watchdog.start()
     write = checkpoint.write
+    leave = mock.Mock(side_effect=SystemExit)
 
     def write_slowly(path: Path, entries: dict) -> None:
-        time.sleep(4.0)
+        time.sleep(3.5)
         write(path, entries)
 
     with (
         mock.patch.object(checkpoint, "write", write_slowly),
-        mock.patch("engine.checkpoint.manager.POLL_S", 0.5),
+        mock.patch.object(watchdog, "exit_process", leave),
+        mock.patch.multiple("engine.checkpoint.manager", POLL_S=0.5, LINE_S=2.0),
+        pytest.raises(SystemExit) if is_stopped else contextlib.nullcontext(),
     ):
         manager.save()
+        if is_stopped:
+            manager.state.progress.step += 1
+            manager.save_and_exit(15)
         manager.finish()
-    return Path(folder, "last.pt").exists()
+    manager.watchdog.is_done.set()
+    is_there = Path(folder, f"step-{int(is_stopped)}.pt").exists()
+    return is_there, [call.args[0] for call in leave.mock_calls], set(manager.logger)
 
 
-def test_all_ranks_wait_for_the_last_checkpoint(two_processes: Processes, tmp_path: Path) -> None:
-    """Else torchrun ends the job 300 s after those of the other hosts."""
-    assert two_processes(finish_slowly, str(tmp_path)) == [True, True]
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_all_ranks_wait_for_the_last_checkpoint(
+    two_processes: Processes, tmp_path: Path, is_stopped: bool
+) -> None:
+    """Else torchrun ends the job 300 s after those of the other hosts, or --timeout does."""
+    for is_there, statuses, messages in two_processes(finish_slowly, str(tmp_path), is_stopped):
+        assert is_there
+        assert statuses == [143] * is_stopped
+        assert "step-0 is still being written" in messages
 
 
 def saved_and_resumed(folder: str) -> tuple[list, list, float]:

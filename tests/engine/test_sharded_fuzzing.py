@@ -27,7 +27,7 @@ from engine.checkpoint import (
 )
 from engine.checkpoint.consolidate import consolidate
 from engine.distributed.sharding import Sharding
-from engine.distributed.watchdog import StopSignals
+from engine.distributed.watchdog import StopSignals, Watchdog
 from engine.monitoring.meter import Meter
 from engine.optim import Ema
 from hypothesis import strategies as st
@@ -75,6 +75,7 @@ def manager_of(folder: Path, keep: int = 2, timeout_s: float = 60.0) -> Checkpoi
         settings={},
         logger=Messages(),
         stop_signals=StopSignals(),
+        watchdog=Watchdog(60.0),
     )
 
 

@@ -38,7 +38,8 @@ from engine.checkpoint.selection import AUTO, File, Source, find, identify, time
 from engine.checkpoint.writer import CheckpointWriter
 from engine.data import get_rng_state
 from engine.distributed import all_gather, slurm
-from engine.distributed.watchdog import StopSignals
+from engine.distributed.watchdog import StopSignals, Watchdog
+from engine.monitoring.console import LINE_S
 from engine.monitoring.logger import Logger
 from engine.monitoring.meter import Meter, Sums
 from engine.monitoring.metric import AVERAGE
@@ -46,8 +47,9 @@ from engine.optim import frozen_parameters
 
 T = TypeVar("T")
 POLL_S = 5.0  # between the exchanges of the ranks that wait for a write
-# A slow write is no failure; lost processes are detected otherwise, and gloo uses no group again of
-# which an operation has timed out. Its store takes 24 days at most.
+# Of the threads that write together: to write slowly is no failure for them. Lost processes are
+# detected otherwise; gloo uses no group again of which an operation has timed out, and its store
+# takes 24 days at most.
 WRITE_LIMIT = timedelta(days=7)
 
 
@@ -70,6 +72,7 @@ class CheckpointManager:
     settings: dict[str, Any]  # of the run; a restart requires those of the folder's config.json
     logger: Logger
     stop_signals: StopSignals
+    watchdog: Watchdog  # of the steps
 
     # Whether the validation data is that of the resumed checkpoint; None if that is unknown.
     has_same_val_data: bool | None = field(default=None, init=False)
@@ -390,8 +393,9 @@ class CheckpointManager:
     def save_and_exit(self, signal_number: int) -> NoReturn:
         """Save, have SLURM start the job again after SIGUSR1, and exit with status 128 + signal."""
         if self._saved_step != self.state.progress.step:  # an epoch is saved before its validation
+            self._wait_together()  # in `save`, rank 0 would wait alone
             self.save()
-        self.wait()
+        self._wait_together()
         if not self._writer.problem:
             step = self.state.progress.step
             self.logger.finish_tracking("KILLED")
@@ -405,12 +409,23 @@ class CheckpointManager:
         self._writer.wait()
 
     def finish(self) -> None:
-        """Wait for all ranks. Raise UserError if the run's last state could not be written."""
-        # torchrun would end the job 300 s after the first host. An exchange has a limit, too.
-        while any(all_gather(self._writer.wait(POLL_S), self._group)):
-            pass
+        """Have all ranks wait: a launcher whose processes have ended would end the job after 300 s.
+
+        Raises UserError if the run's last state could not be written.
+        """
+        self._wait_together()
         if self._writer.problem:
             raise UserError(f"{self._writer.problem}: fix that, and add --resume auto")
+
+    def _wait_together(self) -> None:
+        """Wait as `wait` does, for all ranks and without a limit, at the end of the run."""
+        self.watchdog.leave()
+        next_line = time.monotonic() + LINE_S
+        # Each exchange has a limit, and a write has none.
+        while any(all_gather(self._writer.wait(POLL_S), self._group)):
+            if time.monotonic() >= next_line:
+                next_line += LINE_S
+                self.logger.info(f"step-{self._saved_step} is still being written")
 
     def _find(self, choice: Path | None, required: bool) -> Source | None:
         """Return the checkpoint to resume from, which is the same on all ranks."""
