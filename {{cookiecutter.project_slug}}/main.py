@@ -51,6 +51,7 @@ from engine.diagnostics.first_step import FirstStepAudit, check_finite, check_mo
 from engine.diagnostics.memory import check_memory
 from engine.distributed.consistency import require_same_data
 from engine.distributed.watchdog import StopSignals, Watchdog
+from engine.monitoring import lock
 from engine.monitoring.image_grid import sample_evenly
 from engine.monitoring.logger import Logger
 from engine.monitoring.meter import Meter, NanCounter
@@ -719,7 +720,7 @@ def main() -> None:
     steps_per_epoch = math.ceil(run.data.batches_per_epoch / args.accumulate)
     # Last, since it fills the model, optimizer and amp that `build` has made. A process that
     # replaces a failed one resumes without --resume, too.
-    with run.logger.phase("reading the checkpoint", args.timeout):
+    with run.logger.phase("reading the checkpoint", args.timeout + lock.wait_limit()):
         resumed = run.checkpoints.resume(args.resume, steps_per_epoch, required=args.eval_only)
     if not args.eval_only:
         train(run, resumed)

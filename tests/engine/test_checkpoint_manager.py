@@ -152,6 +152,24 @@ def test_all_ranks_wait_for_the_last_checkpoint(
         assert "step-0 is still being written" in messages
 
 
+def resumed_after_a_slow_lock(folder: str) -> Path | None:
+    """Resume in a restart in which rank 0 waits for the lock for longer than --timeout."""
+
+    def lock_slowly(_: Messages) -> None:
+        time.sleep(0.0 if dist.get_rank() else 3.5)
+
+    with (
+        mock.patch.dict(os.environ, {"TORCHELASTIC_RESTART_COUNT": "1"}),
+        mock.patch.object(Messages, "lock", lock_slowly),
+    ):
+        manager = manager_of(folder, timeout_s=-58.0)  # 2 s, with the 60 that are added
+        return manager.resume(Path("auto"), 1)
+
+
+def test_ranks_wait_for_the_lock_of_a_lost_host(two_processes: Processes, tmp_path: Path) -> None:
+    assert two_processes(resumed_after_a_slow_lock, str(tmp_path)) == [None, None]
+
+
 def saved_and_resumed(folder: str) -> tuple[list, list, float]:
     """Return what each rank draws next, before and after a resume, and its mean loss after it."""
     model = nn.Linear(3, 3)

@@ -39,6 +39,7 @@ from engine.checkpoint.writer import CheckpointWriter
 from engine.data import get_rng_state
 from engine.distributed import all_gather, slurm
 from engine.distributed.watchdog import StopSignals, Watchdog
+from engine.monitoring import lock
 from engine.monitoring.console import LINE_S
 from engine.monitoring.logger import Logger
 from engine.monitoring.meter import Meter, Sums
@@ -86,7 +87,8 @@ class CheckpointManager:
             raise UserError("invalid classes, fingerprints or model_options['image'] (ImageSpec)")
         groups = self.state.optimizer.state_dict()["param_groups"]
         validation.require_plain(self.metadata | {"param_groups": groups}, "the checkpoint")
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s + 60))
+        limit_s = self.timeout_s + lock.wait_limit() + 60
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=limit_s))
         assert isinstance(group, dist.ProcessGroup)  # every rank is in it
         self._group = group
         self._agreement = distributed.AsyncMax(group, 2)

@@ -95,7 +95,7 @@ class Console:
                 if is_done.wait(seconds):
                     return
                 elapsed = time.monotonic() - started
-                self.info(f"{name}: {elapsed:.0f} s; the limit is --timeout {limit_s:g}")
+                self.info(f"{name}: {elapsed:.0f} s; the limit is {limit_s:g} s, see --timeout")
 
         thread = Thread(target=refresh if has_terminal() else log, daemon=True)
         thread.start()

@@ -8,10 +8,18 @@ from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
 
-from engine import PeerError, UserError, distributed
+from engine import UserError, distributed
 
 LEASE_S = 330.0  # for which the server of a disk may keep the lock of a host that is lost
 PAUSE_S = 3.0
+
+
+def wait_limit() -> float:
+    """Return how long to wait for the lock, in seconds: in a restart, that of a lost host may last.
+
+    The same in all processes.
+    """
+    return LEASE_S if distributed.is_restart() else 0.0
 
 
 class FolderLock:
@@ -31,8 +39,8 @@ class FolderLock:
     def acquire(self) -> None:
         """Lock the folder, if there is one; create it again if it was removed since it was locked.
 
-        Raises UserError if another run holds the lock, PeerError in a process that replaces a lost
-        one, after waiting for its lock; and UserError if the folder was replaced.
+        A process that replaces a lost one waits for its lock. Raises UserError if another run holds
+        the lock, or the folder was replaced.
         """
         path = self.folder / ".lock"
         if self.file and not self._holds(path):
@@ -41,14 +49,12 @@ class FolderLock:
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
         while self.folder.exists() and not self._holds(path):
             file = os.fdopen(os.open(path, flags, 0o666), "wb", 0)
-            is_restart = self.file is None and distributed.is_restart()
             try:
-                self._lock(file, LEASE_S if is_restart else 0.0)
+                self._lock(file, wait_limit() if self.file is None else 0.0)
             except (BlockingIOError, PermissionError):
                 file.close()  # closed later, it would end a lock that this process has got by then
                 fix = "wait until it ends, or add --output with another folder"
-                kind = PeerError if is_restart else UserError
-                raise kind(f"another run is writing to {self.folder}: {fix}") from None
+                raise UserError(f"another run is writing to {self.folder}: {fix}") from None
             except OSError as error:  # a file system without locks
                 problem = f"{self.folder} can't be locked ({error.strerror})"
                 self._warning(f"{problem}: start no other run there")
