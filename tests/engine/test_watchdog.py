@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from engine import PeerError, UserError, distributed
-from engine.distributed import network
+from engine.distributed import network, watchdog
 from engine.distributed.peers import PeerMonitor, PeerServer
 from engine.launch import LAUNCH_ID, RESTART
 from fresh import TEMPLATE
@@ -170,6 +170,16 @@ with time_limit("reading the data", 4.0):
         os.kill(job.processes[0].pid, signal.SIGCONT)
         assert job.statuses(10) == [status]
         assert job.errors().count("has been in reading the data for") == status
+
+
+def test_limit_is_exceeded_by_at_most_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    exits: list[float] = []
+    monkeypatch.setattr(watchdog, "_exit_from", lambda _, seconds: exits.append(seconds))
+    started = time.monotonic()
+    with watchdog.time_limit("reading the data", 0.8):
+        while not exits:
+            time.sleep(0.01)
+    assert time.monotonic() - started < 0.8 + watchdog.TURN_S
 
 
 def test_same_exception_in_all_processes_is_logged_once() -> None:

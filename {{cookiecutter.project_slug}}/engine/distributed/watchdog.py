@@ -139,8 +139,8 @@ class Watchdog(threading.Thread):
                 return
             place = self.place  # first: `enter` sets it last
             if entered_at != self.entered_at:
-                entered_at, seconds = self.entered_at, 0.0
-                continue
+                started = entered_at = self.entered_at
+                seconds = 0.0
             seconds += min(time.monotonic() - started, 2 * TURN_S)
             if place and seconds > self.timeout_s:
                 _exit_from(place, seconds)
