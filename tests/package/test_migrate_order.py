@@ -127,6 +127,26 @@ CONVERTED = {
     + f"{LOOP}{BACKWARD}    noise(n, lr=optimizer.param_groups[0]['lr'])\n{STEP}",
     "shared condition": f"{LOOP}    if n:\n"
     + "".join(f"    {line}\n" for line in f"{BACKWARD}{STEP}".splitlines()),
+    "scheduler": f"{BACK}def update():\n{STEP}\ndef epoch():\n{LOOP}        backward()\n"
+    "        update()\n\nscheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)\n"
+    "for _ in range(2):\n    epoch()\n    scheduler.step()\n".replace("for n", "    for n"),
+    "training mode": "def train(loader):\n    model.train()\n    for n in loader:\n"
+    + "".join(f"    {line}\n" for line in f"{BACKWARD}{STEP}".splitlines())
+    + "        if n % 9 == 0:\n            model.eval()\n            model.train()\n",
+    "a loss of some steps": f"{LOOP}{BACKWARD}    if n % 4 == 0:\n"
+    + "".join(f"    {line}\n" for line in BACKWARD.splitlines())
+    + STEP,
+    "condition that implies the other": f"is_training = True\n{LOOP}    if is_training:\n"
+    + "".join(f"    {line}\n" for line in BACKWARD.splitlines())
+    + "    if is_training and n % 4 == 0:\n        optimizer.step()\n",
+    "meter": f"def update(n):\n{BACKWARD}{STEP}\ndef validate():\n    meter.update(model(x))\n\n"
+    f"{LOOP}    update(n)\n",
+    "size of a layer": f"classes = model.weight.size(0)\n{LOOP}{BACKWARD}{STEP}",
+    "penalty": LOOP
+    + BACKWARD.replace(
+        ".mean()\n", ".mean()\n    for p in model.parameters():\n        loss += p.abs().sum()\n"
+    )
+    + f"    noise(loss.item())\n{STEP}",
     "builder of another file": f"noise(model.parameters())\n{HELPERS}{LOOP}    backward()\n"
     + "    update()\n",
 }

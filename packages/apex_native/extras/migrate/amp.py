@@ -19,6 +19,7 @@ from .places import (
     availability_flags,
     forward_range,
     is_boundary,
+    is_own,
     names_in,
     none_fallbacks,
     source,
@@ -140,7 +141,8 @@ class Analysis(Order):
         self.assigned += [(each.target, node.value) for each in node.targets]
 
     def visit_AugAssign(self, node: cst.AugAssign) -> None:
-        self.assigned.append((node.target, node.value))
+        if isinstance(node.value, (cst.Name, cst.List, cst.ListComp)):
+            self.assigned.append((node.target, node.value))
 
     def visit_For(self, node: cst.For) -> None:
         pair = node.target.elements if isinstance(node.target, cst.Tuple) else ()
@@ -428,6 +430,7 @@ class Analysis(Order):
                 self.usage.reasons.append(f"{source(call.func)} is called outside of autocast")
             for name, other in self.calls:
                 is_call = isinstance(here, cst.FunctionDef) and name == here.name.value
+                is_call = is_call and is_own(name, other)
                 is_beside = self.function(line) is self.function(other)
                 if is_call and is_beside and any(names_in(arg.value) & names for arg in other.args):
                     self.usage.reasons.append(

@@ -100,11 +100,13 @@ class Forward(cst.CSTVisitor):
                     yield from [arg.keyword.value] if arg.keyword else names[index : index + 1]
 
     def outputs(self) -> list[cst.Call]:
-        """Return the calls of models and of their methods."""
+        """Return the calls of models and of their methods, with more than numbers and texts."""
         return [
             call
             for call in self._calls
-            if self._is_forward(call) and _ends(call.func) & self.models - self.runners
+            if self._is_forward(call)
+            and _ends(call.func) & self.models - self.runners
+            and any(not isinstance(arg.value, (cst.Integer, cst.SimpleString)) for arg in call.args)
         ]
 
     def runs(self, node: cst.CSTNode) -> bool:

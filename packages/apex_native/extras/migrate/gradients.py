@@ -8,7 +8,7 @@ from typing import Any
 import libcst as cst
 from libcst.metadata import PositionProvider, QualifiedNameProvider
 
-from .places import ADDING, names_in, new_name, source
+from .places import ADDING, is_own, names_in, new_name, source
 from .tree import LOOPS, Tree
 from .usage import Loss, Usage
 
@@ -120,7 +120,8 @@ class Gradients(Tree):
                 for each in starts
                 if self.line(each) < self.line(call) and not self.are_branches(call, each)
             ]
-            ends = self.beside(call, [step for _, step in self.steps])
+            steps = [step for owner, step in self.steps if owner in self.usage.scalers]
+            ends = self.beside(call, steps)
             is_before = any(self.line(call) < self.line(each) for each in ends)
             if is_before and (follows or not starts):
                 self.usage.reasons.append(
@@ -132,7 +133,10 @@ class Gradients(Tree):
         """Return those of `others` in the function of a node, and the calls of their functions."""
         here = self.function(node)
         names = {_name(self.function(other)) for other in others}
-        others = [*others, *(call for name, call in self.calls if name in names)]
+        others = [
+            *others,
+            *(call for name, call in self.calls if name in names and is_own(name, call)),
+        ]
         return [other for other in others if self.function(other) is here]
 
     def _names_of_parameters(self) -> set[str]:

@@ -15,6 +15,13 @@ def negated(test: cst.BaseExpression) -> cst.BaseExpression:
     return cst.parse_expression(f"not ({source(test)})")
 
 
+def parts(test: cst.BaseExpression, holds: bool) -> set[tuple[str, bool]]:
+    """Return what is known where a test holds or does not: of "a and b", both parts."""
+    if holds and isinstance(test, cst.BooleanOperation) and isinstance(test.operator, cst.And):
+        return parts(test.left, True) | parts(test.right, True)
+    return {(source(test).strip("()"), holds)}
+
+
 class Order(Gradients):
     """Checks that each run of the script calls GradScaler's methods in the order it requires."""
 
@@ -95,18 +102,23 @@ class Order(Gradients):
         later = [each for each in places if self.line(each) > self.line(step)]
         if places and len(later) == len(places) and not self.are_branches(step, later[0]):
             self.usage.reasons.append(f"{optimizer}.step() is in front of its backward pass")
-        tests = {(source(each.test), holds) for each, holds in self.conditions(step)}
-        for place in {*places, *(loss.statement for loss in losses)}:
-            for each, holds in self.conditions(place):
-                other = each.orelse if holds else each.body
-                is_shared = (source(each.test), holds) in tests
-                test = self.simplified(each.test if holds else negated(each.test))
-                if is_shared or isinstance(test, bool) or self.is_of_amp(test):
-                    continue
-                if other is None or "backward" not in source(other):
-                    self.usage.reasons.append(
-                        f"{optimizer}.step() lacks the condition of its backward pass"
-                    )
+        known = {test for each, holds in self.conditions(step) for test in parts(each.test, holds)}
+        for group in (places, [loss.statement for loss in losses]):
+            if group and all(self._may_be_skipped(place, known) for place in group):
+                self.usage.reasons.append(
+                    f"{optimizer}.step() lacks the condition of its backward pass"
+                )
+
+    def _may_be_skipped(self, place: cst.CSTNode, known: set[tuple[str, bool]]) -> bool:
+        """Return whether a backward pass has a condition that is not among the `known` ones."""
+        for each, holds in self.conditions(place):
+            other = each.orelse if holds else each.body
+            test = self.simplified(each.test if holds else negated(each.test))
+            if isinstance(test, bool) or self.is_of_amp(test) or parts(each.test, holds) <= known:
+                continue
+            if other is None or "backward" not in source(other):
+                return True
+        return False
 
     def _check_loop(self, optimizer: str, losses: list[Loss], step: cst.Call) -> None:
         """Require one step for each backward pass, of an expression that stays one optimizer."""

@@ -18,6 +18,11 @@ def source(node: cst.CSTNode) -> str:
     return cst.Module(body=[]).code_for_node(node)
 
 
+def is_own(name: str, call: cst.Call) -> bool:
+    """Return whether a call is of the script's function or method of this name, by its form."""
+    return source(call.func) in (name, f"self.{name}")
+
+
 def names_in(node: cst.CSTNode) -> set[str]:
     """Return all names in `node`, and ``self.x`` as ``x``."""
     found: set[str] = set()
