@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from unittest import mock
 
@@ -818,6 +818,17 @@ def test_link_to_another_runs_checkpoint_is_not_one_of_this_run(tmp_path):
     link.symlink_to("../there/step-4.pt")
     with pytest.raises(UserError, match="already holds a run"):
         open_logger(tmp_path / "here", resume=link)
+
+
+@pytest.mark.parametrize(("flag", "is_own"), [("auto", True), ("elsewhere/last.pt", False)])
+def test_folder_that_a_run_has_moved_to_is_its_own(tmp_path, flag, is_own):
+    """The best checkpoint is copied to the host of rank 0, whose --output may have another name."""
+    (tmp_path / "best.pt").touch()
+    logger = Logger(tmp_path, 0, ACCURACY)
+    logger.has_moved = True
+    config = {"resume": Path(flag)}
+    with nullcontext() if is_own else pytest.raises(UserError, match="already holds a run"):
+        logger.open(config, Path("elsewhere/last.pt"), Progress(epoch=1, step=7))
 
 
 @pytest.mark.parametrize("is_logged_first", [False, True])

@@ -158,6 +158,7 @@ class CheckpointManager:
             progress.step = progress.epoch * steps_per_epoch
         message = f"resumed {source.path} after {progress.epoch} epochs, {progress.step} steps"
         if source.rank:
+            self.logger.has_moved = True
             message += f", from the host of rank {source.rank}"
         try:
             self._means, ranks_note = restore_ranks(

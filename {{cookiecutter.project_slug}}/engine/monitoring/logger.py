@@ -78,6 +78,7 @@ class Logger(Console):
         self.monitored = metric
         self.started_at = time.monotonic()
         self.is_restart = distributed.is_restart()  # of a run that this launch has begun
+        self.has_moved = False  # rank 0, from the host of the checkpoint that is resumed
         self.rows: list[dict[str, Any]] = []  # of metrics.csv; a checkpoint holds them, too
         self.throughputs: list[float] = []  # images/s of each epoch
         self._metrics: set[str] = set()  # of the task, once there was a validation
@@ -155,12 +156,13 @@ class Logger(Console):
         and those of epochs in which rank 0 was on another host.
         """
         is_resumed = self._is_own(resume)
-        if not is_resumed and not self.is_restart:
+        is_auto = config.get("resume") == Path("auto")
+        is_moved = is_auto and self.has_moved  # best.pt may have been copied here
+        if not (is_resumed or is_moved or self.is_restart):
             # A run that stopped before its first checkpoint may have written a row.
-            has_no_checkpoint = config.get("resume") == Path("auto")
-            if has_checkpoints(self.output) or table and not has_no_checkpoint:
+            if has_checkpoints(self.output) or table and not is_auto:
                 fix = "add --resume auto to resume it, or --output with another folder"
-                if has_no_checkpoint:  # all that the folder has are links
+                if is_auto:  # all that the folder has are links
                     fix = "its checkpoints are elsewhere, or can't be read; choose another folder"
                 raise UserError(f"{self.output} already holds a run: {fix}")
             if (self.output / CONFIG).exists() and not (self.output / TABLE).exists():
