@@ -14,7 +14,6 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -186,7 +185,7 @@ def init_distributed(args: argparse.Namespace) -> tuple[torch.device, Backend]:
         distributed.make_deterministic()
     # Real Apex if it is installed and still has the calls, else apex_native: `backend.apex`.
     backend = load_backend(args.backend, args.opt_level, **flags.backend_needs(args, DDP))
-    timeout = timedelta(seconds=args.timeout + 60)  # the watchdog reports a slow step first
+    timeout = distributed.operation_limit(args.timeout)
     # Also compares versions and flags of all processes, which env:// would not.
     store = distributed.rendezvous(device, cli.settings(args), backend.name, timeout)
     dist.init_process_group(

@@ -410,7 +410,7 @@ def test_fp16_utils_master_params(flat):
 
 
 def test_fp16_utils_gradients_of_masters_are_copies():
-    """Those of fp32 parameters, too."""
+    """The gradients of fp32 parameters are copied, too."""
     model = nn.Linear(2, 1)
     parameters, masters = fp16_utils.prep_param_lists(model)
     model(torch.ones(1, 2)).sum().backward()

@@ -7,7 +7,6 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from pkgutil import resolve_name
 from types import ModuleType
@@ -20,7 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.optim import Optimizer
 
 import apex_native
-from engine import UserError
+from engine import UserError, distributed
 from engine.models import convert_norms
 
 CALLS = (  # that a project may use; Apex's version is always 0.1, so they are probed
@@ -119,7 +118,7 @@ class Backend:
             raise UserError(f"--sync-bn-group {size} must divide {processes} processes")
         if not size:
             return None
-        return dist.new_subgroups(size, timeout=timedelta(seconds=timeout_s + 60))[0]
+        return dist.new_subgroups(size, timeout=distributed.operation_limit(timeout_s))[0]
 
     def convert_syncbn_model(
         self, model: nn.Module, process_group: dist.ProcessGroup | None

@@ -82,7 +82,7 @@ def not_empty(text: str) -> str:
 
 
 def path(text: str) -> Path:
-    """Convert a path, which is not empty; ``~`` is the home, as the shell replaces it in most."""
+    """Convert a path, which is not empty; a ``~`` in front becomes the home directory."""
     return Path(os.path.expanduser(not_empty(text)))
 
 

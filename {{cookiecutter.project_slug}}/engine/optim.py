@@ -181,7 +181,7 @@ def build_empty(create: Callable[[], nn.Module]) -> nn.Module:
 
 
 def place(model: nn.Module, device: torch.device, memory_format: torch.memory_format) -> None:
-    """Move a model to `device`, its weights of 4 dimensions, as of convolutions, in that format."""
+    """Move a model to `device`; give tensors of 4 dimensions, as convolutions', the format."""
     model.to(device)
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.dim() == 4:

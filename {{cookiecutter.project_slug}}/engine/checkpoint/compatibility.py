@@ -5,7 +5,6 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from datetime import timedelta
 from itertools import zip_longest
 from pathlib import Path
 from textwrap import shorten
@@ -102,7 +101,7 @@ def use_saved_classes(
     own = [str(name) for name in getattr(data_sets["val"], "classes", ())]
     if not own:
         return
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s + 60))
+    group = dist.new_group(backend="gloo", timeout=distributed.operation_limit(timeout_s))
     assert isinstance(group, dist.ProcessGroup)  # every rank is in it
     source = selection.find(folder, choice, logger.warning, group)
     if source is None:

@@ -317,7 +317,7 @@ def numbered(folder: Path) -> list[Path]:
 
 
 def _list_numbered(folder: Path) -> list[Path]:
-    """Raise OSError if the disk does not answer; Path.glob finds nothing then since Python 3.13."""
+    """List as `numbered` does. Raises OSError, which Path.glob hides since Python 3.13."""
     paths: list[Path] = []
     with suppress(FileNotFoundError, NotADirectoryError):
         paths = [one for one in folder.iterdir() if NUMBERED.fullmatch(one.name)]

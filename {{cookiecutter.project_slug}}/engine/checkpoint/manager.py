@@ -87,8 +87,8 @@ class CheckpointManager:
             raise UserError("invalid classes, fingerprints or model_options['image'] (ImageSpec)")
         groups = self.state.optimizer.state_dict()["param_groups"]
         validation.require_plain(self.metadata | {"param_groups": groups}, "the checkpoint")
-        limit_s = self.timeout_s + lock.wait_limit() + 60
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=limit_s))
+        limit = distributed.operation_limit(self.timeout_s + lock.wait_limit())
+        group = dist.new_group(backend="gloo", timeout=limit)
         assert isinstance(group, dist.ProcessGroup)  # every rank is in it
         self._group = group
         self._agreement = distributed.AsyncMax(group, 2)

@@ -57,6 +57,11 @@ def all_gather(value: T, group: dist.ProcessGroup | None) -> list[T]:
     return values
 
 
+def operation_limit(timeout_s: float) -> timedelta:
+    """Return the limit of an operation between ranks; the watchdog reports a slow step first."""
+    return timedelta(seconds=timeout_s + 60)
+
+
 def print_on_rank_zero(message: str) -> None:
     """Print a line on standard error if this process has rank 0."""
     if is_rank_zero():

@@ -183,7 +183,7 @@ def require_same_data(train_set: Sized, val_set: Sized) -> None:
         digests = fingerprint.of_data_set(data_set)
         if split == "training":  # others may have its samples in another order
             sizes = getattr(data_set, "shard_sizes", ())
-            local = "a local pack" if "pack" in digests else "a folder, or none,"
+            local = "a local pack" if "pack" in digests else "not a pack"
             facts["the form of the training data"] = "a pack by URL" if sizes else local
             facts["the digest of the sizes of its shards"] = fingerprint.digest(sizes)
         for part, value in digests.items():

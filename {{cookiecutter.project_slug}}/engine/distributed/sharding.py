@@ -132,14 +132,12 @@ def compile_sharded(model: nn.Module) -> None:
     others uncompiled. A block may have one for training and one for validation, twice as many if
     the last batch is smaller, and these for each of some --image-size.
     """
-    num_sharded = 0
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            num_sharded += 1
-            if type(module).forward.__module__.startswith("torch.nn."):
-                # FSDP's hooks split what is compiled, and torch compiles no frame of its own code.
-                module.forward = partial(_call, module.forward)
-    config, forms = torch._dynamo.config, 16 * num_sharded  # torch.compiler.config is newer
+    sharded: list[Any] = [one for one in model.modules() if isinstance(one, FSDPModule)]
+    for module in sharded:
+        if type(module).forward.__module__.startswith("torch.nn."):
+            # FSDP's hooks split what is compiled, and torch compiles no frame of its own code.
+            module.forward = partial(_call, module.forward)
+    config, forms = torch._dynamo.config, 16 * len(sharded)  # torch.compiler.config is newer
     with suppress(AttributeError):  # of other versions of torch, which warn of the limit
         config.recompile_limit = max(config.recompile_limit, forms)
         config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, forms)

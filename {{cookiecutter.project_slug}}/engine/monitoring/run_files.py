@@ -62,9 +62,8 @@ def read_rows(table: Path) -> list[dict[str, str]]:
     """
     text = read_text(table, MAX_TABLE_BYTES)
     reader = csv.DictReader(io.StringIO(text))
-    names = [text_of_cell(cell) for cell in reader.fieldnames or ()]
-    reader.fieldnames = names
-    if len(names) * text.count("\n") > MAX_CELLS:  # it fills short rows
+    reader.fieldnames = [text_of_cell(cell) for cell in reader.fieldnames or ()]
+    if len(reader.fieldnames) * text.count("\n") > MAX_CELLS:  # it fills short rows
         raise ValueError(f"{table.name} is too large")
     return list(reader)
 

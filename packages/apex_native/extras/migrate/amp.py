@@ -7,7 +7,6 @@ import re
 from typing import Any
 
 import libcst as cst
-from libcst.metadata import PositionProvider
 
 from .calls import split
 from .forward import Forward
@@ -355,13 +354,9 @@ class Analysis(Order):
         training = {self.function(loss.statement) for loss in self.usage.losses}
         if all(isinstance(one, cst.FunctionDef) and one.name.value in reached for one in training):
             return
-        line = self.get_metadata(PositionProvider, start).start.line
-        returns = [
-            self.get_metadata(PositionProvider, one).start.line
-            for one in self.jumps
-            if isinstance(one, cst.Return)
-        ]
-        first = self.get_metadata(PositionProvider, here).start.line
+        line = self.line(start)
+        returns = [self.line(one) for one in self.jumps if isinstance(one, cst.Return)]
+        first = self.line(here)
         if any(first < one < line for one in returns):
             self.usage.reasons.append("a return is in front of amp.initialize")
         for name, call in self.calls:

@@ -90,9 +90,10 @@ class Gradients(Tree):
                 covered |= self._place_unscale(optimizer, step)
         if self.has_lambda:
             self.usage.reasons.append("a lambda reads gradients, which GradScaler scales")
+        has_step_elsewhere = self._has_step_elsewhere()
         for statement, grad in self.readers:
             follows = any(self._follows(statement, loss) for loss in self.usage.losses)
-            is_between = self._has_step_elsewhere() and not self._is_of_optimizer(statement)
+            is_between = has_step_elsewhere and not self._is_of_optimizer(statement)
             if not follows and not is_between:
                 continue
             if grad:
