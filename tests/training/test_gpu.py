@@ -1,6 +1,7 @@
 """On GPUs: every task and opt_level, on apex_native and on real Apex, on one GPU and on two."""
 
 import importlib
+import json
 import os
 import signal
 
@@ -67,13 +68,29 @@ def test_fsdp_reaches_the_accuracy(bake, tmp_path, fused_adam, gpus):
     trains(project, tmp_path, "native", "O5", gpus)
 
 
-FLAGS = ["--compile", "--cuda-graphs", "--compress-gradients", "--cuda-graphs --flip-tta"]
+FLAGS = ["--compile", "--cuda-graphs", "--compress-gradients"]
 
 
 @pytest.mark.parametrize("gpus", [on_one, on_two])
 @pytest.mark.parametrize("flags", FLAGS)
 def test_flags_keep_the_accuracy(project, tmp_path, flags, gpus):
-    trains(project, tmp_path, "native", "O1", gpus, *flags.split())
+    trains(project, tmp_path, "native", "O1", gpus, flags)
+
+
+@pytest.mark.parametrize("gpus", [on_one, on_two])
+def test_cuda_graphs_average_over_flips(project, tmp_path, gpus):
+    """Flipped digits are harder: the same checkpoint without CUDA graphs tells how much."""
+    trains(project, tmp_path, "native", "O1", gpus, "--cuda-graphs", "--flip-tta", goal=0.85)
+    last = metrics(tmp_path / "run")[-1]["val_accuracy"]
+    accuracy = {}
+    for flags in ((), ("--flip-tta",)):
+        output = tmp_path / f"eval{len(flags)}"
+        resumed = ("--resume", tmp_path / "run" / "last.pt", "--eval-only")
+        done = run(project, *resumed, "--output", output, *flags, nproc=1)
+        assert done.returncode == 0, done.stdout + done.stderr
+        accuracy[flags] = json.loads((output / "eval.json").read_text())["metrics"]["val_accuracy"]
+    assert accuracy["--flip-tta",] == pytest.approx(last, abs=0.01)
+    assert accuracy[()] > last + 0.01
 
 
 @pytest.mark.apex

@@ -113,8 +113,7 @@ def train(
         return forward(self, *args, **kwargs)
 
     build_model = small_task(project.task).build_normed if with_norms else None
-    if with_norms:
-        torch.backends.cudnn.allow_tf32 = False  # as the reference, which is on the CPU
+    torch.backends.cudnn.allow_tf32 = False  # as the reference, which is on the CPU
     ddp = mock.patch.object(nn.parallel.DistributedDataParallel, "forward", recording)
     with on_small_data(project, output, flags, build_model), ddp:
         try:
