@@ -39,13 +39,13 @@ from engine.data import (
     ShardSampler,
     mix_seeds,
     rng_preserved,
-    sample_batch,
     seed_everything,
+    select_batch,
     to_device,
 )
 from engine.data.loading import TrainLoader, build_loader
 from engine.data.skipping import only_readable, skip_broken
-from engine.diagnostics.checks import Settings, check_settings
+from engine.diagnostics.checks import check_settings
 from engine.diagnostics.first_step import FirstStepAudit, check_finite, check_model
 from engine.diagnostics.memory import check_memory
 from engine.distributed.consistency import require_same_data
@@ -245,7 +245,7 @@ def build_data(
         val_loader=val_loader,
         data_sets={"train": train_set, "val": val_set},
         classes=[str(name) for name in getattr(train_set, "classes", ())],
-        sample=sample_batch(seeded_train_set, sample_size),
+        sample=select_batch(seeded_train_set, range(sample_size)),
         val_sample=sample_evenly(seeded_val_set, 8),
     )
 
@@ -699,20 +699,10 @@ def main() -> None:
             task.build_model, args.arch, task.DUMMY_CLASSES, **args.model_options
         )
         check_settings(
-            Settings(
-                batch_size=args.batch_size,
-                workers=args.workers,
-                opt_level=args.opt_level,
-                backend=args.backend,
-                output=args.output,
-                resume=args.resume,
-                data=args.data,
-                dummy=args.dummy,
-                skip_broken=args.skip_broken,
-                needs=flags.backend_needs(args, DDP),
-            ),
+            args,
+            flags.backend_needs(args, DDP),
             partial(task.build_datasets, args),
-            partial(check_memory, flags.memory_plan(args, DDP, task.BLOCKS), build_untrained),
+            partial(check_memory, args, DDP, task.BLOCKS, build_untrained),
         )
         return
     run = build(args)

@@ -56,11 +56,15 @@ count_gpus() {
     echo "$count"
 }
 
-print_option='print("-P" if sys.version_info >= (3, 11) else "-q")'
+print_option='
+if sys.version_info < (3, 10):
+    sys.exit(1)
+print("-P" if sys.version_info >= (3, 11) else "-q")
+'
 
 # Prints the interpreter's option that keeps the caller's folder out of the module search, so that an
 # engine/ or a torch.py there isn't taken for ours; before Python 3.11, one without an effect. Fails
-# if this is no Python, or has no torch.
+# if this is no Python from 3.10 on, or has no torch.
 find_torch() {
     "$1" -c '
 import sys
@@ -98,13 +102,15 @@ can_look() {
 if [ -n "${PYTHON:-}" ]; then
     python=$PYTHON
     option=$(find_torch "$python") || option=$(can_look "$python") ||
-        fail "PYTHON=$python is no Python with torch: name one, or install this project in it."
+        fail "PYTHON=$python is no Python with torch, or older than 3.10: name another, or install \
+this project in it."
 else
     for python in python python3; do
         option=$(find_torch "$python") && break
     done || for python in python python3; do
         option=$(can_look "$python") && break
-    done || fail "neither python nor python3 has torch: activate its environment, or see README.md."
+    done || fail "neither python nor python3 has torch and is Python 3.10 or later: activate its \
+environment, or see README.md."
 fi
 
 writable() {

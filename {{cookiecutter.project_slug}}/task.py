@@ -160,7 +160,7 @@ def build_datasets(args: argparse.Namespace) -> tuple[SizedDataset, SizedDataset
         return train_set, val_set
     if args.image_size:
         schedule = SizeSchedule(*parse_size(args.image_size), args.epochs)
-        if not schedule.is_constant:
+        if schedule.first != schedule.last:
             distributed.print_on_rank_zero(f"--image-size {args.image_size}: {schedule.describe()}")
             train_set = ProgressiveDataset(train_set, schedule)
     if args.auto_augment:

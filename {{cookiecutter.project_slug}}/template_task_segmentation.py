@@ -30,7 +30,7 @@ from torchvision.transforms import v2
 
 from engine import UserError, cli, distributed, fingerprint, summarize
 from engine.checkpoint.compatibility import is_validation_set
-from engine.data import SizedDataset, sample_batch
+from engine.data import SizedDataset, select_batch
 from engine.data.files import FileError
 from engine.data.images import MEAN, normalize, read_image, read_labels, trim
 from engine.data.masks import (
@@ -277,7 +277,7 @@ def show(
     Without an epoch the files are called eval_only.
     """
     # First: with FSDP, all processes run the model together, and files may fail in one of them.
-    images, masks = sample_batch(val_set, min(4, len(val_set)))
+    images, masks = select_batch(val_set, range(min(4, len(val_set))))
     device = next(model.parameters()).device
     inputs, _ = prepare([images.to(device), masks])
     with eval_mode(model):

@@ -85,9 +85,9 @@ class Machine:
         argv, seen, self.cwd, _ = self.record()
         return argv, seen
 
-    def refuses(self, **env):
+    def refuses(self, *arguments, **env):
         """The sentence that ends it."""
-        done = self.start(**env)
+        done = self.start(*arguments, **env)
         assert (done.returncode, done.stdout) == (2, "")
         assert not Path(self.env["RECORD"]).exists()
         assert done.stderr.startswith("run.sh: ")
@@ -396,6 +396,23 @@ def test_no_interpreter_has_torch(machine):
     (machine.bin / "python").unlink()
     assert "neither python nor python3" in machine.refuses()
     assert "no/such/python" in machine.refuses(PYTHON="no/such/python")
+
+
+OLD = """\
+#!/bin/sh
+shift
+exec "$REAL_PYTHON" -c 'import sys; sys.version_info = (3, 9, 18); exec(sys.argv.pop(1))' "$@"
+"""
+
+
+@pytest.mark.parametrize("flags", [(), ("--check",)])
+def test_old_python_is_refused(machine, flags):
+    """Its own error would be one of syntax."""
+    old = machine.command("python", OLD)
+    assert "has torch and is Python 3.10 or later" in machine.refuses(*flags)
+    assert "or older than 3.10" in machine.refuses(*flags, PYTHON=str(old))
+    machine.command("python3", STAND_IN)
+    machine.run(*flags)
 
 
 def test_closed_streams_are_opened(machine):

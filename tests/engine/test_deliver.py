@@ -6,7 +6,7 @@ import random
 
 import pytest
 from engine import UserError
-from engine.monitoring import deliver
+from engine.monitoring import deliver, trackers
 from engine.monitoring.deliver import Delivery, redact
 from engine.monitoring.trackers import FOLDER, QUEUE
 from parameters import mostly_slow
@@ -59,7 +59,7 @@ class FakeTracker:
 @pytest.fixture
 def queue(tmp_path, monkeypatch):
     """Function that appends records to the queue of a run."""
-    monkeypatch.setitem(deliver.ADAPTERS, "mlflow", FakeTracker)
+    monkeypatch.setitem(trackers.ADAPTERS, "mlflow", FakeTracker)
     FakeTracker.reset()
     path = tmp_path / FOLDER / QUEUE
     path.parent.mkdir()
@@ -113,7 +113,7 @@ def test_points_that_a_tracker_loses_with_its_process_are_sent_again(
     queue, tmp_path, monkeypatch, is_same_process
 ):
     """W&B's process keeps them in memory; each end of the run confirms those before it."""
-    monkeypatch.setitem(deliver.BUFFERED, "mlflow", 3 * len(json.dumps(point(1)) + "\n"))
+    monkeypatch.setitem(trackers.BUFFERED, "mlflow", 3 * len(json.dumps(point(1)) + "\n"))
     monkeypatch.setattr(FakeTracker, "last_steps", lambda self: {})
     queue(point(1), point(2, group="rows"), {"finish": "KILLED"}, start(2), point(3))
     delivery = Delivery(tmp_path, "mlflow")
@@ -332,7 +332,7 @@ def test_following_a_process_needs_a_tracker(queue, tmp_path, capsys):
 def test_tracker_that_is_a_path_is_an_error(queue, tmp_path, capsys):
     """Files of its name are written."""
     queue(point(1))
-    file = tmp_path / FOLDER / deliver.QUEUE
+    file = tmp_path / FOLDER / QUEUE
     file.write_text(file.read_text().replace('"mlflow"', f'"{tmp_path}/poetry"'))
     lock = tmp_path / "poetry.lock"
     lock.write_text("precious")
@@ -345,7 +345,7 @@ def test_tracker_that_is_a_path_is_an_error(queue, tmp_path, capsys):
 
 @pytest.mark.parametrize("line", ["", "[1]", '{"start": {}}', '{"start": {"run_id": 1}}', "x"])
 def test_queue_that_is_altered_is_an_error(queue, tmp_path, capsys, line):
-    (tmp_path / FOLDER / deliver.QUEUE).write_text(line)
+    (tmp_path / FOLDER / QUEUE).write_text(line)
     with pytest.raises(SystemExit) as stopped:
         deliver.main([str(tmp_path)])
     assert stopped.value.code == 2
@@ -353,7 +353,7 @@ def test_queue_that_is_altered_is_an_error(queue, tmp_path, capsys, line):
 
 
 def test_queue_that_is_a_pipe_is_an_error(queue, tmp_path, capsys):
-    path = tmp_path / FOLDER / deliver.QUEUE
+    path = tmp_path / FOLDER / QUEUE
     path.unlink(missing_ok=True)
     os.mkfifo(path)
     with pytest.raises(SystemExit) as stopped:

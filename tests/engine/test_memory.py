@@ -1,8 +1,10 @@
 """The estimate of the memory of weights, gradients and optimizer, in bytes."""
 
+from argparse import Namespace
+
 import pytest
 import torch
-from engine.diagnostics.memory import MemoryPlan, check_memory, estimate_bytes, persistent_bytes
+from engine.diagnostics.memory import check_memory, estimate_bytes, persistent_bytes
 from torch import nn
 
 
@@ -17,27 +19,30 @@ def build_model() -> nn.Module:
     return nn.Sequential(nn.Sequential(*(Block() for _ in range(4))), nn.Linear(5, 10))
 
 
+def flags(opt_level: str, *, ema: float = 0.0, cpu_offload: bool = False, **sgd: float):
+    return Namespace(opt_level=opt_level, ema=ema, cpu_offload=cpu_offload, **sgd)
+
+
 @pytest.mark.parametrize(
-    ("plan", "expected"),
+    ("ddp", "args", "expected"),
     [
-        (MemoryPlan("dataparallel", "O0", moments=2), 16),  # weight, gradient, two moments
-        (MemoryPlan("torch", "O1", moments=2), 20),  # and the bucket
-        (MemoryPlan("torch", "O0", moments=1), 16),
-        (MemoryPlan("apex", "O2", moments=2), 22),  # 3 × 2, masters 8, moments 8
-        (MemoryPlan("apex", "O3", moments=2), 14),
-        (MemoryPlan("fsdp", "O5", moments=2), 16),
-        (MemoryPlan("fsdp", "O0", moments=2, has_ema=True), 20),
+        ("dataparallel", flags("O0"), 16),  # weight, gradient, two moments
+        ("torch", flags("O1"), 20),  # and the bucket
+        ("torch", flags("O0", momentum=0.9), 16),
+        ("apex", flags("O2"), 22),  # 3 × 2, masters 8, moments 8
+        ("apex", flags("O3"), 14),
+        ("fsdp", flags("O5"), 16),
+        ("fsdp", flags("O0", ema=0.99), 20),
     ],
 )
-def test_bytes_of_a_parameter(plan, expected):
-    assert persistent_bytes(plan) == expected
+def test_bytes_of_a_parameter(ddp, args, expected):
+    assert persistent_bytes(args, ddp) == expected
 
 
 def test_fsdp_divides_what_persists_and_gathers_two_blocks():
-    plan = MemoryPlan("fsdp", "O5", moments=2)
-    assert estimate_bytes(build_model(), plan, 4) == 115 * 16 + 260 * 4
-    offloaded = MemoryPlan("fsdp", "O0", moments=2, cpu_offload=True)
-    assert estimate_bytes(build_model(), offloaded, 4) == 260 * 8
+    assert estimate_bytes(build_model(), flags("O5"), "fsdp", (), 4) == 115 * 16 + 260 * 4
+    offloaded = flags("O0", cpu_offload=True)
+    assert estimate_bytes(build_model(), offloaded, "fsdp", (), 4) == 260 * 8
 
 
 def test_check_builds_the_model_without_memory(run_check, monkeypatch):
@@ -46,7 +51,7 @@ def test_check_builds_the_model_without_memory(run_check, monkeypatch):
     def build_large() -> nn.Module:
         return nn.Linear(2**20, 2**16)  # 256 GiB
 
-    status, text = run_check(check_memory, MemoryPlan("torch", "O0", moments=2), build_large)
+    status, text = run_check(check_memory, flags("O0"), "torch", (), build_large)
     assert status == "ok" and text.startswith("68,719,542,272 parameters need 1280.00 GiB")
 
 
@@ -57,6 +62,5 @@ def test_check_builds_a_model_whose_constructor_reads_values(run_check, monkeypa
     def build_wide() -> nn.Module:
         return nn.Linear(4, *torch.tensor([8]).tolist())
 
-    plan = MemoryPlan("torch", "O0", moments=2)
-    status, text = run_check(check_memory, plan, build_wide)
+    status, text = run_check(check_memory, flags("O0"), "torch", (), build_wide)
     assert status == "ok" and text.startswith("40 parameters need 0.00 GiB")

@@ -2,8 +2,8 @@
 
 import shutil
 import sys
+from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,35 +13,27 @@ from engine import backend, distributed
 from engine.checkpoint import format as checkpoint
 from engine.checkpoint.format import Progress, TrainingState
 from engine.diagnostics import checks
-from engine.diagnostics.checks import (
-    Settings,
-    check_apex,
-    check_cpu,
-    check_flags,
-    check_output,
-    check_resume,
-)
+from engine.diagnostics.checks import check_apex, check_cpu, check_flags, check_output, check_resume
 from engine.diagnostics.preflight import ERROR, OK, PENDING, WARNING
 
 GIB = 2**30
 
-DEFAULTS = Settings(
-    data=None,
-    dummy=False,
-    skip_broken=0,
-    workers=1,
-    batch_size=32,
-    output=Path("runs"),
-    resume=None,
-    opt_level="O1",
-    backend="auto",
-    needs={"compiled": False},
-)
+DEFAULTS = {
+    "data": None,
+    "dummy": False,
+    "skip_broken": 0,
+    "workers": 1,
+    "batch_size": 32,
+    "output": Path("runs"),
+    "resume": None,
+    "opt_level": "O1",
+    "backend": "auto",
+}
 
 
-def settings(**changed: object) -> Settings:
+def settings(**changed: object) -> Namespace:
     """Return the settings of a default run, with some changed."""
-    return replace(DEFAULTS, **changed)
+    return Namespace(**DEFAULTS | changed)
 
 
 WHOLE = {
@@ -80,10 +72,10 @@ def test_apex(run_check, monkeypatch, tmp_path, package, extensions, gpu, expect
         (tmp_path / "apex" / name).write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    found = run_check(check_apex, settings())
+    found = run_check(check_apex, {"compiled": False}, settings())
     assert found[0] == expected[0] and expected[1] in found[1]
     if "real Apex" not in found[1]:
-        found = run_check(check_apex, settings(backend="apex"))
+        found = run_check(check_apex, {"compiled": False}, settings(backend="apex"))
         assert found[0] == ERROR and "--backend native" in found[1]
 
 

@@ -19,7 +19,7 @@ from engine.data import (
     SeededDataset,
     ShardSampler,
     collate,
-    sample_batch,
+    select_batch,
     to_device,
 )
 from engine.data.images import Crop, Span, crop_and_resize, decode, read_encoded
@@ -158,7 +158,7 @@ def test_collate_fn_of_a_data_set_makes_all_batches(workers: int, tmp_path: Path
     expected = [[0, -1, -1, -1], [1, 1, -1, -1], [2, 2, 2, -1], [3, 3, 3, 3]]
     batches = [batch.tolist() for (batch,) in build_loader(data, batch_size=4, **options)]
     assert batches[0] == expected
-    assert sample_batch(data, 4)[0].tolist() == expected
+    assert select_batch(data, range(4))[0].tolist() == expected
     assert sample_evenly(data, 2)[0].tolist() == [[0], [4]]
     sampler = ResumableDistributedSampler(data, 5, num_replicas=1, rank=0)
     loader = TrainLoader(data, sampler, batch_size=8, epochs=1, **options)
@@ -319,7 +319,7 @@ def test_collate_decodes_image_files(encoded, wrap) -> None:
 
 def test_sample_batch_is_the_first_samples_as_one_batch(encoded) -> None:
     image, crop = encoded
-    images, labels = sample_batch([(image, 0), (image, 1), (image, 2)], 2)
+    images, labels = select_batch([(image, 0), (image, 1), (image, 2)], range(2))
     assert torch.equal(images, torch.stack([crop, crop]))
     assert labels.tolist() == [0, 1]
 

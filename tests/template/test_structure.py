@@ -9,7 +9,7 @@ from fresh import ROOT, TEMPLATE
 
 OWNERS_SCRIPTS = ("main.py", "task.py", "predict.py")
 MAX_FILES = 125  # lower these two whenever the libraries shrink
-MAX_LINES = 21_034
+MAX_LINES = 20_751
 TARGET_FILES, TARGET_LINES, TARGET_SHARE = 60, 8_500, 0.15
 MAX_TEST_LINES, MAX_TEST_FILES = 600, 6
 MAX_APEX_NATIVE_LINES = 3_514

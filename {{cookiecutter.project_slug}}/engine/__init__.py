@@ -20,6 +20,7 @@ EXIT_USAGE = 2  # exit status of the program after a UserError
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 MAX_BYTES = 2**26  # of a text file, but for tables
 MAX_TABLE_BYTES = 2**30
+OUTPUT_FIX = "choose another --output, or correct its permissions"
 SUFFIX = ".tmp"  # of a file that `replacing` has not completed
 
 
@@ -150,15 +151,13 @@ def flush_folder(folder: Path) -> None:
 
 
 @contextmanager
-def writing_output(folder: Path) -> Iterator[None]:
-    """Turn an OSError of the body into a UserError about --output."""
+def writing(place: object, fix: str) -> Iterator[None]:
+    """Turn an OSError of the body into a UserError that names the file, or else `place`."""
     try:
         yield
     except OSError as error:
-        raise UserError(
-            f"--output {folder} can't be written ({error.strerror}): choose another folder, or "
-            "correct its permissions"
-        ) from None
+        reason = error.strerror or error
+        raise UserError(f"{error.filename or place} can't be written ({reason}); {fix}") from None
 
 
 def link(path: Path, other: Path) -> None:
@@ -227,5 +226,4 @@ def end_with_parent() -> None:
     A process that is stopped, or blocked by a file system, could not do that itself. Python has no
     function for it.
     """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -38,6 +38,9 @@ MAX_WIDTH = 100  # columns of the help text
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
+METAVARS: dict[object, str] = {int: "N", Path: "PATH"}  # by the type of a flag
+
+
 def number_type(
     parse: Callable[[str], Value], low: float, high: float, expected: str
 ) -> Callable[[str], Value | str]:
@@ -55,6 +58,7 @@ def number_type(
                 return value
         raise argparse.ArgumentTypeError(f"{text!r} is not {expected}")
 
+    METAVARS[convert] = "N" if parse is int else "X"
     return convert
 
 
@@ -120,19 +124,7 @@ loss_scale = number_type(
     math.nextafter(2**64, math.inf),
     "'dynamic' or a number above 0 and up to 2^64",
 )
-METAVARS: dict[object, str] = {
-    int: "N",
-    positive_int: "N",
-    non_negative_int: "N",
-    worker_count: "N",
-    non_negative_float: "X",
-    fraction: "X",
-    loss_scale: "SCALE",
-    interval: "N|Nm",
-    Path: "PATH",
-    path: "PATH",
-    local_path: "PATH",
-}
+METAVARS |= {loss_scale: "SCALE", interval: "N|Nm", path: "PATH", local_path: "PATH"}
 
 
 class _StoreTrue(BooleanOptionalAction):

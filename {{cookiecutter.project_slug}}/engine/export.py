@@ -61,7 +61,8 @@ def _export_and_compare(
     """Write the file that will be at `path`; return how its outputs differ from the model's."""
     # Copies: the program would accept nothing but views, if these are views of batches.
     inputs, other_inputs = (_map(Tensor.clone, sample_inputs(size)) for size in (2, 3))
-    sizes = (_map(_variable_sizes, inputs),)
+    automatic = torch.export.Dim.AUTO
+    sizes = (_map(lambda tensor: dict.fromkeys(range(tensor.dim()), automatic), inputs),)
     export = _export_onnx if path.suffix == ".onnx" else _export_program
     run = export(model, inputs, sizes, written)
     expected = list(tensors_in(model(other_inputs)))
@@ -122,10 +123,6 @@ def _require_onnx(path: Path) -> None:
     missing = [name for name in ("onnxscript", "onnxruntime") if not find_spec(name)]
     if missing:
         raise UserError(f"--export {path} needs {' and '.join(missing)}: pip install -e .[onnx]")
-
-
-def _variable_sizes(tensor: Tensor) -> dict[int, Any]:
-    return dict.fromkeys(range(tensor.dim()), torch.export.Dim.AUTO)
 
 
 def _map(function: Callable[[Tensor], Any], value: Any) -> Any:

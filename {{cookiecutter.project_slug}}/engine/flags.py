@@ -2,55 +2,40 @@
 
 import argparse
 from argparse import BooleanOptionalAction
-from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from engine import distributed, protect_compiled_code, require_traceable
-from engine.cli import (
-    ArgumentParser,
-    data_location,
-    factor,
-    fraction,
-    interval,
-    local_path,
-    loss_scale,
-    non_negative_float,
-    non_negative_int,
-    not_empty,
-    positive_int,
-    size_type,
-    worker_count,
-)
+from engine import cli, distributed, protect_compiled_code, require_traceable
 from engine.data.remote import RemoteFolder
-from engine.diagnostics.memory import MemoryPlan
 from engine.monitoring.trackers import NAMES as TRACKERS
 from engine.monitoring.trackers import TENSORBOARD
 
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 
 
-def add_data_arguments(parser: ArgumentParser, layout: str) -> None:
+def add_data_arguments(parser: cli.ArgumentParser, layout: str) -> None:
     """Add the flags of the data; `layout` describes the folder that --data takes."""
     add = parser.group("data").add_argument
     help = f"{layout}, or a URL of packed data (default: the included digits)"
-    add("--data", type=data_location, metavar="DIR", help=help)
+    add("--data", type=cli.data_location, metavar="DIR", help=help)
     help = "folder for shards of a URL (default: ~/.cache/packed_data)"
-    add("--cache-dir", type=not_empty, default="~/.cache/packed_data", metavar="PATH", help=help)
+    add(
+        "--cache-dir", type=cli.not_empty, default="~/.cache/packed_data", metavar="PATH", help=help
+    )
     help = "of the shards in --cache-dir (default: 64GB)"
-    add("--cache-size", type=size_type, default=64 * 10**9, metavar="SIZE", help=help)
+    add("--cache-size", type=cli.size_type, default=64 * 10**9, metavar="SIZE", help=help)
     add("--dummy", action="store_true", help="train on one synthetic batch, made on the device")
-    add("--workers", type=worker_count, help="data-loading processes for each process")
+    add("--workers", type=cli.worker_count, help="data-loading processes for each process")
     help = "unreadable files to skip at most, listed in broken_files.txt; all are read on the CPU"
-    add("--skip-broken", type=non_negative_int, default=0, help=help)
+    add("--skip-broken", type=cli.non_negative_int, default=0, help=help)
 
 
-def add_model_arguments(parser: ArgumentParser) -> None:
+def add_model_arguments(parser: cli.ArgumentParser) -> None:
     """Add --weights, --freeze and --channels-last."""
     add = parser.group("model").add_argument
     add(
         "--weights",
-        type=not_empty,
+        type=cli.not_empty,
         help="initial weights: a file, or torchvision's name, such as DEFAULT",
     )
     add("--freeze", nargs="+", metavar="MODULE", help="submodules not to train, such as layer1")
@@ -60,7 +45,7 @@ def add_model_arguments(parser: ArgumentParser) -> None:
     add("--checkpoint-activations", action="store_true", help=help)
 
 
-def add_compile_arguments(parser: ArgumentParser) -> None:
+def add_compile_arguments(parser: cli.ArgumentParser) -> None:
     """Add --compile, --cuda-graphs and --compress-gradients."""
     add = parser.group("model").add_argument
     add("--compile", action="store_true", help="torch.compile: slower start, faster steps")
@@ -69,7 +54,7 @@ def add_compile_arguments(parser: ArgumentParser) -> None:
     add("--compress-gradients", action="store_true", help="average gradients in bfloat16")
 
 
-def add_sharding_arguments(parser: ArgumentParser) -> None:
+def add_sharding_arguments(parser: cli.ArgumentParser) -> None:
     """Add the flags of `add_compile_arguments`, --reshard-after-forward and --cpu-offload."""
     add_compile_arguments(parser)
     add = parser.group("distributed").add_argument
@@ -82,39 +67,41 @@ def add_sharding_arguments(parser: ArgumentParser) -> None:
     add("--cpu-offload", action="store_true", help="keep weights and optimizer in the CPU's memory")
 
 
-def add_optimization_arguments(parser: ArgumentParser, warmup_epochs: float) -> None:
+def add_optimization_arguments(parser: cli.ArgumentParser, warmup_epochs: float) -> None:
     """Add the flags of the schedule, the loss and the gradients.
 
     Args:
         warmup_epochs: default of --warmup-epochs.
     """
     add = parser.group("optimization").add_argument
-    add("--steps", type=positive_int, help="stop after this many steps in total")
+    add("--steps", type=cli.positive_int, help="stop after this many steps in total")
     add("--decay-weights-only", action="store_true", help="no weight decay for norms and biases")
     add(
         "--scale-lr",
-        type=positive_int,
+        type=cli.positive_int,
         metavar="IMAGES",
         help="multiply --lr by global batch / IMAGES",
     )
     help = "factor of the learning rate from each layer to the one before it, such as 0.75"
-    add("--layer-decay", type=factor, metavar="FACTOR", help=help)
+    add("--layer-decay", type=cli.factor, metavar="FACTOR", help=help)
     schedules = ("cosine", "step", "none")
     add("--schedule", choices=schedules, default="cosine", help="step: ÷ 10 at 1/3 and 2/3")
-    add("--warmup-epochs", type=non_negative_float, default=warmup_epochs, help="linear warm-up")
-    add("--accumulate", type=positive_int, default=1, help="batches per step")
-    add("--label-smoothing", type=fraction, default=0.0, help="in the training loss")
+    add(
+        "--warmup-epochs", type=cli.non_negative_float, default=warmup_epochs, help="linear warm-up"
+    )
+    add("--accumulate", type=cli.positive_int, default=1, help="batches per step")
+    add("--label-smoothing", type=cli.fraction, default=0.0, help="in the training loss")
     help = "maximum gradient norm; 0: none"
-    add("--clip-grad", type=non_negative_float, metavar="NORM", help=help)
+    add("--clip-grad", type=cli.non_negative_float, metavar="NORM", help=help)
     help = "also validate and save a moving average; 0: none"
-    add("--ema", type=fraction, metavar="DECAY", help=help)
+    add("--ema", type=cli.fraction, metavar="DECAY", help=help)
 
 
-def add_precision_arguments(parser: ArgumentParser, opt_level: str, backend: str) -> None:
+def add_precision_arguments(parser: cli.ArgumentParser, opt_level: str, backend: str) -> None:
     """Add --backend and the flags of amp.initialize, with these defaults."""
     add = parser.group("precision").add_argument
     add("--opt-level", choices=LEVELS, default=opt_level, help="Apex's mixed-precision level")
-    add("--loss-scale", type=loss_scale, help="dynamic, or a number (default: the level's)")
+    add("--loss-scale", type=cli.loss_scale, help="dynamic, or a number (default: the level's)")
     yes_or_no = BooleanOptionalAction
     add(
         "--keep-batchnorm-fp32", action=yes_or_no, help="if weights are cast (default: the level's)"
@@ -123,21 +110,27 @@ def add_precision_arguments(parser: ArgumentParser, opt_level: str, backend: str
     add("--backend", choices=backends, default=backend, help="real Apex or apex_native")
 
 
-def add_run_arguments(parser: ArgumentParser, output: Path) -> None:
+def add_run_arguments(parser: cli.ArgumentParser, output: Path) -> None:
     """Add the flags of output, checkpoints, evaluation, reproducibility and --check."""
     add = parser.group("distributed").add_argument
-    add("--timeout", type=positive_int, default=600, help="seconds for a step or a start phase")
+    add("--timeout", type=cli.positive_int, default=600, help="seconds for a step or a start phase")
     add = parser.group("run").add_argument
-    add("--output", type=local_path, help=f"folder of checkpoints and metrics (default: {output})")
+    add(
+        "--output",
+        type=cli.local_path,
+        help=f"folder of checkpoints and metrics (default: {output})",
+    )
     help = "a checkpoint, or 'auto' for the newest in --output, if any"
-    add("--resume", type=local_path, help=help)
-    add("--save-every", type=interval, help="steps or minutes between checkpoints")
-    add("--eval-every", type=positive_int, default=1, help="epochs between validations")
-    add("--patience", type=positive_int, help="stop after N validations without a better metric")
-    add("--keep", type=positive_int, default=2, help="how many checkpoints to keep")
+    add("--resume", type=cli.local_path, help=help)
+    add("--save-every", type=cli.interval, help="steps or minutes between checkpoints")
+    add("--eval-every", type=cli.positive_int, default=1, help="epochs between validations")
+    add(
+        "--patience", type=cli.positive_int, help="stop after N validations without a better metric"
+    )
+    add("--keep", type=cli.positive_int, default=2, help="how many checkpoints to keep")
     add(
         "--log-every",
-        type=positive_int,
+        type=cli.positive_int,
         help="steps between log records (default: 10; lines: 1 min)",
     )
     add(
@@ -149,14 +142,14 @@ def add_run_arguments(parser: ArgumentParser, output: Path) -> None:
         help=f"log to any of {', '.join(TRACKERS)} (default: {TENSORBOARD})",
     )
     add("--eval-only", action="store_true", help="validate --resume, do not train")
-    add("--seed", type=non_negative_int, default=0, help="of weights, order and augmentation")
+    add("--seed", type=cli.non_negative_int, default=0, help="of weights, order and augmentation")
     add("--deterministic", action="store_true", help="bit-identical on a GPU too; slower")
     add("--check", action="store_true", help="check this machine and these flags, do not train")
     add("--json", dest="check", action="store_true", help="--check with output as JSON")
 
 
 def complete_arguments(
-    parser: ArgumentParser, args: argparse.Namespace, ddp: str, output: Path
+    parser: cli.ArgumentParser, args: argparse.Namespace, ddp: str, output: Path
 ) -> None:
     """Reject flags that contradict each other; set defaults that depend on others.
 
@@ -201,7 +194,7 @@ def _report_without_effect(args: argparse.Namespace) -> None:
         )
 
 
-def _check_sharding_arguments(parser: ArgumentParser, args: argparse.Namespace) -> None:
+def _check_sharding_arguments(parser: cli.ArgumentParser, args: argparse.Namespace) -> None:
     """Reject flags that cannot go with FSDP."""
     if args.opt_level in ("O1", "O2", "O3"):
         parser.error(
@@ -235,15 +228,3 @@ def backend_needs(args: argparse.Namespace, ddp: str) -> dict[str, bool]:
     if ddp == "apex":
         needs["compressed"] = args.compress_gradients
     return needs
-
-
-def memory_plan(args: argparse.Namespace, ddp: str, blocks: Sequence[str]) -> MemoryPlan:
-    """Return what the estimate of the memory depends on; `blocks` are those of task.py."""
-    return MemoryPlan(
-        ddp,
-        args.opt_level,
-        moments=1 if hasattr(args, "momentum") else 2,  # of SGD, of Adam
-        has_ema=bool(args.ema),
-        cpu_offload=getattr(args, "cpu_offload", False),
-        blocks=blocks,
-    )

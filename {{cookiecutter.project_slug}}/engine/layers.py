@@ -21,7 +21,8 @@ def layer_numbers(model: nn.Module) -> dict[str, int]:
     numbers: dict[str, int] = {}
     number = 0
     for layer in _layers(model):
-        parameters = {f"{layer}.{name}": p for name, p in _named(model, layer)}
+        named = model.get_submodule(layer).named_parameters()
+        parameters = {f"{layer}.{name}": parameter for name, parameter in named}
         if not parameters:
             continue
         # A norm belongs to the layer before it.
@@ -34,10 +35,6 @@ def layer_numbers(model: nn.Module) -> dict[str, int]:
         name: numbers.get(name, 0 if parameter.dim() else number)
         for name, parameter in model.named_parameters()
     }
-
-
-def _named(model: nn.Module, layer: str) -> list[tuple[str, nn.Parameter]]:
-    return list(model.get_submodule(layer).named_parameters())
 
 
 def _layers(module: nn.Module, prefix: str = "") -> list[str]:

@@ -83,9 +83,12 @@ def read(path: Path, content: io.BytesIO | None = None) -> Any:
             _check_archive(path, file)
             file.seek(0)
             loaded = torch.load(file, map_location="cpu", weights_only=True)
-            plain = _copy_containers(loaded, {}, 0)
-            _check_structure(path, plain)
-            return plain
+            copies: dict[int, Copy] = {}
+            plain = _copy(loaded, copies, 0)
+            # Some bytes can hold 10 lists of 10 times the same list, and so on.
+            if plain.size > MAX_SHARING * (1000 + len(copies)):
+                raise RecursionError
+            return plain.made
     except FileNotFoundError:
         raise UserError(f"{path}: there is no such file") from None
     except UserError:
@@ -194,7 +197,15 @@ def _check_pickle(path: Path, pickled: bytes, num_pickles: int = 1) -> None:
             check_tuples(file)
 
 
-def _copy_containers(value: Any, copies: dict[int, Any], level: int) -> Any:
+class Copy(NamedTuple):
+    """Copy of a value; containers in it, counted each time that they occur, and their depth."""
+
+    made: Any
+    size: int = 0
+    depth: int = 0
+
+
+def _copy(value: Any, copies: dict[int, Copy], level: int) -> Copy:
     """Return `value` with plain dicts, lists and tuples, but for the versions in state dicts.
 
     A file can give an OrderedDict attributes that hide its methods, and `_metadata` by which
@@ -202,27 +213,29 @@ def _copy_containers(value: Any, copies: dict[int, Any], level: int) -> Any:
 
     Args:
         copies: those made before, by the id of the original.
+        level: of `value` in the checkpoint.
 
     Raises RecursionError if a container holds itself, or is nested too deeply.
     """
-    if not isinstance(value, dict | list | tuple):
-        return value
-    if level > MAX_DEPTH:
-        raise RecursionError
+    if not isinstance(value, CONTAINERS):
+        return Copy(value)
     if id(value) not in copies:
-        made: Any
-        if isinstance(value, dict):
-            made = {
-                key: _copy_containers(item, copies, level + 1) for key, item in dict.items(value)
-            }
-            versions = _versions(getattr(value, "__dict__", {}).get("_metadata"))
-            if versions:
-                made = OrderedDict(made)
-                made._metadata = versions  # noqa: SLF001, as nn.Module.load_state_dict documents
-        else:
-            items = (_copy_containers(item, copies, level + 1) for item in value)
-            made = list(items) if isinstance(value, list) else tuple(items)
-        copies[id(value)] = made
+        if level > MAX_DEPTH:
+            raise RecursionError
+        keys = [*dict.keys(value)] if isinstance(value, dict) else []
+        items = dict.values(value) if isinstance(value, dict) else value
+        parts = [_copy(item, copies, level + 1) for item in (*items, *keys)]
+        kind: Any = next(kind for kind in CONTAINERS if isinstance(value, kind))
+        copied = [part.made for part in parts[: len(value)]]
+        made = kind(zip(keys, copied, strict=True)) if kind is dict else kind(copied)
+        versions = _versions(getattr(value, "__dict__", {}).get("_metadata"))
+        if versions and kind is dict:
+            made = OrderedDict(made)
+            made._metadata = versions  # noqa: SLF001, as nn.Module.load_state_dict documents
+        depth = 1 + max((part.depth for part in parts), default=0)
+        copies[id(value)] = Copy(made, 1 + sum(part.size for part in parts), depth)
+    if level + copies[id(value)].depth > MAX_DEPTH:
+        raise RecursionError
     return copies[id(value)]
 
 
@@ -236,48 +249,3 @@ def _versions(metadata: object) -> dict[str, dict[str, int]]:
         if isinstance(entry, dict)
     )
     return {name: {"version": version} for name, version in versions if isinstance(version, int)}
-
-
-class Extent(NamedTuple):
-    """Containers in a value, counted each time that they occur, and their depth."""
-
-    size: int
-    depth: int
-
-
-def _check_structure(path: Path, content: object) -> None:
-    """Raise UserError if containers hold themselves, or one another too deeply or too often.
-
-    A file of some bytes can hold 10 lists of 10 times the same list, and so on, which no program
-    can visit.
-    """
-    extents: dict[int, Extent] = {}
-    try:
-        is_valid = _measure([content], extents, 0).size <= MAX_SHARING * (1000 + len(extents))
-    except RecursionError:
-        is_valid = False
-    if not is_valid:
-        raise UserError(f"{path}: its structure is altered; use another one")
-
-
-def _measure(value: Any, extents: dict[int, Extent], level: int) -> Extent:
-    """Return the extent of a container.
-
-    Args:
-        extents: those of the containers that were measured before, by their id.
-        level: of `value` in the checkpoint.
-
-    Raises RecursionError if a container holds itself, or is nested too deeply.
-    """
-    if id(value) not in extents:
-        if level > MAX_DEPTH:
-            raise RecursionError
-        items = (*value, *value.values()) if isinstance(value, dict) else value
-        nested = [item for item in items if isinstance(item, CONTAINERS)]
-        parts = [_measure(item, extents, level + 1) for item in nested]
-        depth = 1 + max((part.depth for part in parts), default=0)
-        extents[id(value)] = Extent(1 + sum(part.size for part in parts), depth)
-    extent = extents[id(value)]
-    if level + extent.depth > MAX_DEPTH:
-        raise RecursionError
-    return extent

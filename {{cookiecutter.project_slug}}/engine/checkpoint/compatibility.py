@@ -1,4 +1,8 @@
-"""Comparison of a checkpoint with the data and the settings of the run that loads it."""
+"""Comparison of a checkpoint with the data and the settings of the run that loads it.
+
+Arguments: `path` is that of the checkpoint, `entries` are its entries, `saved` its metadata, `own`
+that of this run, whose `data_sets` are "train" and "val"; `warn` is called with a message.
+"""
 
 import json
 import os
@@ -91,8 +95,6 @@ def use_saved_classes(
     when it is resumed.
 
     Args:
-        data_sets: "train" and "val", which may be the same.
-        folder: of the run.
         choice: the checkpoint, as for `CheckpointManager.resume`.
         timeout_s: limit of an operation between the ranks.
 
@@ -127,13 +129,6 @@ def compare_metadata(
 ) -> str:
     """Compare classes, images and opt_level with a checkpoint's; return notes for the log.
 
-    Args:
-        path: of the checkpoint.
-        saved: its metadata.
-        own: that of this run, which gets the checkpoint's order of classes.
-        data_sets: that get this order, too.
-        warn: called with a message if the images or the names of the models differ.
-
     Raises UserError if the classes do not fit.
     """
     notes = adapt_classes(path, saved.get("classes", []), own.get("classes", []), data_sets)
@@ -154,11 +149,7 @@ def compare_metadata(
 
 
 def adapt_classes(
-    path: Path,
-    saved: list[str],
-    own: list[str],
-    data_sets: DataSets,
-    is_evaluation: bool = False,
+    path: Path, saved: list[str], own: list[str], data_sets: DataSets, is_evaluation: bool = False
 ) -> str:
     """Give the data sets the checkpoint's order of classes; return what to add to the message.
 
@@ -166,9 +157,6 @@ def adapt_classes(
     data set of the same classes in another order is changed by its method ``reorder_classes``.
 
     Args:
-        path: of the checkpoint.
-        saved: names of its classes; empty if they are unknown.
-        own: names of the classes of the data; empty if there are none.
         is_evaluation: the data may lack some of the classes.
 
     Raises UserError if the classes differ, or a data set cannot change their order.
@@ -200,10 +188,6 @@ def require_same_frozen(path: Path, saved: Mapping[str, Any], own: Mapping[str, 
 
     The optimizer's moments are saved by position, and would be those of other parameters. If only
     one of the two has frozen parameters, the numbers of moments differ.
-
-    Args:
-        path: of the checkpoint.
-        saved, own: metadata of the checkpoint and of this run.
     """
     if not ("frozen" in saved and "frozen" in own):
         return
@@ -236,10 +220,6 @@ def compare_data(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, 
 
     Digests are compared that both fingerprints have: older checkpoints have none, and a folder has
     others than a pack of it.
-
-    Args:
-        saved: metadata of a checkpoint.
-        own: that of this run.
     """
     changes = {}
     for name, count in own["samples"].items():
@@ -255,11 +235,7 @@ def compare_data(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, 
 
 
 def is_validation_set(data_set: SizedDataset, saved: Mapping[str, Any]) -> bool:
-    """Return whether `data_set` has the size and contents of the one that a checkpoint names.
-
-    Args:
-        saved: metadata of the checkpoint.
-    """
+    """Return whether `data_set` has the size and contents of the one that a checkpoint names."""
     return not compare_data(saved, describe_data({"val": data_set}))
 
 
@@ -273,11 +249,7 @@ def warn_of_changed_data(
     """Warn of data, or an order of it, other than a checkpoint's; it may have grown on purpose.
 
     Args:
-        path: of the checkpoint.
-        entries: of the checkpoint.
-        own: metadata of this run.
         is_evaluation: only the validation data matters.
-        warn: called with the message.
     """
     changes = compare_data(entries["metadata"], own)
     if is_evaluation and "val" in changes:
@@ -375,7 +347,6 @@ def is_same_data(saved: Mapping[str, Any], own: Mapping[str, Any], name: str) ->
     """Return whether a data set is the one of a checkpoint; None if nothing tells.
 
     Args:
-        saved, own: as for `compare_data`.
         name: of the data set, such as "val".
     """
     if name in compare_data(saved, own):

@@ -194,11 +194,6 @@ class Rewind:
     best_step: float = -1.0  # of best.pt if that is later; infinity if it can't be read
     best: Path | None = None  # what is best.pt after the first save, if another one than now
 
-    @property
-    def replaces_nothing(self) -> bool:
-        """True if no checkpoint is later."""
-        return not self.has_later and self.best_step < 0
-
     @classmethod
     def to(cls, step: int, folder: Path, is_newest: bool) -> "Rewind":
         """Return that of a run which was resumed from `step`.

@@ -18,20 +18,8 @@ from torch import Tensor
 
 from engine import UserError, distributed
 from engine.backend import is_sharded, unwrap
-from engine.checkpoint import files, format, sharded, validation
+from engine.checkpoint import compatibility, files, format, sharded, validation
 from engine.checkpoint.archive import UnreadableError, security_warning
-from engine.checkpoint.compatibility import (
-    DataSets,
-    compare_metadata,
-    compare_metrics,
-    compare_validation,
-    describe_data,
-    is_same_data,
-    read_discarded,
-    require_same_frozen,
-    warn_of_changed_data,
-    was_begun,
-)
 from engine.checkpoint.format import TrainingState
 from engine.checkpoint.restore import optimizer_name, restore, restore_average, restore_ranks
 from engine.checkpoint.selection import AUTO, File, Source, find, identify, times_after
@@ -69,7 +57,7 @@ class CheckpointManager:
     timeout_s: float  # limit of an operation between the ranks
     state: TrainingState
     metadata: dict[str, Any]  # plain values that describe the model, such as its arch
-    data_sets: DataSets  # whose classes and sizes are compared with a checkpoint's
+    data_sets: compatibility.DataSets  # whose classes and sizes are compared with a checkpoint's
     settings: dict[str, Any]  # of the run; a restart requires those of the folder's config.json
     logger: Logger
     stop_signals: StopSignals
@@ -79,7 +67,7 @@ class CheckpointManager:
     has_same_val_data: bool | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        self.metadata |= describe_data(self.data_sets)
+        self.metadata |= compatibility.describe_data(self.data_sets)
         self.metadata["optimizer"] = optimizer_name(self.state.optimizer)
         if frozen := frozen_parameters(unwrap(self.state.model)):
             self.metadata["frozen"] = frozen
@@ -136,13 +124,15 @@ class CheckpointManager:
             return None
         entries = self._load(source, with_optimizer=not required)
         saved = entries["metadata"]
-        notes = compare_metadata(
+        notes = compatibility.compare_metadata(
             source.path, saved, self.metadata, self.data_sets, self.logger.warning
         )
-        self.has_same_val_data = is_same_data(saved, self.metadata, "val")
-        warn_of_changed_data(source.path, entries, self.metadata, required, self.logger.warning)
+        self.has_same_val_data = compatibility.is_same_data(saved, self.metadata, "val")
+        compatibility.warn_of_changed_data(
+            source.path, entries, self.metadata, required, self.logger.warning
+        )
         if not required:
-            require_same_frozen(source.path, saved, self.metadata)
+            compatibility.require_same_frozen(source.path, saved, self.metadata)
         moments_note = restore(source.path, entries, self.state, is_evaluation=required)
         is_own = all_gather(self._is_own(source.path), self._group)[source.rank]
         self._restore_progress(source.path, entries, is_own, required)
@@ -208,7 +198,7 @@ class CheckpointManager:
         if is_best and source.rank == 0:
             progress.best = score
             rewind.best = source.path.resolve()
-            if is_writer and rewind.replaces_nothing:
+            if is_writer and not rewind.has_later and rewind.best_step < 0:
                 files.alias(rewind.best, files.BEST)
         self._writer.rewind = rewind
         if entries["samples"] and entries.get("results"):  # its epoch is validated again later
@@ -275,7 +265,9 @@ class CheckpointManager:
                 "validate that, too"
             )
         saved, own = entries["metadata"], self.metadata
-        change = compare_metrics(saved, own) or compare_validation(saved, own)
+        change = compatibility.compare_metrics(saved, own) or compatibility.compare_validation(
+            saved, own
+        )
         if not change and self.has_same_val_data is False:
             change = "scores on other validation data can't be compared"
         if change and not is_evaluation:
@@ -434,14 +426,14 @@ class CheckpointManager:
         """Return the checkpoint to resume from, which is the same on all ranks."""
         is_restart = distributed.is_restart() and not required
         if is_restart and choice != AUTO:
-            self._is_searched = was_begun(self.folder, self.settings)
+            self._is_searched = compatibility.was_begun(self.folder, self.settings)
             begun = all_gather(self._is_searched, self._group)
             is_restart = self.logger.is_restart = any(begun)
             if is_restart and not begun[0]:
                 self._require_free()  # of an older run, whose checkpoints the first save removes
         first = AUTO if is_restart else choice
         went_back = is_restart and choice not in (AUTO, None)  # perhaps, to an earlier checkpoint
-        discarded = read_discarded(self.folder) if went_back else []
+        discarded = compatibility.read_discarded(self.folder) if went_back else []
         source = find(
             self.folder, first, self.logger.warning, self._group, self._is_searched, discarded
         )

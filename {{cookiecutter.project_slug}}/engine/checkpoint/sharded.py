@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine import SUFFIX, UserError, exists, flush_folder, replacing, writing_output
+from engine import OUTPUT_FIX, SUFFIX, UserError, exists, flush_folder, replacing, writing
 from engine.backend import local_shard
 from engine.checkpoint import manifest, validation
 from engine.checkpoint.archive import read as read_file
@@ -45,7 +45,7 @@ def require_shared(folder: Path, group: dist.ProcessGroup) -> None:
     probe = folder / name[0]
     with _together(group):
         if rank == 0:
-            with writing_output(folder):
+            with writing(folder, OUTPUT_FIX):
                 folder.mkdir(parents=True, exist_ok=True)
                 probe.touch()
     try:

@@ -4,6 +4,7 @@ import math
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,38 +19,24 @@ from engine.distributed import all_gather
 from engine.distributed.peers import SHARD_WRITER, WRITER
 
 
+@dataclass
 class CheckpointWriter:
-    """Writer of one checkpoint at a time, which also updates ``last.pt`` and ``best.pt``.
+    """Writer of one checkpoint at a time, which also updates ``last.pt`` and ``best.pt``."""
 
-    Args:
-        folder: of the checkpoints.
-        keep: how many numbered checkpoints to keep.
-        progress: of the run, whose `best` is updated.
-        warn: called with a message if a checkpoint cannot be written.
-        group: of all ranks, whose threads write a sharded checkpoint together; else None, and only
-            rank 0 writes.
-        main_group: of all ranks, for their main threads.
-    """
+    folder: Path  # of the checkpoints
+    keep: int  # how many numbered checkpoints to keep
+    progress: Progress  # of the run, whose `best` is updated
+    warn: Callable[[str], None]  # called with a message if a checkpoint cannot be written
+    # Of all ranks, whose threads write a sharded checkpoint together; else only rank 0 writes.
+    group: dist.ProcessGroup | None
+    main_group: dist.ProcessGroup  # of all ranks, for their main threads
+    problem: str = field(default="", init=False)  # with the last write
+    written_step: int = field(default=-1, init=False)  # of the last folder written, or resumed from
+    # Until the first save of a resumed run.
+    rewind: files.Rewind | None = field(default=None, init=False)
 
-    def __init__(
-        self,
-        folder: Path,
-        keep: int,
-        progress: Progress,
-        warn: Callable[[str], None],
-        group: dist.ProcessGroup | None,
-        main_group: dist.ProcessGroup,
-    ) -> None:
-        self.folder = folder
-        self.keep = keep
-        self.progress = progress
-        self.warn = warn
-        self.group = group
-        self.main_group = main_group
+    def __post_init__(self) -> None:
         self._stuck: set[Path] = set()  # incomplete folders that can't be removed
-        self.problem = ""  # with the last write
-        self.written_step = -1  # of the last folder that was written, or resumed from
-        self.rewind: files.Rewind | None = None  # until the first save of a resumed run
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._pending: list[dict[str, Any]] = []  # what the thread writes, and next, at that step

@@ -227,11 +227,6 @@ def decode_crops(sample: Any) -> Any:
     return sample
 
 
-def sample_batch(dataset: SizedDataset, count: int) -> list[Tensor]:
-    """Return the first `count` samples of `dataset` as one batch, on the CPU."""
-    return select_batch(dataset, range(count))
-
-
 def select_batch(dataset: SizedDataset, indices: Sequence[int]) -> list[Tensor]:
     """Return the samples at `indices` as one batch, on the CPU."""
     collate_fn = getattr(dataset, "collate_fn", default_collate)

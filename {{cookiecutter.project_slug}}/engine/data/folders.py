@@ -16,14 +16,6 @@ from engine.text import printable
 
 LISTS = (*shards.CLASS_FILES, "captions.tsv")
 REPORT_EVERY_S = 10.0
-HIDDEN = "hidden files and folders"
-OTHER = "files of other types"
-OUTSIDE = "files outside the class folders"
-NESTED = "subfolders"
-UNREADABLE = "folders that can't be read"
-REPEATED = "links to folders that are read already"
-EMPTY = "class folders without images"
-ABSENT = "classes without images"
 
 
 class Scan:
@@ -61,13 +53,13 @@ class Scan:
         except OSError as error:
             if self.is_strict:
                 raise
-            self.ignore(f"{UNREADABLE} ({error.strerror})", folder)
+            self.ignore(f"folders that can't be read ({error.strerror})", folder)
             return [], []
         folders: list[os.DirEntry] = []
         files: list[os.DirEntry] = []
         for entry in entries:
             if entry.name.startswith("."):
-                self.ignore(HIDDEN, entry.path)
+                self.ignore("hidden files and folders", entry.path)
             else:
                 (folders if _is_folder(entry) else files).append(entry)
         return folders, files
@@ -79,7 +71,7 @@ class Scan:
             if entry.name.lower().endswith(self.suffixes):
                 found.append(entry.path)
             elif entry.name not in LISTS:
-                self.ignore(OTHER, entry.path)
+                self.ignore("files of other types", entry.path)
         self.num_files += len(found)
         return found
 
@@ -98,7 +90,7 @@ class Scan:
                 link = links.pop(0)
                 target = os.path.realpath(link.path)
                 if target in seen or self.leads_back(link.path):
-                    self.ignore(REPEATED, link.path)
+                    self.ignore("links to folders that are read already", link.path)
                     continue
                 pending.append((link.path, target))
                 seen.add(target)
@@ -159,7 +151,7 @@ def list_flat(folder: Path, suffixes: Sequence[str]) -> list[Path]:
     scan = Scan(folder, suffixes)
     subfolders, files = scan.read(scan.root)
     for entry in subfolders:
-        scan.ignore(NESTED, entry.path)
+        scan.ignore("subfolders", entry.path)
     paths = scan.images(files)
     scan.report()
     return [Path(path) for path in paths]
@@ -183,7 +175,7 @@ def list_classes(
     scan = Scan(folder)
     subfolders, outside = scan.read(scan.root)
     for entry in outside:
-        scan.ignore(OUTSIDE, entry.path)
+        scan.ignore("files outside the class folders", entry.path)
     targets = {entry.name: os.path.realpath(entry.path) for entry in subfolders}
     others = [os.path.realpath(scan.root), *targets.values()]
     files = {
@@ -193,7 +185,7 @@ def list_classes(
     found = [name for name, paths in files.items() if paths]
     for entry in subfolders:
         if not files[entry.name]:
-            scan.ignore(EMPTY, entry.path)
+            scan.ignore("class folders without images", entry.path)
     _require_distinct(folder, {name: targets[name] for name in found})
     if not found:
         scan.report()
@@ -204,7 +196,7 @@ def list_classes(
     _require_known(folder, found, classes)
     for name in classes:
         if name not in files:
-            scan.ignore(ABSENT, os.path.join(scan.root, name))
+            scan.ignore("classes without images", os.path.join(scan.root, name))
     scan.report()
     return [(path, labels[name]) for name in found for path in files[name]], list(classes)
 

@@ -29,11 +29,6 @@ class SizeSchedule(NamedTuple):
     last: int
     epochs: int
 
-    @property
-    def is_constant(self) -> bool:
-        """Return whether all epochs have the same size."""
-        return self.first == self.last
-
     def at(self, epoch: int) -> int:
         """Return the size in an epoch, counted from 0."""
         progress = epoch / max(1.0, self.epochs * (1 - FULL_SIZE))

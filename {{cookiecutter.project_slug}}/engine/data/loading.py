@@ -115,11 +115,7 @@ class EpochBatches:
 
 
 def build_loader(
-    dataset: SeededDataset | EpochDataset,
-    *,
-    workers: int,
-    device: torch.device,
-    **options: Any,
+    dataset: SeededDataset | EpochDataset, *, workers: int, device: torch.device, **options: Any
 ) -> DataLoader:
     """Return a loader of `dataset` that does not draw from the training's random numbers.
 

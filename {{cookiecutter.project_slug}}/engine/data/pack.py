@@ -11,14 +11,13 @@ import argparse
 import random
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from pathlib import Path
 
 from tqdm import tqdm
 
-from engine import UserError, cli, distributed, replacing
+from engine import UserError, cli, distributed, replacing, writing
 from engine.data import shards
 from engine.data.captions import read_captions
 from engine.data.folders import list_classes
@@ -121,18 +120,6 @@ def pack(packers: Sequence[SplitPacker], workers: int, skip_broken: int) -> None
         )
 
 
-@contextmanager
-def naming_write_errors(out: Path) -> Iterator[None]:
-    """Turn an OSError of the body, such as that of a full disk, into a UserError."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
-            f"{error.filename or out} can't be written ({error.strerror or error}); complete "
-            "shards are kept: correct this, and run the same command again"
-        ) from None
-
-
 def verify(out: Path) -> bool:
     """Report damaged files of a pack; return whether there are none."""
     folders = [out / name for name in (*SPLITS, *MASK_SPLITS) if (out / name).is_dir()]
@@ -185,7 +172,9 @@ def main() -> None:
     args = parse_args()
     if args.data is not None:
         options = Options(args.short_side, args.quality, args.shard_size, args.shuffle)
-        with naming_write_errors(args.out):
+        with writing(
+            args.out, "complete shards are kept: correct this, and run the same command again"
+        ):
             pack(plan(args.data, args.out, options), args.workers, args.skip_broken)
     if args.verify and not verify(args.out):
         sys.exit(1)

@@ -180,7 +180,9 @@ class ShardWriter:
         if first == second or not re.fullmatch(r"\.\w{1,8}", first, re.ASCII):
             first = ".image"
         for suffix, data in ((first, sample.image), (second, sample.extra)):
-            self.tar.addfile(_member(key + suffix, len(data)), io.BytesIO(data))
+            info = tarfile.TarInfo(key + suffix)
+            info.size = len(data)
+            self.tar.addfile(info, io.BytesIO(data))
         lengths = len(sample.image), len(sample.extra)
         place = self.number, sample.height, sample.width
         self.records += [(offset, *lengths, label, *place) for label in sample.labels]
@@ -191,12 +193,6 @@ class ShardWriter:
         name = shards.shard_name(self.number)
         start = sha256(self.start).hexdigest()
         return Shard(name, self.size, len(self.records), self.digest.hexdigest(), start)
-
-
-def _member(name: str, size: int) -> tarfile.TarInfo:
-    info = tarfile.TarInfo(name)
-    info.size = size
-    return info
 
 
 def _stat(path: str) -> tuple[int, int]:

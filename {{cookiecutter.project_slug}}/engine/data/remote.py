@@ -28,6 +28,7 @@ from engine import (
     open_regular,
     regular_only,
     replacing,
+    writing,
 )
 from engine.data import shards
 from engine.data.shards import INDEX, MANIFEST, REMOTE, Manifest, Shard
@@ -35,6 +36,7 @@ from engine.data.store import RefusedError, Store
 
 WINDOW = 8  # shards that a stretch of an epoch's order is mixed of
 SPARE = 4  # further shards that the cache has room for: of the validation, and being downloaded
+FIX = "free some space, give a smaller --cache-size, or another --cache-dir"
 MISSES = 3  # samples that are read from a shard before it is downloaded: fewer may be all
 
 
@@ -76,7 +78,7 @@ class RemoteFolder:
             digest.update(f"\n{name} {len(data)}\n".encode() + data)
         mirror = self.cache_dir / digest.hexdigest()[:16]
         os.environ[shards.CACHE] = str(self.cache_dir)
-        with _naming_cache_errors(self.cache_dir), _locked(self.cache_dir):
+        with writing(self.cache_dir, FIX), _locked(self.cache_dir):
             for name, data in files.items():
                 path = mirror / name
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -222,7 +224,7 @@ class Mirror:
         part = path.with_name(path.name + SUFFIX)
         try:
             with (
-                _naming_cache_errors(self.cache_dir),
+                writing(self.cache_dir, FIX),
                 closing(Store(self.store.url)) as store,  # a store is read by one thread
                 open(regular_only(str(part), os.O_RDWR | os.O_CREAT), "r+b") as file,
             ):
@@ -303,15 +305,3 @@ def _locked(cache_dir: Path) -> Iterator[None]:
             yield
         finally:  # a process that was forked meanwhile would keep it
             fcntl.flock(file, fcntl.LOCK_UN)
-
-
-@contextmanager
-def _naming_cache_errors(cache_dir: Path) -> Iterator[None]:
-    """Turn an OSError of the body, such as that of a full disk, into a UserError."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
-            f"--cache-dir {cache_dir}: {error.filename or 'a shard'} can't be written "
-            f"({error.strerror}); free some space, give a smaller --cache-size, or another folder"
-        ) from None

@@ -150,19 +150,12 @@ def resize(images: list[Tensor], spans: Tensor, flips: Tensor, size: int) -> Ten
     weights = torch.empty((count, 2, most_taps, size), dtype=torch.int16, device=device)
     shifts = torch.empty((count, 2), dtype=torch.int32, device=device)
     output = torch.empty(
-        (count, 3, size, size),
-        dtype=torch.uint8,
-        device=device,
-        memory_format=torch.channels_last,
+        (count, 3, size, size), dtype=torch.uint8, device=device, memory_format=torch.channels_last
     )
     prepared = table, windows, weights, shifts
     # Fused multiply-add instructions would round the weights differently.
     _weigh[(2 * count,)](
-        *prepared,
-        size,
-        most_taps,
-        PLACES=triton.next_power_of_2(size + 2),
-        enable_fp_fusion=False,
+        *prepared, size, most_taps, PLACES=triton.next_power_of_2(size + 2), enable_fp_fusion=False
     )
     _resize[count, triton.cdiv(size, ROWS), triton.cdiv(size, COLUMNS)](
         *prepared, output, size, most_taps, ROWS=ROWS, COLUMNS=COLUMNS

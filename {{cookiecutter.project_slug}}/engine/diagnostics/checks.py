@@ -1,16 +1,14 @@
 """Preflight checks of main.py's settings: Apex, CPU cores, output and checkpoint."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys
 import tempfile
+from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import torch
 
@@ -18,44 +16,34 @@ from engine import UserError, backend, distributed
 from engine.checkpoint import format as checkpoint
 from engine.checkpoint.selection import newest
 from engine.diagnostics import data_checks, preflight
-from engine.diagnostics.preflight import ERROR, OK, WARNING
+from engine.diagnostics.preflight import ERROR, OK, WARNING, Results
 from engine.monitoring.logger import has_checkpoints
-
-if TYPE_CHECKING:
-    from engine.diagnostics.preflight import Results
 
 GIB = 2**30
 CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")  # of a container, in which all cores are visible
 
 
-@dataclass(frozen=True)
-class Settings:
-    """Settings of main.py that are checked."""
-
-    batch_size: int
-    workers: int
-    opt_level: str
-    backend: str
-    output: Path
-    resume: Path | None
-    data: Path | None
-    dummy: bool
-    skip_broken: int
-    needs: dict[str, bool]  # further arguments of backend.load_backend
-
-
 def check_settings(
-    settings: Settings, build_datasets: Callable[[], tuple], memory: Callable[[], Results]
+    settings: Namespace,
+    needs: dict[str, bool],
+    build_datasets: Callable[[], tuple],
+    memory: Callable[[], Results],
 ) -> NoReturn:
     """Check the settings of main.py and its training and validation set, and exit.
 
     Args:
+        needs: further arguments of `backend.load_backend`.
         memory: the check of the model's memory; see `engine.diagnostics.memory`.
     """
     if preflight.RESULTS not in os.environ:
         _exec_preflight()
     datasets = cache(build_datasets)
-    checks = {"flags": check_flags, "Apex": check_apex, "CPU": check_cpu, "output": check_output}
+    checks = {
+        "flags": check_flags,
+        "Apex": partial(check_apex, needs),
+        "CPU": check_cpu,
+        "output": check_output,
+    }
     checks["resume"] = check_resume
     preflight.run_checks({name: partial(check, settings) for name, check in checks.items()})
     if preflight.run_checks({"data": partial(data_checks.check_data, settings, datasets)}):
@@ -78,7 +66,7 @@ def _exec_preflight() -> NoReturn:
     os.execve(sys.executable, [sys.executable, *module, *sys.argv], environment)
 
 
-def check_flags(settings: Settings) -> Results:
+def check_flags(settings: Namespace) -> Results:
     """Show the given flags."""
     given = [flag for flag in sys.argv[1:] if flag not in ("--check", "--json")]
     text = " ".join(given) or "the defaults"
@@ -89,10 +77,10 @@ def check_flags(settings: Settings) -> Results:
         yield OK, text
 
 
-def check_apex(settings: Settings) -> Results:
+def check_apex(needs: dict[str, bool], settings: Namespace) -> Results:
     """Show which package implements Apex's calls, why, and which parts of real Apex exist."""
-    problem = backend.problem_with_apex(settings.opt_level, **settings.needs)
-    loaded = backend.load_backend(settings.backend, settings.opt_level, **settings.needs)
+    problem = backend.problem_with_apex(settings.opt_level, **needs)
+    loaded = backend.load_backend(settings.backend, settings.opt_level, **needs)
     reason = loaded.reason
     parts = backend.parts_of_apex()
     present = [part for part in parts if parts[part]]
@@ -108,7 +96,7 @@ def check_apex(settings: Settings) -> Results:
         yield OK, reason
 
 
-def check_cpu(settings: Settings) -> Results:
+def check_cpu(settings: Namespace) -> Results:
     """Compare the CPU cores with the threads and the data loader's workers."""
     num_ranks = int(os.environ["LOCAL_WORLD_SIZE"])
     workers = settings.workers
@@ -128,7 +116,7 @@ def check_cpu(settings: Settings) -> Results:
         yield OK, text
 
 
-def check_output(settings: Settings) -> Results:
+def check_output(settings: Namespace) -> Results:
     """Check that --output can be written, holds no other run, and has space for checkpoints."""
     output = settings.output
     folder = output.absolute()
@@ -150,7 +138,7 @@ def check_output(settings: Settings) -> Results:
         yield OK, text
 
 
-def check_resume(settings: Settings) -> Results:
+def check_resume(settings: Namespace) -> Results:
     """Check that there is a complete checkpoint to resume from."""
     path = settings.resume
     if path is None:

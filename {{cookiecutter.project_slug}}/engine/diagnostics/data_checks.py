@@ -1,7 +1,5 @@
 """Preflight checks of the data: its size, random samples, and the shared memory for batches."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os
@@ -9,10 +7,10 @@ import random
 import resource
 import shutil
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset
@@ -21,11 +19,7 @@ from engine import UserError
 from engine.data import SizedDataset, select_batch
 from engine.data.loading import prepare_worker
 from engine.diagnostics.first_step import tensors_in
-from engine.diagnostics.preflight import ERROR, OK, WARNING
-
-if TYPE_CHECKING:
-    from engine.diagnostics.checks import Settings
-    from engine.diagnostics.preflight import Results
+from engine.diagnostics.preflight import ERROR, OK, WARNING, Results
 
 MIB = 2**20
 GIB = 2**30
@@ -84,7 +78,7 @@ class Measured:
         return max((sample.size for sample in self.samples), default=0)
 
 
-def measure(settings: Settings, datasets: Callable[[], tuple]) -> Measured:
+def measure(settings: Namespace, datasets: Callable[[], tuple]) -> Measured:
     """Read random samples of both sets with the given number of workers for SECONDS."""
     measured = Measured()
     if settings.dummy:
@@ -111,7 +105,7 @@ def measure(settings: Settings, datasets: Callable[[], tuple]) -> Measured:
     return measured
 
 
-def check_data(settings: Settings, datasets: Callable[[], tuple]) -> Results:
+def check_data(settings: Namespace, datasets: Callable[[], tuple]) -> Results:
     """Count the samples and the classes."""
     if settings.dummy:
         yield OK, "synthetic"
@@ -133,7 +127,7 @@ def check_data(settings: Settings, datasets: Callable[[], tuple]) -> Results:
         yield OK, text
 
 
-def check_samples(settings: Settings, measured: Callable[[], Measured]) -> Results:
+def check_samples(settings: Namespace, measured: Callable[[], Measured]) -> Results:
     """Read random samples: their shapes, memory and rate, and files that are damaged."""
     if settings.dummy:
         return
@@ -155,7 +149,7 @@ def check_samples(settings: Settings, measured: Callable[[], Measured]) -> Resul
     yield OK, f"{text}; a batch takes {batch:.1f} MiB, a loading process up to {peak:.0f} MiB"
 
 
-def check_shared_memory(settings: Settings, measured: Callable[[], Measured]) -> Results:
+def check_shared_memory(settings: Namespace, measured: Callable[[], Measured]) -> Results:
     """Check that /dev/shm, through which workers pass batches to the training, is large enough."""
     if not SHARED_MEMORY.exists():
         return

@@ -7,8 +7,6 @@ main.py (checks.py). Each writes results to a file as they come. So a child that
 (torch, driver, NCCL) loses the rest only; a check that may hang sends beforehand what that means.
 """
 
-from __future__ import annotations  # an unsupported Python, too, must be able to report that
-
 import json
 import os
 import platform
@@ -21,21 +19,18 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from itertools import combinations
 from pathlib import Path
 from textwrap import shorten
-from typing import TYPE_CHECKING
 
 from engine import EXIT_USAGE, UserError, summarize
 from engine.text import printable
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    Results = Iterator[tuple[str, str]]  # status and text; the last one counts
-    Report = dict[tuple[str, str], tuple[str, str]]  # the same, by child and check
-    Commands = dict[str, tuple[list[str], dict[str, str]]]  # with the environment, by child
+Results = Iterator[tuple[str, str]]  # status and text; the last one counts
+Report = dict[tuple[str, str], tuple[str, str]]  # the same, by child and check
+Commands = dict[str, tuple[list[str], dict[str, str]]]  # with the environment, by child
 
 OK = "ok"
 WARNING = "warning"
@@ -46,7 +41,6 @@ RESULTS = "CHECK_RESULTS"  # environment variable with the path of a child's fil
 HOST = "host"  # the child that needs no torch
 RANK_0 = "rank 0"
 MAIN = "main.py"
-MIN_PYTHON = (3, 10)
 DRIVER_TIMEOUT_S = 7.0  # nvidia-smi takes seconds where the driver is not kept loaded
 CHECK_WAIT_S = int(os.environ.get("CHECK_WAIT") or 20)
 TIMEOUT_S = CHECK_WAIT_S - 3.0  # for the children; starting and stopping them takes the rest
@@ -82,12 +76,8 @@ def num_hosts() -> int:
 
 
 def check_python() -> Results:
-    """Check the version of Python."""
-    version = f"{platform.python_version()} at {sys.executable}"
-    if sys.version_info < MIN_PYTHON:
-        yield ERROR, f"{version} is too old: use 3.10 or later (PYTHON=python3.12 ./run.sh)"
-    else:
-        yield OK, version
+    """Show the version of Python; run.sh requires 3.10."""
+    yield OK, f"{platform.python_version()} at {sys.executable}"
 
 
 def check_driver() -> Results:
@@ -199,8 +189,6 @@ def make_commands(script: str, num_ranks: int, flags: list[str]) -> Commands:
         LOCAL_WORLD_SIZE=str(num_ranks),
     )
     commands = {HOST: ([sys.executable, "-m", "engine.diagnostics.preflight"], environment)}
-    if sys.version_info < MIN_PYTHON:
-        return commands
     group = {"WORLD_SIZE": str(num_ranks * num_hosts())}
     group["MASTER_PORT"] = os.environ.get("MASTER_PORT") or "29500"
     if num_hosts() == 1:

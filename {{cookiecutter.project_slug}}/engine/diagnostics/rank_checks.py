@@ -1,7 +1,5 @@
 """Preflight checks of a rank, run as a child of preflight.py: torch, GPUs, NCCL and all-reduce."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import statistics
@@ -12,7 +10,6 @@ from datetime import timedelta
 from functools import partial
 from itertools import combinations
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -20,12 +17,9 @@ import torch.distributed as dist
 from engine import UserError, distributed, summarize
 from engine.diagnostics import preflight
 from engine.diagnostics.first_step import device_identity, find_shared_gpu
-from engine.diagnostics.preflight import ERROR, OK, WARNING
+from engine.diagnostics.preflight import ERROR, OK, WARNING, Results
 from engine.distributed import consistency
 from engine.distributed.network import serve_store
-
-if TYPE_CHECKING:
-    from engine.diagnostics.preflight import Results
 
 MIN_TORCH = (2, 6)
 MIB = 2**20

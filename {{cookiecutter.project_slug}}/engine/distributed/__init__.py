@@ -22,12 +22,7 @@ from torch import nn
 from engine import EXIT_USAGE, PeerError, UserError, end_with_parent, log_line, print_error
 from engine.distributed import consistency
 from engine.distributed.network import is_loopback, local_address, select_interface, serve_store
-from engine.distributed.peers import (
-    PeerMonitor,
-    announce_failure,
-    exit_process,
-    peer_monitor,
-)
+from engine.distributed.peers import PeerMonitor, announce_failure, exit_process, peer_monitor
 from engine.launch import LAUNCH_ID, LAUNCHER, RESTART, SIGNALS
 from engine.text import one_message
 
@@ -246,9 +241,9 @@ def folder_of_rank(folder: Path) -> Iterator[Path]:
 
 def cpu_cores() -> int:
     """Return the number of CPU cores for each process of this host."""
-    affinity = getattr(os, "sched_getaffinity", None)  # Linux only
-    available = len(affinity(0)) if affinity else os.cpu_count() or 1
-    return max(1, available // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    return max(
+        1, len(os.sched_getaffinity(0)) // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    )
 
 
 def make_deterministic() -> None:

@@ -225,8 +225,7 @@ def keep_alive(connection: socket.socket) -> None:
     """Make the kernel probe the other end of a connection, and close it if there is no answer."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in KEEP_ALIVE.items():
-        if hasattr(socket, name):  # Linux
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def read_words(connection: socket.socket) -> list[str]:

@@ -26,18 +26,7 @@ from threading import Thread
 from typing import Any
 
 from engine import EXIT_USAGE, MAX_BYTES, SUFFIX, UserError, regular_only
-from engine.monitoring.trackers import (
-    ADAPTERS,
-    BUFFERED,
-    FOLDER,
-    NAMES,
-    QUEUE,
-    STATE,
-    Tracker,
-    complete_lines,
-    is_run_id,
-    read_state,
-)
+from engine.monitoring import trackers
 from engine.text import printable
 
 POLL_S = 0.5
@@ -63,16 +52,16 @@ class Delivery:
     def __init__(self, output: Path, name: str) -> None:
         self.output = output
         self.name = name
-        self.queue = output / FOLDER / QUEUE
-        self.state_path = output / FOLDER / STATE.format(name)
+        self.queue = output / trackers.FOLDER / trackers.QUEUE
+        self.state_path = output / trackers.FOLDER / trackers.STATE.format(name)
         self.run_id = read_start(self.queue)["run_id"]
         self.state: dict[str, Any] = {"run_id": self.run_id, "offset": 0, "steps": {}}
         self.state |= {"is_sending": False, "is_open": False, "problem": ""}
-        state = read_state(output, name)
+        state = trackers.read_state(output, name)
         self.state |= state if state.get("run_id") == self.run_id else {}
         if not self._is_line_end(self.state["offset"]):  # a crash of the host has cost lines
             self.state |= {"offset": 0, "is_sending": True}  # the tracker tells what it has
-        self.tracker: Tracker | None = None
+        self.tracker: trackers.Tracker | None = None
         self._image_failures = 0
 
     def _is_line_end(self, offset: int) -> bool:
@@ -83,7 +72,7 @@ class Delivery:
 
     def send(self) -> int:
         """Send all records that are not delivered; return their number."""
-        if self.tracker is None and self.state["is_open"] and self.name in BUFFERED:
+        if self.tracker is None and self.state["is_open"] and self.name in trackers.BUFFERED:
             self._repeat_buffered()
         records = self._read()
         if not records:
@@ -122,19 +111,19 @@ class Delivery:
             raise UserError(f"{self.queue} has the points of another run now")
         with self.queue.open("rb") as file:
             end = file.seek(self.state["offset"])
-            for line in complete_lines(file):
+            for line in trackers.complete_lines(file):
                 end += len(line)
                 records.append((end, _parse(line)))
         return records
 
     def _repeat_buffered(self) -> None:
         """Move back to the first record that the tracker may have lost when its process ended."""
-        limit = self.state["offset"] - BUFFERED[self.name]
+        limit = self.state["offset"] - trackers.BUFFERED[self.name]
         position, start = 0, 0
         steps: dict[str, int] = {}
         steps_at_start: dict[str, int] = {}
         with self.queue.open("rb") as file:
-            for line in complete_lines(file):
+            for line in trackers.complete_lines(file):
                 position += len(line)
                 if position > self.state["offset"]:
                     break
@@ -145,9 +134,9 @@ class Delivery:
                     start, steps_at_start = position, dict(steps)
         self._store(offset=start, steps=steps_at_start, is_open=False)
 
-    def _connect(self) -> Tracker:
+    def _connect(self) -> trackers.Tracker:
         """Return the tracker with this run, and learn from it what may be delivered already."""
-        tracker = ADAPTERS[self.name](self.output)
+        tracker = trackers.ADAPTERS[self.name](self.output)
         tracker.start(read_start(self.queue, self.state["offset"]))
         self.state["is_open"] = True
         if self.state["is_sending"] or not self.state["offset"]:
@@ -171,19 +160,21 @@ class Delivery:
             self.tracker.log(new)
         if not kind:
             self.state["problem"] = f"{self.queue} has damaged lines, which were left out"
-        for record in new if kind in SENDERS else ():
-            SENDERS[kind](self, self.tracker, record)
+        for record in new if kind != "values" else ():
+            self._send_other(self.tracker, kind, record)
         self._store(offset=part[-1][0], steps=steps, is_sending=False)
 
-    def _send_start(self, tracker: Tracker, record: Record) -> None:
-        tracker.start(record["start"])
-        self.state["is_open"] = True
+    def _send_other(self, tracker: trackers.Tracker, kind: str, record: Record) -> None:
+        if kind == "image":
+            self._send_image(tracker, record)
+        elif kind == "start":
+            tracker.start(record["start"])
+            self.state["is_open"] = True
+        elif kind == "finish":
+            tracker.finish(record["finish"])
+            self.state["is_open"] = False
 
-    def _send_finish(self, tracker: Tracker, record: Record) -> None:
-        tracker.finish(record["finish"])
-        self.state["is_open"] = False
-
-    def _send_image(self, tracker: Tracker, record: Record) -> None:
+    def _send_image(self, tracker: trackers.Tracker, record: Record) -> None:
         """Send an image; skip one that is refused, as by a server without a store for files."""
         path = self.output / record["image"]
         if not path.exists():  # removed since
@@ -211,13 +202,6 @@ class Delivery:
             temporary.replace(self.state_path)
 
 
-SENDERS = {
-    "start": Delivery._send_start,
-    "image": Delivery._send_image,
-    "finish": Delivery._send_finish,
-}
-
-
 def read_start(queue: Path, offset: int = 0) -> dict[str, Any]:
     """Return the last start of the run before a position in the queue, or else the first one.
 
@@ -231,7 +215,9 @@ def read_start(queue: Path, offset: int = 0) -> dict[str, Any]:
                 start = line
     try:
         found = dict(json.loads(start)["start"])
-        if is_run_id(found["run_id"]) and all(name in NAMES for name in found["trackers"]):
+        if trackers.is_run_id(found["run_id"]) and all(
+            name in trackers.NAMES for name in found["trackers"]
+        ):
             return found
     except (ValueError, TypeError, LookupError, RecursionError):
         pass
@@ -357,13 +343,13 @@ def _deliver(output: Path, name: str) -> bool:
 
 def _run(args: argparse.Namespace) -> bool:
     """Do what the command line says; return whether all is delivered."""
-    folder = args.output / FOLDER
+    folder = args.output / trackers.FOLDER
     if args.follow:
         with _locked(folder / f"{args.tracker}.lock", wait=True):
             follow(Delivery(args.output, args.tracker), args.follow)
         return True
     results = []
-    for name in [args.tracker] if args.tracker else read_start(folder / QUEUE)["trackers"]:
+    for name in [args.tracker] if args.tracker else read_start(folder / trackers.QUEUE)["trackers"]:
         with _locked(folder / f"{name}.lock", wait=False):
             results.append(_deliver(args.output, name))
     return all(results)
@@ -376,7 +362,7 @@ def main(arguments: list[str] | None = None) -> None:
         description="Send the points of a run that its trackers have missed.",
     )
     parser.add_argument("output", type=Path, metavar="OUTPUT", help="the run's --output folder")
-    parser.add_argument("--tracker", choices=ADAPTERS, help="default: those of the run")
+    parser.add_argument("--tracker", choices=trackers.ADAPTERS, help="default: those of the run")
     parser.add_argument("--follow", type=int, metavar="PID", help="until this parent has ended")
     args = parser.parse_args(arguments)
     if args.follow is not None and not args.tracker:

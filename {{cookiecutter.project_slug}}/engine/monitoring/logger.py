@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from engine import UserError, cli, distributed, replacing, writing_output
+from engine import OUTPUT_FIX, UserError, cli, distributed, replacing, writing
 from engine.monitoring import curves, run_files
 from engine.monitoring.console import Console, has_terminal
 from engine.monitoring.curves import PICTURE
@@ -109,7 +109,7 @@ class Logger(Console):
         if not self.active:
             return
         try:
-            with writing_output(self.output):
+            with writing(self.output, OUTPUT_FIX):
                 self.output.mkdir(parents=True, exist_ok=True)
                 self.lock()
                 table = self._read_table()
@@ -222,7 +222,7 @@ class Logger(Console):
         end. Raises UserError if another run holds the lock.
         """
         if self.active:
-            with writing_output(self.output):
+            with writing(self.output, OUTPUT_FIX):
                 self.folder_lock.acquire()
 
     def lock_again(self) -> None:
@@ -362,7 +362,7 @@ class Logger(Console):
             return
         path = self.output / EVALUATION
         finite = {name: value if math.isfinite(value) else None for name, value in results.items()}
-        with writing_output(self.output):
+        with writing(self.output, OUTPUT_FIX):
             self.output.mkdir(parents=True, exist_ok=True)
             with replacing(path) as temporary:
                 temporary.write_text(cli.as_json({"metrics": finite, **facts}))

@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 from engine import MAX_BYTES, read_text
 
@@ -48,7 +48,7 @@ def complete_lines(queue: IO[bytes]) -> Iterator[bytes]:
         yield line
 
 
-class Tracker(Protocol):
+class Tracker:
     """Calls that `deliver` makes. Each returns when its data are stored, or raises an exception."""
 
     def start(self, run: Mapping[str, Any]) -> None:
@@ -56,6 +56,7 @@ class Tracker(Protocol):
 
     def last_steps(self) -> dict[str, int]:
         """Return the last step of each group of points that the tracker has, if it can tell."""
+        return {}
 
     def log(self, points: Sequence[Mapping[str, Any]]) -> None:
         """Add points to the curves."""
@@ -67,7 +68,7 @@ class Tracker(Protocol):
         """End the run, which may be continued later, as FINISHED, FAILED or KILLED."""
 
 
-class MLflow:
+class MLflow(Tracker):
     """MLflow's server, or its local store, as MLFLOW_TRACKING_URI says."""
 
     def __init__(self, output: Path) -> None:
@@ -81,7 +82,6 @@ class MLflow:
         self.run_id = ""
 
     def start(self, run: Mapping[str, Any]) -> None:
-        """Continue the run with this id, or create it; set its parameters."""
         experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME") or run["project"]
         found = self.client.get_experiment_by_name(experiment)
         experiment_id = found.experiment_id if found else self.client.create_experiment(experiment)
@@ -115,7 +115,6 @@ class MLflow:
         )
 
     def last_steps(self) -> dict[str, int]:
-        """Return the last step of each group of points."""
         last: dict[str, int] = {}
         for key in self.client.get_run(self.run_id).data.metrics:
             steps = [metric.step for metric in self.client.get_metric_history(self.run_id, key)]
@@ -124,7 +123,6 @@ class MLflow:
         return last
 
     def log(self, points: Sequence[Mapping[str, Any]]) -> None:
-        """Add points to the curves."""
         metrics = [
             self.entities.Metric(_accepted(key), value, round(1000 * point["time"]), point["step"])
             for point in points
@@ -134,16 +132,14 @@ class MLflow:
             self.client.log_batch(self.run_id, metrics[first : first + MAX_METRICS])
 
     def image(self, name: str, path: Path, step: int) -> None:
-        """Add an image to the artifacts."""
         folder = None if path.stem == name else name
         self.client.log_artifact(self.run_id, str(path), folder)
 
     def finish(self, status: str) -> None:
-        """End the run."""
         self.client.set_terminated(self.run_id, status)
 
 
-class Wandb:
+class Wandb(Tracker):
     """Weights & Biases. Its own process stores the points in the run's folder, and sends them."""
 
     def __init__(self, output: Path) -> None:
@@ -154,7 +150,6 @@ class Wandb:
         self.run: Any = None
 
     def start(self, run: Mapping[str, Any]) -> None:
-        """Continue the run with this id, or create it; set its parameters."""
         if self.run is None:
             self.run = self._init(run)
             # Of its own steps, each has one point: those of a group and an epoch may be the same.
@@ -175,17 +170,11 @@ class Wandb:
             self.wandb.teardown()  # its process would take the id for one in use
             raise
 
-    def last_steps(self) -> dict[str, int]:
-        """Return no steps: offline, there is nobody to ask."""
-        return {}
-
     def log(self, points: Sequence[Mapping[str, Any]]) -> None:
-        """Add points to the curves."""
         for point in points:
             self.run.log({**_values(point), WANDB_STEP: point["step"]})
 
     def image(self, name: str, path: Path, step: int) -> None:
-        """Add an image."""
         self.run.log({name: self.wandb.Image(str(path)), WANDB_STEP: step})
 
     def finish(self, status: str) -> None:
@@ -194,7 +183,7 @@ class Wandb:
         self.run = None
 
 
-class Trackio:
+class Trackio(Tracker):
     """Trackio's local store, or a server or Space, as TRACKIO_SERVER_URL or TRACKIO_SPACE_ID says.
 
     It finds a run by its name, which therefore has the id in it.
@@ -211,16 +200,10 @@ class Trackio:
         name = f"{run['name']}-{run['run_id'][:8]}"
         self.options = {"project": run["project"], "name": name, "config": _config(run)}
 
-    def last_steps(self) -> dict[str, int]:
-        """Return no steps: Trackio has no call for it."""
-        return {}
-
     def log(self, points: Sequence[Mapping[str, Any]]) -> None:
-        """Add points to the curves."""
         self._log([(_values(point), point["step"]) for point in points])
 
     def image(self, name: str, path: Path, step: int) -> None:
-        """Add an image."""
         self._log([({name: self.trackio.Image(str(path))}, step)])
 
     def _log(self, items: Sequence[tuple[Mapping[str, Any], int]]) -> None:
@@ -231,9 +214,6 @@ class Trackio:
         for values, step in items:
             run.log(dict(values), step=step)
         run.finish()
-
-    def finish(self, status: str) -> None:
-        """Do nothing: Trackio's runs have no status."""
 
 
 ADAPTERS: dict[str, Callable[[Path], Tracker]] = {
