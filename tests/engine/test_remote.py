@@ -539,7 +539,9 @@ def test_full_disk_is_an_error(server, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "posix_fallocate", fail)
     cache = tmp_path / "cache"
     train_set, _ = datasets(RemoteFolder(f"{server.url}/packed", cache, MANY))
-    with pytest.raises(UserError, match="--cache-dir .*No space left on device.*--cache-size"):
+    with pytest.raises(
+        UserError, match=r"\(No space left on device\); .*--cache-size.*--cache-dir"
+    ):
         for _ in range(20):
             train_set[0]
     assert not list(cache.glob("*/*/shard-*"))

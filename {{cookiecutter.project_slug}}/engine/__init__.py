@@ -20,7 +20,7 @@ EXIT_USAGE = 2  # exit status of the program after a UserError
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 MAX_BYTES = 2**26  # of a text file, but for tables
 MAX_TABLE_BYTES = 2**30
-OUTPUT_FIX = "choose another --output, or correct its permissions"
+OUTPUT_FIX = "choose another folder for --output, or correct its permissions"
 SUFFIX = ".tmp"  # of a file that `replacing` has not completed
 
 
