@@ -306,6 +306,14 @@ def test_a_pickle_is_checked_in_front_of_an_archive(tmp_path) -> None:
         archive_module.read(path)
 
 
+def test_a_tensor_of_more_dimensions_than_torch_computes_with_is_rejected(tmp_path) -> None:
+    path = tmp_path / "weights.pt"
+    model = {"weight": torch.zeros(1).reshape([1] * 65)}
+    torch.save({"model": model, "optimizer": {}}, path)
+    with pytest.raises(UserError, match="has 65 dimensions"):
+        checkpoint.load(path)
+
+
 class Call:
     """A call of `function` in a pickle."""
 

@@ -275,10 +275,27 @@ def test_state_is_not_written_through_a_link(queue, tmp_path):
     assert json.loads((tmp_path / FOLDER / "mlflow.json").read_text())["offset"] > 0
 
 
-@pytest.mark.parametrize("text", [None, "[]", "[" * 100_000, "{", '{"run_id": 1}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        None,
+        "[]",
+        "[" * 100_000,
+        "{",
+        '{"run_id": 1}',
+        '{"run_id": RUN, "offset": "x", "steps": {}}',
+        '{"run_id": RUN, "offset": 1.5, "steps": {}}',
+        f'{{"run_id": RUN, "offset": {2**70}, "steps": {{}}}}',
+        '{"run_id": RUN, "offset": 0, "steps": {"epoch": "last"}}',
+        '{"run_id": RUN, "offset": 0, "steps": []}',
+    ],
+)
 def test_state_that_is_altered_is_not_used(queue, tmp_path, text):
     path = tmp_path / FOLDER / "mlflow.json"
-    os.mkfifo(path) if text is None else path.write_text(text)
+    if text is None:
+        os.mkfifo(path)
+    else:
+        path.write_text(text.replace("RUN", json.dumps(Delivery(tmp_path, "mlflow").run_id)))
     delivery = Delivery(tmp_path, "mlflow")
     assert delivery.state["offset"] == 0
     assert delivery.send() == 1

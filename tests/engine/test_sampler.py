@@ -151,6 +151,13 @@ class Texts(Dataset):
         return [pad_sequence(samples, batch_first=True, padding_value=-1)]
 
 
+@pytest.mark.parametrize(("size", "last"), [(1, 0), (5, 4), (8, 7), (15, 13), (54, 47), (64, 56)])
+def test_samples_for_a_picture_are_from_all_over_the_data(size: int, last: int) -> None:
+    (chosen,) = sample_evenly([(torch.tensor(index),) for index in range(size)], 8)
+    assert chosen[0] == 0 and chosen[-1] == last
+    assert len(set(chosen.tolist())) == len(chosen) == min(size, 8)
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_collate_fn_of_a_data_set_makes_all_batches(workers: int, tmp_path: Path) -> None:
     data = SeededDataset(skip_broken(Texts(), 1, tmp_path), seed=5)

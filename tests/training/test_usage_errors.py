@@ -186,6 +186,10 @@ def test_checkpoint_of_another_optimizer_is_an_error(bake, checkpoint, tmp_path)
     assert not (tmp_path / "run").exists()
 
 
+def test_name_that_is_too_long_is_an_error(project):
+    refused(project, "--weights", f"{'long' * 80}.pt", saying="File name too long")
+
+
 def test_rank_without_world_size_is_an_error(project, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     refused(project, saying=("WORLD_SIZE", "./run.sh"))

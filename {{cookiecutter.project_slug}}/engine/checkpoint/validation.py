@@ -25,6 +25,7 @@ MAX_TEXT = 4096  # characters of a path, or the name of a model
 FEW_CLASSES = 10_000  # which a model of any size can be of
 MAX_OVERLAP = 16  # times that tensors may share the same bytes, on average
 NUM_WORDS = 624  # of a Mersenne Twister, the random-number generator of all libraries on the CPU
+MAX_DIMS = 64  # of a tensor that torch computes with
 TORCH_HEADER = struct.Struct("=QiiQ")  # of torch's: seed, left, seeded, next
 
 
@@ -251,6 +252,8 @@ def check_sizes(path: Path, entries: dict[str, Any]) -> None:
         # Strides can repeat one element without end.
         if not is_plain or tensor.nbytes > tensor.untyped_storage().nbytes():
             raise UserError(f"{path}: {name} is larger than what is stored; use another one")
+        if tensor.dim() > MAX_DIMS:
+            raise UserError(f"{path}: {name} has {tensor.dim()} dimensions; use another one")
         if not _is_convertible(tensor.dtype):
             raise UserError(f"{path}: {name} is {tensor.dtype}, of parts of bytes; use another one")
     distinct = [tensor for _, tensor in _distinct_tensors(entries)]

@@ -28,7 +28,7 @@ from engine.text import one_message
 
 T = TypeVar("T")
 MAX_PORT = 2**16 - 1
-CORRECTABLE = (errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT)  # by the user
+CORRECTABLE = (errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG)
 PATIENCE_S = 5.0  # in which a launcher ends all processes of a job that failed
 SETTLE_S = 3.0  # in which the peer monitor learns of another process's failure
 

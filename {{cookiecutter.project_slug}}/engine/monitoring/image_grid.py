@@ -41,9 +41,10 @@ def image_path(output: Path, epoch: int | None) -> Path:
 
 
 def sample_evenly(dataset: SizedDataset, count: int) -> list[Tensor]:
-    """Return a batch of at most `count` samples at equal distances in the dataset."""
+    """Return a batch of at most `count` samples at equal distances from all over the dataset."""
     size = len(dataset)
-    return select_batch(dataset, range(0, size, max(1, size // count))[:count])
+    chosen = min(size, count)
+    return select_batch(dataset, [index * size // chosen for index in range(chosen)])
 
 
 def save_image_grid(path: Path, images: Tensor, captions: Sequence[tuple[str, bool]]) -> None:

@@ -31,9 +31,11 @@ MLFLOW_OPTIONS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_T
 
 def read_state(output: Path, name: str) -> dict[str, Any]:
     """Return what the process of a tracker has written about it; nothing if it is damaged."""
-    with suppress(OSError, ValueError, RecursionError):
-        state = json.loads(read_text(output / FOLDER / STATE.format(name)))
-        return state if isinstance(state, dict) else {}
+    with suppress(OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError):
+        state = dict(json.loads(read_text(output / FOLDER / STATE.format(name))))
+        values = [state["offset"], *state["steps"].values()]
+        if all(type(value) is int and 0 <= value < 2**63 for value in values):
+            return state
     return {}
 
 
