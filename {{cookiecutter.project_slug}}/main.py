@@ -223,7 +223,7 @@ def build_data(
     if args.eval_only:  # which may lack some of the classes that the model has
         both = {"train": train_set, "val": val_set}
         use_saved_classes(both, args.output, args.resume, logger, args.timeout)
-    # The random numbers of augmentation depend on seed, epoch and sample, not on the worker.
+    # The random numbers of a batch follow from seed, epoch and first sample, not from the worker.
     seeded_train_set = SeededDataset(train_set, args.seed)
     seeded_val_set = SeededDataset(val_set, args.seed)
     sampler = ResumableDistributedSampler(seeded_train_set, args.seed)
