@@ -1,4 +1,4 @@
-"""Library behind the training loop. It is independent of the task and of the command line."""
+"""Library behind the training loop. It is independent of task.py."""
 
 import ctypes
 import getpass
