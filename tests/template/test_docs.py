@@ -165,6 +165,24 @@ def test_generated_readme_is_within_its_limit(bake, task, answers):
     assert "{%" not in readme and "{{" not in readme and "\n\n\n" not in readme
 
 
+@pytest.mark.parametrize(
+    ("answers", "uses_apex", "shares_disk"),
+    [
+        ({}, True, False),
+        ({"opt_level": "O5"}, False, False),
+        ({"backend": "native"}, False, False),
+        ({"ddp": "fsdp", "opt_level": "O4"}, False, True),
+        ({"ddp": "dataparallel", "sync_bn": False}, False, False),
+    ],
+    ids=str,
+)
+def test_generated_readme_states_what_the_run_needs(bake, answers, uses_apex, shares_disk):
+    readme = (bake(**answers) / "README.md").read_text(encoding="utf-8")
+    assert ("runs on real Apex where" in readme) == uses_apex
+    assert ("on a disk that all machines share" in readme) == shares_disk
+    assert ("Install a copy" in readme) == (not shares_disk and answers.get("sync_bn", True))
+
+
 @pytest.mark.slow
 def test_page_of_flags_is_that_of_the_parser():
     """`python tools/flags.py --write` updates it."""
