@@ -12,6 +12,7 @@ import sys
 import time
 
 import pytest
+import root
 import torch
 from running import SCREENED, Run, assert_same_run, best_accuracy, metrics, run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -95,14 +96,14 @@ class Host:
 def hosts():
     """Three of them, on one switch."""
     if os.geteuid() or not all(map(shutil.which, ("ip", "unshare", "hostname"))):
-        pytest.skip("hosts are network namespaces, which need root and iproute2")
+        root.skip("hosts are network namespaces, which need root and iproute2")
     try:
         ip("netns", "add", SWITCH)
         ip("-n", SWITCH, "link", "add", "bridge", "type", "bridge")
         ip("-n", SWITCH, "link", "set", "bridge", "up")
         yield [Host(number) for number in range(3)]
     except subprocess.CalledProcessError as error:
-        pytest.skip(f"no network namespace can be made here: {error.stderr.decode().strip()}")
+        root.skip(f"no network namespace can be made here: {error.stderr.decode().strip()}")
     finally:
         for space in (*map(space_of, range(3)), SWITCH):
             subprocess.run(["ip", "netns", "del", space], check=False, capture_output=True)

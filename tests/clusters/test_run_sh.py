@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import root
 from fresh import TEMPLATE
 
 RUN_SH = TEMPLATE / "run.sh"
@@ -122,7 +123,7 @@ def test_folder_for_temporary_files_is_required(machine, shell):
     command = ["unshare", "-m", "sh", "-c", READ_ONLY, "sh", shutil.which(shell)]
     may_mount = os.geteuid() == 0 and shutil.which("unshare")
     if not may_mount or subprocess.run([*command[:-1], "true"], check=False).returncode:
-        pytest.skip("to make /tmp read-only for one process needs root and unshare")
+        root.skip("to make /tmp read-only for one process needs root and unshare")
     command.append(str(machine.project / "run.sh"))
     env = machine.env | {"PATH": f"{machine.bin}:{os.environ['PATH']}"}
     options = {"cwd": machine.caller, "capture_output": True, "text": True}

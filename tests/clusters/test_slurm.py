@@ -9,6 +9,7 @@ import sys
 import time
 
 import pytest
+import root
 from ports import free_port
 from running import SCREENED, assert_same_run, consolidate
 from transformer import with_transformer
@@ -142,11 +143,11 @@ class Cluster:
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     if os.geteuid():
-        pytest.skip("only root can start a SLURM here")
+        root.skip("only root can start a SLURM here")
     if missing := [name for name in COMMANDS if not shutil.which(name)]:
-        pytest.skip(f"{missing[0]} is missing: apt-get install slurm-wlm munge")
+        root.skip(f"{missing[0]} is missing: apt-get install slurm-wlm munge")
     if subprocess.run([*CONFINED, "true"], capture_output=True).returncode:
-        pytest.skip("a namespace for SLURM's processes can't be made here")
+        root.skip("a namespace for SLURM's processes can't be made here")
     with Cluster(tmp_path_factory.mktemp("slurm")) as cluster:
         yield cluster
 

@@ -3,7 +3,6 @@
 import dataclasses
 import os
 import shutil
-import subprocess
 import sys
 import threading
 import time
@@ -24,6 +23,7 @@ from engine.checkpoint.selection import AUTO, find
 from engine.diagnostics.checks import check_resume
 from engine.diagnostics.preflight import OK
 from processes import Processes
+from root import small_disk
 from sharding_helpers import needs_fsdp_on_cpu
 from test_preflight_checks import settings
 from test_sharded_fuzzing import manager_of, train_a_step
@@ -39,15 +39,9 @@ SIZES = {"few": 480, "one": 170}  # KiB; a checkpoint takes about 110
 @pytest.fixture(params=SIZES)
 def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
     """Mount a disk for a few checkpoints, or one."""
-    if os.geteuid():
-        pytest.skip("needs root, to mount a small disk")
     folder = tmp_path / request.param
-    folder.mkdir()
-    options = ("-t", "tmpfs", "-o", f"size={SIZES[request.param]}k")
-    if subprocess.run(["mount", *options, "tmpfs", folder], check=False).returncode:
-        pytest.skip("can't mount here")
-    yield folder
-    subprocess.run(["umount", "--lazy", folder], check=True)
+    with small_disk(folder, f"{SIZES[request.param]}k"):
+        yield folder
 
 
 def train_on(folder: str) -> tuple[list[str], list[str], list[str]]:

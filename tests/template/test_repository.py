@@ -69,6 +69,15 @@ def test_generated_ci_lints_and_tests(project):
     assert checks[-1] == "mypy"
 
 
+def test_ci_runs_the_tests_that_need_root():
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    steps = chain.from_iterable(workflow["jobs"][name]["steps"] for name in ("test", "weekly"))
+    lines = [step.get("run", "") for step in steps]
+    runs = [line for line in lines if re.search("make (test|slow|weekly)$", line)]
+    assert len(runs) == 3
+    assert all(run.startswith("sudo env ") and " REQUIRE_ROOT=true " in run for run in runs)
+
+
 def test_generated_ci_has_a_torch_that_shards_on_the_cpu(bake):
     workflow = (
         bake(ddp="fsdp", opt_level="O4") / ".github" / "workflows" / "tests.yml"

@@ -6,12 +6,12 @@ import random
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
 
 import pytest
 import torch
+from root import small_disk
 from running import Run, assert_same_run, metrics, run, run_two
 
 pytestmark = pytest.mark.xdist_group("faults")
@@ -379,17 +379,11 @@ def test_nan_weights_stop_the_run_and_keep_the_last_checkpoint(project, breaking
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to mount a small disk")
 @pytest.mark.parametrize("size", ["60m", "20m"])
 def test_full_disk_does_not_stop_training(project, tmp_path, size):
     """The oldest checkpoints make room; a disk for one has no room for the next."""
     disk = tmp_path / "disk"
-    disk.mkdir()
-    options = ("-t", "tmpfs", "-o", f"size={size}")
-    mounted = subprocess.run(["mount", *options, "tmpfs", disk], check=False)
-    if mounted.returncode:
-        pytest.skip("can't mount here")
-    try:
+    with small_disk(disk, size):
         flags = (*SMALL, "--output", disk / "run", "--save-every", 2)
         done = run_two(project, *flags, "--keep", 9, "--steps", 10)
         last = torch.load(disk / "run" / "last.pt", weights_only=True)
@@ -406,8 +400,6 @@ def test_full_disk_does_not_stop_training(project, tmp_path, size):
         while list((disk / "run").glob("*.tmp")):
             assert time.monotonic() < deadline
             time.sleep(0.1)
-    finally:
-        subprocess.run(["umount", "--lazy", disk], check=True)
 
 
 @pytest.mark.weekly
