@@ -101,31 +101,104 @@ def test_two_processes_equal_one(two_package_processes, cls, accumulate, overlap
     assert sum(held) == total and max(held) < total
 
 
-def resume_after(cls, stop):
+def resume_after(cls, stop, dtype):
     """Return the parameters of a run, and of one that is saved and resumed in other objects."""
     results = []
     for resumes in (False, True):
-        model = build()
+        model = build().to(dtype)
         optimizer = cls(model.parameters(), **OPTIONS[cls][1])
         for step, batch in enumerate(batches(dist.get_rank())):
             if resumes and step == stop:
                 saved = optimizer.state_dict(gather_on_root=False)
                 weights = model.state_dict()
-                model = build()
+                model = build().to(dtype)
                 model.load_state_dict(weights)
                 optimizer = cls(model.parameters(), lr=1.0)
                 optimizer.load_state_dict(saved)
             optimizer.zero_grad()
-            model(batch).square().sum().backward()
+            model(batch.to(dtype)).square().sum().backward()
             optimizer.step()
         results.append(parameters_of(model))
     return results
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("cls", OPTIONS)
-def test_resumed_run_is_the_same(two_package_processes, cls):
-    for plain, resumed in two_package_processes(resume_after, cls, 3):
+def test_resumed_run_is_the_same(two_package_processes, cls, dtype):
+    for plain, resumed in two_package_processes(resume_after, cls, 3, dtype):
         assert torch.equal(plain, resumed)
+
+
+def train_vector(cls, dtype):
+    """Return parameters in `dtype`, and their masters, after steps that bf16 would round away."""
+    parameter = nn.Parameter(torch.ones(4, dtype=dtype))
+    optimizer = cls([parameter], lr=1e-3, weight_decay=0.1)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        for factor in (1.0, 2.0**-9):  # bf16 would round this away, too
+            (parameter * factor).float().sum().backward()
+        optimizer.step()
+    states = optimizer.state_dict(gather_on_root=False)["state"][0]
+    return parameter.detach(), states.get("master"), states["exp_avg"]
+
+
+@pytest.mark.parametrize("cls", OPTIONS)
+def test_half_parameters_have_fp32_masters(two_package_processes, cls):
+    expected, _, moment = two_package_processes(train_vector, cls, torch.float32)[0]
+    exact = hasattr(torch.Tensor, "grad_dtype")  # older torch accumulates in half
+    for half, master, own in two_package_processes(train_vector, cls, torch.bfloat16):
+        torch.testing.assert_close(master, expected, rtol=0, atol=1e-7)
+        torch.testing.assert_close(own, moment, rtol=1e-6 if exact else 1e-2, atol=0)
+        assert torch.equal(half, master.bfloat16()) and half[0] < 1
+
+
+def scaled_vector(cls, unscales):
+    """Return the moments after a step with scaled gradients, too small for fp16 without a scale."""
+    parameter = nn.Parameter(torch.ones(4, dtype=torch.float16))
+    optimizer = cls([parameter], eps=1e-12)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, enabled=unscales is None)
+    (parameter.float() * 2.0**16 * 3e-8).sum().backward()
+    if unscales:
+        unscales(optimizer)
+    else:
+        scaler.scale(torch.ones(()))  # makes the scale
+    scaler.step(optimizer)
+    return optimizer.state_dict(gather_on_root=False)["state"][0]["exp_avg"]
+
+
+@pytest.mark.parametrize(
+    ("cls", "unscales"),
+    [
+        (DistributedFusedAdam, None),
+        (DistributedFusedLAMB, None),
+        (DistributedFusedAdam, methodcaller("unscale_grads", torch.tensor(2.0**-16))),
+        (DistributedFusedLAMB, methodcaller("set_global_scale", 2.0**16)),
+    ],
+)
+def test_unscaled_fp16_gradients_do_not_underflow(two_package_processes, cls, unscales):
+    for moments in two_package_processes(scaled_vector, cls, unscales):
+        torch.testing.assert_close(moments, torch.full((4,), 3e-9), rtol=1e-3, atol=0)
+
+
+def clip_twice(resets):
+    """Return the norm of clipped gradients, and that of the next ones."""
+    parameter = nn.Parameter(torch.ones(1))
+    optimizer = DistributedFusedAdam([parameter])
+    norms = []
+    for clips in (True, False):
+        parameter.grad = None
+        (parameter * 4.0).sum().backward()
+        if clips:
+            optimizer.clip_grad_norm(1.0)
+        norms.append(optimizer.grad_norm().item())
+        resets(optimizer)
+    return norms
+
+
+@pytest.mark.parametrize("resets", [methodcaller("zero_grad"), methodcaller("step")])
+def test_clipping_ends_with_the_step(two_package_processes, resets):
+    for norms in two_package_processes(clip_twice, resets):
+        assert norms == pytest.approx([1.0, 4.0])
 
 
 def scaled_steps(cls, overlap):

@@ -10,7 +10,11 @@ from apex_native.optimizers import FusedAdam, FusedLAMB
 from torch import Tensor
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-# Apex's options of buffers, types, process groups and overlap, which change no result.
+from .master_weights import HALF_TYPES
+from .mixed_precision_lamb import FusedWithMasters
+from .multi_tensor import in_fp32, write_back
+
+# Apex's options of buffers, process groups and overlap, which change no result, and of types.
 UNUSED_BY_ADAM = (
     "dtype grad_sync_dtype param_sync_dtype device overlap_grad_sync overlap_param_sync "
     "bucket_cap_mb pipeline_size contiguous_param_buffer contiguous_grad_buffer store_params "
@@ -24,13 +28,28 @@ UNUSED_BY_LAMB = (
 )
 
 
+class _Adam(FusedWithMasters, FusedAdam):
+    """FusedAdam of the parameters of one process."""
+
+
+class _LAMB(FusedWithMasters, FusedLAMB):
+    """FusedLAMB of the parameters of one process, without its clipping."""
+
+    grad_scale: Tensor  # by which gradients are divided
+
+    def _before_step(self) -> None:
+        super()._before_step()
+        self._clip = self.grad_scale
+
+
 class _DistributedOptimizer(ZeroRedundancyOptimizer):
     """Optimizer that averages gradients over the processes and shards its state (ZeRO, stage 1).
 
     The model is not wrapped in DistributedDataParallel. Each gradient is averaged when the backward
     pass has it, so that GradScaler, too, finds averages; under ``no_sync``, before it is used. The
     same parameters must take part in the backward pass of all processes. Apex also shards gradients
-    (stage 2).
+    (stage 2). Half parameters have fp32 masters in the state, and fp32 gradients; in torch without
+    ``Tensor.grad_dtype``, gradients are averaged in fp32, but accumulated in half.
     """
 
     _step_supports_amp_scaling = True  # read by GradScaler.step, which leaves gradients scaled
@@ -45,12 +64,16 @@ class _DistributedOptimizer(ZeroRedundancyOptimizer):
         **defaults: Any,
     ) -> None:
         super().__init__(params, optimizer_class, process_group=process_group, **defaults)
+        # Of the gradients, which are divided in fp32 by the step: half ones would underflow.
+        self._divisor = torch.ones((), device=self.parameters()[0].device)
         self._is_syncing = True
         self._unsynced: set[Tensor] = set()
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        for parameter in trained:
+            if parameter.dtype in HALF_TYPES:
+                parameter.grad_dtype = torch.float32  # without effect in older torch
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._on_gradient)
-            for parameter in self.parameters()
-            if parameter.requires_grad
+            parameter.register_post_accumulate_grad_hook(self._on_gradient) for parameter in trained
         ]
 
     def parameters(self) -> list[Tensor]:
@@ -66,8 +89,10 @@ class _DistributedOptimizer(ZeroRedundancyOptimizer):
         # The part of an accumulated gradient that was averaged before is equal on all processes, so
         # that the mean leaves it as it is.
         assert parameter.grad is not None
-        parameter.grad.div_(dist.get_world_size(self.process_group))
-        dist.all_reduce(parameter.grad, group=self.process_group)
+        (grad,) = in_fp32([parameter.grad])
+        grad.div_(dist.get_world_size(self.process_group))
+        dist.all_reduce(grad, group=self.process_group)
+        write_back([parameter.grad], [grad])
         self._unsynced.discard(parameter)
 
     def grad_sync(self) -> None:
@@ -92,11 +117,7 @@ class _DistributedOptimizer(ZeroRedundancyOptimizer):
     @torch.no_grad()
     def grad_norm(self) -> Tensor:
         """Return the 2-norm of all averaged gradients."""
-        return torch.nn.utils.get_total_norm(self._gradients())
-
-    @torch.no_grad()
-    def _divide_gradients(self, divisor: Tensor | float) -> None:
-        torch._foreach_div_(self._gradients(), divisor)
+        return torch.nn.utils.get_total_norm(in_fp32(self._gradients())) / self._divisor
 
     def _overflowed(self) -> bool:
         """Return whether GradScaler found an overflow, on all processes or on none."""
@@ -111,7 +132,7 @@ class _DistributedOptimizer(ZeroRedundancyOptimizer):
         return share == 1.0
 
     @torch.no_grad()
-    def step(self, closure: Any = None, **kwargs: Any) -> Any:
+    def step(self, closure: Any = None, **kwargs: Any) -> None:
         """Average and unscale the gradients, and update the parameters.
 
         Under ``GradScaler.step``, nothing happens if the gradients are not finite. Raises
@@ -120,15 +141,16 @@ class _DistributedOptimizer(ZeroRedundancyOptimizer):
         if closure is not None:
             raise NotImplementedError("a distributed optimizer takes no closure")
         is_scaled = hasattr(self, "found_inf")  # set by GradScaler.step
-        if is_scaled and self._overflowed():
-            return None
-        gradients = self._gradients()
-        if is_scaled and self.grad_scale is not None:
-            torch._foreach_div_(gradients, self.grad_scale)
-        return self._update()
+        if not (is_scaled and self._overflowed()):
+            self.grad_sync()
+            if is_scaled and self.grad_scale is not None:
+                self._divisor.mul_(self.grad_scale)
+            self._update()
+        self._divisor.fill_(1.0)
 
-    def _update(self) -> float | None:
-        return super().step()
+    def _update(self) -> None:
+        self.optim.grad_scale = self._divisor
+        super().step()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of all processes."""
@@ -141,6 +163,7 @@ class _DistributedOptimizer(ZeroRedundancyOptimizer):
         """Set gradients to None or zero."""
         super().zero_grad(set_to_none)
         self._unsynced.clear()
+        self._divisor.fill_(1.0)
 
     def state_dict(self, gather_on_root: bool = True) -> dict[str, Any]:  # type: ignore[override]
         """Return the state of all processes, in the form of the unsharded optimizer.
@@ -189,7 +212,7 @@ class DistributedFusedAdam(_DistributedOptimizer):
             raise NotImplementedError(f"DistributedFusedAdam has no {', '.join(unknown)}")
         super().__init__(
             params,
-            FusedAdam,
+            _Adam,
             process_group,
             lr=lr,
             bias_correction=bias_correction,
@@ -204,22 +227,24 @@ class DistributedFusedAdam(_DistributedOptimizer):
     def clip_grad_norm(
         self, max_norm: float, parameters: object = None, norm_type: float = 2.0
     ) -> Tensor:
-        """Scale the averaged gradients to a 2-norm of at most `max_norm`; return it from before.
+        """Scale the gradients of the next step to a 2-norm of `max_norm` at most; return it before.
 
         Raises NotImplementedError for some of the parameters or another norm, as Apex does.
         """
         if parameters is not None or norm_type != 2.0:
             raise NotImplementedError("clip_grad_norm has the 2-norm of all parameters only")
         norm = self.grad_norm()
-        self._divide_gradients(torch.clamp((norm + 1e-6) / max_norm, min=1.0))
+        self._divisor.mul_(torch.clamp((norm + 1e-6) / max_norm, min=1.0))
         return norm
 
     @torch.no_grad()
     def unscale_grads(self, inv_scale: Tensor, *args: Any) -> dict[torch.device, Tensor]:
-        """Multiply the averaged gradients; return for each device 1.0 if any is not finite."""
-        gradients = self._gradients()
-        largest = torch.nn.utils.get_total_norm(gradients, torch.inf)
-        torch._foreach_mul_(gradients, inv_scale)
+        """Multiply the gradients of the next step; return for each device 1.0 if one is inf or nan.
+
+        As in Apex, and in ``clip_grad_norm``, the parameters' ``grad`` stays as it is.
+        """
+        largest = torch.nn.utils.get_total_norm(self._gradients(), torch.inf)
+        self._divisor.div_(inv_scale.squeeze())
         return {largest.device: (~largest.isfinite()).float()}
 
 
@@ -254,7 +279,7 @@ class DistributedFusedLAMB(_DistributedOptimizer):
             raise TypeError(f"DistributedFusedLAMB has no {', '.join(unknown)}")
         super().__init__(
             params,
-            FusedLAMB,
+            _LAMB,
             None,
             lr=lr,
             bias_correction=bias_correction,
@@ -263,7 +288,7 @@ class DistributedFusedLAMB(_DistributedOptimizer):
             weight_decay=weight_decay,
             adam_w_mode=adam_w_mode,
             grad_averaging=grad_averaging,
-            max_grad_norm=torch.inf,  # _update clips by the norm of all gradients
+            max_grad_norm=torch.inf,
             use_nvlamb=use_nvlamb,
         )
         self.max_grad_norm = max_grad_norm
@@ -290,12 +315,12 @@ class DistributedFusedLAMB(_DistributedOptimizer):
         self.grad_sync()
 
     @torch.no_grad()
-    def _update(self) -> float | None:
+    def _update(self) -> None:
         if not hasattr(self, "found_inf"):
-            self._divide_gradients(self._global_scale)
+            self._divisor.mul_(torch.as_tensor(self._global_scale).squeeze())
         norm = self.grad_norm()
         if not norm.isfinite():  # as in Apex, a step that overflowed is skipped
-            return None
+            return
         if self.max_grad_norm > 0:
-            self._divide_gradients(torch.clamp(norm / self.max_grad_norm, min=1.0))
-        return super()._update()
+            self._divisor.mul_(torch.clamp(norm / self.max_grad_norm, min=1.0))
+        super()._update()

@@ -1,14 +1,41 @@
-"""FusedMixedPrecisionLamb: FusedLAMB with masters of its own, for torch.amp.GradScaler."""
+"""Fused optimizers with masters of their own, and FusedMixedPrecisionLamb, which is one."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from apex_native.optimizers import FusedLAMB
+from apex_native.optimizers.elementwise import FusedOptimizer
 from torch import Tensor
 
+from .master_weights import HALF_TYPES
 
-class FusedMixedPrecisionLamb(FusedLAMB):
+
+class FusedWithMasters(FusedOptimizer):
+    """Fused optimizer that keeps fp32 masters of parameters of some types, in its state."""
+
+    def _has_masters(self, dtype: torch.dtype) -> bool:
+        """Return whether parameters of this type have masters."""
+        return dtype in HALF_TYPES
+
+    def _step_same(self, group: dict, parameters: list[Tensor]) -> None:
+        if not self._has_masters(parameters[0].dtype):
+            super()._step_same(group, parameters)
+            return
+        states = [self.state[parameter] for parameter in parameters]
+        for parameter, state in zip(parameters, states, strict=True):
+            if "master" not in state:  # at the first step, and in a checkpoint of Apex
+                state.update({**self._new_state(parameter), **state})
+                state["master"] = torch.empty_like(state["exp_avg"]).copy_(parameter)
+        masters = [state["master"] for state in states]
+        # The fused kernels assume the same strides for all that they are given of a parameter.
+        grads = [torch.empty_like(m) for m in masters]
+        torch._foreach_copy_(grads, [p.grad for p in parameters if p.grad is not None])
+        self._update(group, masters, grads, states)
+        torch._foreach_copy_(parameters, masters)
+
+
+class FusedMixedPrecisionLamb(FusedWithMasters, FusedLAMB):
     """FusedLAMB that keeps fp32 masters of parameters of a half type, in its state.
 
     ``scaler.step(optimizer)`` of torch's GradScaler leaves gradients scaled; ``step`` divides them,
@@ -84,16 +111,5 @@ class FusedMixedPrecisionLamb(FusedLAMB):
             clip = (norm / self.defaults["max_grad_norm"]).clamp(min=1)
             self._clip = clip * scale.to(clip.device)
 
-    def _step_same(self, group: dict, parameters: list[Tensor]) -> None:
-        if parameters[0].dtype != self.reduced_precision_dtype:
-            super()._step_same(group, parameters)
-            return
-        states = [self.state[parameter] for parameter in parameters]
-        for parameter, state in zip(parameters, states, strict=True):
-            if "master" not in state:  # at the first step, and in a checkpoint of Apex
-                new = self._new_state(parameter)
-                state.update({**new, **state}, master=parameter.detach().float())
-        masters = [state["master"] for state in states]
-        grads = [p.grad.float() for p in parameters if p.grad is not None]
-        self._update(group, masters, grads, states)
-        torch._foreach_copy_(parameters, masters)
+    def _has_masters(self, dtype: torch.dtype) -> bool:
+        return dtype == self.reduced_precision_dtype
