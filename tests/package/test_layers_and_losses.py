@@ -140,6 +140,26 @@ def test_softmax_cross_entropy_half_to_float():
     assert torch.equal(losses[0], losses[1].bfloat16())
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_softmax_cross_entropy_of_confident_half_logits_has_a_gradient(dtype, smoothing):
+    logits = torch.tensor([[9.0, 0.0, 0.0, 0.0]], dtype=dtype, requires_grad=True)
+    SoftmaxCrossEntropyLoss.apply(logits, torch.tensor([0]), smoothing, -1, True).sum().backward()
+    exact = logits.detach().double().requires_grad_()
+    nn.functional.cross_entropy(exact, torch.tensor([0]), label_smoothing=smoothing).backward()
+    torch.testing.assert_close(logits.grad, exact.grad.to(dtype))
+    assert logits.grad[0, 0] != 0
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.5, 1.0, 2.0])
+def test_focal_loss_of_saturated_logits_has_finite_gradients(gamma):
+    logits = torch.tensor([[200.0, -200.0, 20.0, 0.0]], requires_grad=True)
+    loss = focal_loss(logits, torch.tensor([0]), torch.ones(1), 4, 0.25, gamma)
+    loss.backward()
+    torch.testing.assert_close(loss, torch.tensor(0.75 * (20.0 + 0.5**gamma * math.log(2))))
+    assert logits.grad.isfinite().all() and logits.grad[0, :2].tolist() == [0.0, 0.0]
+
+
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 def test_focal_loss(device, dtype, smoothing):

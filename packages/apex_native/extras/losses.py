@@ -29,12 +29,13 @@ class _CrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         logits, labels = ctx.saved_tensors
-        probabilities = logits.softmax(-1)
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        probabilities = logits.softmax(-1, dtype=wide)
         if ctx.smoothing:
             probabilities.sub_(ctx.smoothing / logits.size(-1))
-        target = torch.tensor(ctx.smoothing - 1, dtype=logits.dtype, device=logits.device)
+        target = torch.tensor(ctx.smoothing - 1, dtype=wide, device=logits.device)
         probabilities.scatter_add_(-1, labels[:, None], target.expand(len(labels), 1))
-        return probabilities.mul_(grad[:, None]), None, None
+        return probabilities.mul_(grad[:, None]).to(logits.dtype), None, None
 
 
 class SoftmaxCrossEntropyLoss:
@@ -86,9 +87,8 @@ def focal_loss(  # noqa: PLR0913, Apex's signature
     is_positive = cls_targets_at_level.unsqueeze(-1) == classes
     targets = is_positive.to(logits.dtype) * (1 - label_smoothing) + label_smoothing / 2
     losses = F.binary_cross_entropy_with_logits(logits, targets, reduction="none")
-    probabilities = logits.sigmoid()
-    others = torch.where(is_positive, 1 - probabilities, probabilities)
-    weights = torch.where(is_positive, alpha, 1 - alpha) * others**gamma
+    others = torch.where(is_positive, -logits, logits)  # a power of their sigmoid, of any exponent
+    weights = torch.where(is_positive, alpha, 1 - alpha) * (gamma * F.logsigmoid(others)).exp()
     counted = (cls_targets_at_level != -2).unsqueeze(-1)
     return torch.where(counted, weights * losses, 0.0).sum() / num_positive_sum.squeeze()
 
