@@ -173,6 +173,18 @@ def test_several_losses_are_added_before_one_update():
         torch.testing.assert_close(grad, reference.float(), rtol=1e-2, atol=1e-3)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_zero_grad_takes_views_as_in_buckets_of_ddp_and_gradients_with_a_graph(kind):
+    model = half_model()
+    optimizer = kind(sgd(model.parameters()))
+    for index, parameter in enumerate(model.parameters()):
+        bucket = torch.ones(2, *parameter.shape, dtype=parameter.dtype)
+        parameter.grad = bucket[0] if index else bucket.clone().requires_grad_().sum(0)
+    optimizer.zero_grad(set_grads_to_None=False)
+    for parameter in model.parameters():
+        assert not parameter.grad.any() and parameter.grad.grad_fn is None
+
+
 def test_clip_master_grads():
     model = half_model()
     optimizer = FP16_Optimizer(sgd(model.parameters()), static_loss_scale=8.0)

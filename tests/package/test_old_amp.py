@@ -77,6 +77,21 @@ def test_wrapped_optimizer_adds_the_gradients_of_its_losses(model):
         pass
 
 
+def test_wrapped_optimizer_keeps_gradients_whose_memory_the_next_loss_overwrites(model):
+    bucket = torch.empty_like(model.weight.detach())  # as DDP's, with gradient_as_bucket_view
+
+    def move(parameter):
+        parameter.grad = bucket.copy_(parameter.grad)
+
+    model.weight.register_post_accumulate_grad_hook(move)
+    handle = init()
+    optimizer = handle.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.5), num_loss=2)
+    for factor in (1.0, 3.0):
+        with optimizer.scale_loss(loss_of(model, factor)) as scaled_loss:
+            scaled_loss.backward()
+    torch.testing.assert_close(model.weight.grad, torch.full_like(model.weight, 8.0))
+
+
 @pytest.mark.parametrize("overflowing", [0, 1])
 def test_wrapped_optimizer_skips_if_one_loss_overflows(model, overflowing):
     handle = init()

@@ -82,7 +82,11 @@ class MasterWeights:
             if set_grads_to_None:
                 parameter.grad = None
             elif parameter.grad is not None:
-                parameter.grad.detach_().zero_()
+                if parameter.grad.grad_fn is not None:
+                    parameter.grad.detach_()
+                else:  # it may be a view, as in DDP's buckets, which refuses the former
+                    parameter.grad.requires_grad_(False)
+                parameter.grad.zero_()
 
     @torch.no_grad()
     def copy_masters_to_model(self) -> None:

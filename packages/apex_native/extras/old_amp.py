@@ -105,9 +105,9 @@ class OptimWrapper:
                 "more losses than that."
             )
         scaler = self._loss_scaler[self._loss_idx]
-        # Those of earlier losses have no scale any more.
+        # Those of earlier losses have no scale any more; DDP may overwrite their memory.
         parameters = list(amp.master_params(self._optimizer)) if self._loss_idx else []
-        earlier = [(p, p.grad) for p in parameters if p.grad is not None]
+        earlier = [(p, p.grad.clone()) for p in parameters if p.grad is not None]
         for parameter, _ in earlier:
             parameter.grad = None
         with amp.disable_casts():
