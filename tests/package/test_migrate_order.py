@@ -74,6 +74,24 @@ LEFT = {
         f"{LOOP}{BACKWARD}    noise(optimizer.param_groups)\n{STEP}",
         "noise is given the parameters before the step",
     ),
+    "method of the optimizer": (
+        f"{LOOP}{BACKWARD}    optimizer.first_step()\n{BACKWARD}{STEP}",
+        "first_step is given the parameters before the step",
+    ),
+    "object with the parameters": (
+        "clipper = elsewhere.Clipper(model.parameters())\n"
+        + f"{LOOP}{BACKWARD}    clipper.clip()\n{STEP}",
+        "clip is given the parameters before the step",
+    ),
+    "object with a list of parameters": (
+        "weights = [*model.parameters()]\nclipper = Clipper(weights)\n"
+        + f"{LOOP}{BACKWARD}    clipper.clip()\n{STEP}",
+        "clip is given the parameters before the step",
+    ),
+    "called object with the optimizer": (
+        f"clipper = Clipper(optimizer)\n{LOOP}{BACKWARD}    clipper()\n{STEP}",
+        "clipper is given the parameters before the step",
+    ),
     "two losses": (f"{LOOP}{BACKWARD}{CLIP}{BACKWARD}{STEP}", BETWEEN),
     "continue": (
         f"{LOOP}{BACKWARD}{CLIP}{SKIP.replace('JUMP', 'continue')}{STEP}",
@@ -133,6 +151,16 @@ CONVERTED = {
     "training mode": "def train(loader):\n    model.train()\n    for n in loader:\n"
     + "".join(f"    {line}\n" for line in f"{BACKWARD}{STEP}".splitlines())
     + "        if n % 9 == 0:\n            model.eval()\n            model.train()\n",
+    "schedules, which have the optimizer": "schedule = StepLR(optimizer, 1)\n"
+    + "plan = elsewhere.WarmupCosine(optimizer)\n"
+    + f"policy = elsewhere.Policy(optimizer)\n{LOOP}{BACKWARD}    schedule.step()\n"
+    + "    plan.adjust()\n    policy.step()\n    policy.load_state_dict(policy.state_dict())\n"
+    + f"    optimizer.update_learning_rate()\n    optimizer.synchronize()\n{STEP}",
+    "penalty that has the parameters": "penalty = elsewhere.penalty(model.parameters())\n"
+    + f"{LOOP}{BACKWARD}    noise(1)\n    print(penalty.item())\n{STEP}",
+    "class of this file that has the parameters": "class Meter:\n    def __init__(self, params):\n"
+    + "        self.params = params\n\n    def __call__(self):\n        print(self.params)\n\n"
+    + f"meter = Meter(model.parameters())\n{LOOP}{BACKWARD}    meter()\n{STEP}",
     "a loss of some steps": f"{LOOP}{BACKWARD}    if n % 4 == 0:\n"
     + "".join(f"    {line}\n" for line in BACKWARD.splitlines())
     + STEP,

@@ -136,6 +136,9 @@ class Analysis(Order):
     def visit_FunctionDef(self, node: cst.FunctionDef) -> None:
         self.defined.add(node.name.value)
 
+    def visit_ClassDef(self, node: cst.ClassDef) -> None:
+        self.classes.add(node.name.value)
+
     def visit_Assign(self, node: cst.Assign) -> None:
         self.assigned += [(each.target, node.value) for each in node.targets]
 

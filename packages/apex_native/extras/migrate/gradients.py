@@ -19,6 +19,12 @@ PARAMETERS = re.compile(
     r"\.(named_)?parameters\(\)|\.param_groups(\[\d+\])?(\[['\"]params['\"]\])?$"
 )
 HARMLESS = {*dir(builtins), *ADDING, "scale_loss", "master_params"}  # given parameters
+# Methods that need no gradients, or leave them scaled, of an optimizer or of what is given it.
+ORDINARY = re.compile(r"^(step|zero_grad|add_param_group|train|eval|.*(state_dict|synchronize))$")
+CLASS = re.compile(r"(^|\.)[A-Z]\w*$")
+SCHEDULE = re.compile(
+    r"LR|Lr[A-Z]|(^|\W|_)lr|[Ll]earning_?[Rr]ate|[Ss]ched|[Ww]arm|[Aa]nneal|[Cc]ycl"
+)
 NAMELESS = ("__call__", "__enter__", "__exit__", "forward")  # methods called without their names
 
 
@@ -49,6 +55,7 @@ class Gradients(Tree):
         self.calls: list[tuple[str, cst.Call]] = []  # of functions and methods, by name
         self.values: set[str] = set()  # names that are passed on or assigned
         self.defined: set[str] = set()  # functions of this file
+        self.classes: set[str] = set()  # of this file
         self.assigned: list[tuple[cst.BaseExpression, cst.BaseExpression]] = []  # target, value
         self.has_lambda = False  # which reads gradients
 
@@ -107,12 +114,10 @@ class Gradients(Tree):
     def _check_imported(self) -> None:
         """Require that no function of another file is given the parameters before a step."""
         parameters = self._names_of_parameters()
+        holders = self._holders(parameters)
         for name, call in self.calls:
-            is_given = any(
-                source(arg.value) in self.usage.scalers or _is_computed_from(arg.value, parameters)
-                for arg in call.args
-            )
             is_harmless = name in {*self.defined, *HARMLESS} or "clip_grad" in name
+            is_given = self._is_given(call, parameters) or self._has_holder(call, holders)
             if not is_given or is_harmless:
                 continue
             starts = self.beside(call, [loss.statement for loss in self.usage.losses])
@@ -129,6 +134,35 @@ class Gradients(Tree):
                     f"{name} is given the parameters before the step, and may read their "
                     "gradients, which GradScaler scales"
                 )
+
+    def _is_given(self, call: cst.Call, parameters: set[str]) -> bool:
+        """Return whether an optimizer or parameters are among the arguments of a call."""
+        return any(
+            source(arg.value) in self.usage.scalers or _is_computed_from(arg.value, parameters)
+            for arg in call.args
+        )
+
+    def _holders(self, parameters: set[str]) -> set[str]:
+        """Return the optimizers, and the objects of other files' classes that are given them.
+
+        Or the parameters; except for schedules of the learning rate.
+        """
+        return {*self.usage.scalers} | {
+            source(target)
+            for target, value in self.assigned
+            if isinstance(value, cst.Call)
+            and CLASS.search(source(value.func))
+            and source(value.func) not in self.classes
+            and not any(each.search(source(value.func)) for each in (OPTIMIZER, SCHEDULE))
+            and self._is_given(value, parameters)
+        }
+
+    def _has_holder(self, call: cst.Call, holders: set[str]) -> bool:
+        """Return whether a call is of one of these objects, or of its methods but ordinary ones."""
+        code = source(call.func)
+        owner, _, method = code.rpartition(".")
+        is_other = ORDINARY.search(method) or SCHEDULE.search(code)
+        return code in holders or (owner in holders and not is_other)
 
     def beside(self, node: cst.CSTNode, others: list[Any]) -> list[cst.CSTNode]:
         """Return those of `others` in the function of a node, and the calls of their functions."""
