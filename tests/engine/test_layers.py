@@ -36,9 +36,30 @@ def test_class_token_and_position_embedding_belong_to_the_input() -> None:
     assert numbers["encoder.layers.encoder_layer_0.mlp.0.weight"] == 1
 
 
-def test_a_temperature_belongs_to_the_output() -> None:
+@pytest.mark.parametrize(
+    ("arch", "options", "heads"),
+    [
+        (
+            "deeplabv3_mobilenet_v3_large",
+            {"aux_loss": True, "weights_backbone": None},
+            {"classifier", "aux_classifier"},
+        ),
+        ("googlenet", {"init_weights": False}, {"fc", "aux1", "aux2"}),
+        ("inception_v3", {"init_weights": False}, {"fc", "AuxLogits"}),
+    ],
+)
+def test_auxiliary_heads_are_in_the_layer_of_the_head(arch: str, options: dict, heads: set) -> None:
+    """Wherever they are defined."""
+    numbers = layer_numbers(torchvision.models.get_model(arch, weights=None, **options))
+    last = max(numbers.values())
+    assert {name.partition(".")[0] for name, n in numbers.items() if n == last} == heads
+    assert {*numbers.values()} == {*range(last + 1)}
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_a_temperature_belongs_to_the_output(shape: tuple[int, ...]) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    model.register_parameter("log_scale", nn.Parameter(torch.zeros(())))
+    model.register_parameter("log_scale", nn.Parameter(torch.zeros(shape)))
     assert layer_numbers(model) == {"log_scale": 1} | {
         f"{index}.{name}": index for index in (0, 1) for name in ("weight", "bias")
     }

@@ -23,18 +23,22 @@ def layer_numbers(model: nn.Module) -> dict[str, int]:
     for layer in _layers(model):
         named = model.get_submodule(layer).named_parameters()
         parameters = {f"{layer}.{name}": parameter for name, parameter in named}
-        if not parameters:
+        if not parameters or _is_auxiliary(layer):
             continue
         # A norm belongs to the layer before it.
         has_weights = any(parameter.dim() > 1 for parameter in parameters.values())
         number += has_weights and bool(numbers)
         numbers |= dict.fromkeys(parameters, number)
     # What is left, such as a position embedding, is part of the input; but a single number, such as
-    # a temperature, scales the output.
+    # a temperature, scales the output, and auxiliary heads are trained as the head is.
     return {
-        name: numbers.get(name, 0 if parameter.dim() else number)
-        for name, parameter in model.named_parameters()
+        name: numbers.get(name, number if p.numel() == 1 or _is_auxiliary(name) else 0)
+        for name, p in model.named_parameters()
     }
+
+
+def _is_auxiliary(name: str) -> bool:
+    return "aux" in name.lower()  # torchvision's aux_classifier, aux1 and AuxLogits
 
 
 def _layers(module: nn.Module, prefix: str = "") -> list[str]:
