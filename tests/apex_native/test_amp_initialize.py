@@ -3,7 +3,7 @@
 import copy
 import pickle
 import warnings
-from collections import OrderedDict, defaultdict, namedtuple
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
 
 import pytest
 import torch
@@ -322,6 +322,24 @@ class Batch:
         return Batch(self.tensor.to(dtype))
 
 
+class Mapping(UserDict):
+    """A batch that is a mapping with another constructor."""
+
+    def __init__(self, tensor, length):
+        super().__init__(tensor=tensor)
+        self.length = length
+
+    def to(self, dtype):
+        return Mapping(self["tensor"].to(dtype), self.length)
+
+
+class Boxes(namedtuple("Boxes", "features corners")):
+    """A batch that is a tuple, of which one field keeps its type."""
+
+    def to(self, dtype):
+        return self._replace(features=self.features.to(dtype))
+
+
 class Echo(nn.Module):
     def forward(self, *args, **kwargs):
         self.args, self.kwargs = args, kwargs
@@ -360,6 +378,16 @@ def test_inputs_and_outputs_are_cast_recursively():
     check(model.args, model.kwargs, BF16)
     check(args_out, kwargs_out, FP32)
     assert x.dtype == FP32
+
+
+def test_containers_with_a_method_to_are_cast_by_it():
+    model = initialize(Echo(), None, "O2", cast_model_type=BF16)
+    x = torch.ones(2)
+    outputs, _ = model(Mapping(x, length=2), Boxes(x, x))
+    for (mapping, boxes), dtype in ((model.args, BF16), (outputs, FP32)):
+        assert type(mapping) is Mapping and mapping.length == 2
+        assert type(boxes) is Boxes
+        assert [mapping["tensor"].dtype, *dtypes(boxes)] == [dtype, dtype, FP32]
 
 
 @pytest.mark.parametrize(
@@ -412,6 +440,24 @@ def test_models_compile_without_graph_breaks(level):
     optimizer.step()
     model.eval()
     assert torch.equal(compiled(x), model(x))
+
+
+class Containers(nn.Linear):
+    def forward(self, batch):
+        x = super().forward(batch["x"])
+        return OrderedDict(
+            x=x, rest=[x, (x, None), Pair(x, 1)], default=defaultdict(list, x=x)
+        )
+
+
+def test_casts_of_containers_compile_without_graph_breaks():
+    torch._dynamo.reset()
+    model = initialize(Containers(2, 2), None, "O2", cast_model_type=BF16)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    batch = OrderedDict(x=torch.ones(1, 2))
+    found, expected = compiled(batch), model(batch)
+    assert type(found) is OrderedDict and found["x"].dtype == FP32
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def test_gradients_that_exist_before_initialize_are_cast():

@@ -63,6 +63,27 @@ def test_tensors_on_another_device_are_not_cast(decorate):
     assert function([here, elsewhere], other=elsewhere) == [expected, torch.float32, torch.float32]
 
 
+class Target:
+    """A target whose method `to` casts all that it holds."""
+
+    def __init__(self, labels):
+        self.labels = labels
+
+    def to(self, dtype):
+        return Target(self.labels.to(dtype))
+
+
+@pytest.mark.parametrize(
+    "decorate",
+    [amp.half_function, amp.bfloat16_function, amp.float_function, amp.promote_function],
+)
+def test_objects_with_a_method_to_are_not_cast(decorate):
+    """As in Apex, whose casts of inputs of models are the only ones that call it."""
+    amp.initialize(nn.Linear(1, 1), opt_level="O4", verbosity=0)
+    function = decorate(lambda targets, x: targets[0].labels)
+    assert function([Target(torch.arange(2))], torch.ones(2)).dtype == torch.int64
+
+
 @pytest.mark.parametrize("name", ["half", "float", "promote", "bfloat16"])
 def test_register_half_function(name):
     module = types.SimpleNamespace(function=seen)

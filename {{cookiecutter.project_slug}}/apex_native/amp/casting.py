@@ -4,7 +4,7 @@ import contextlib
 import functools
 import os
 import warnings
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from .state import _amp_state, properties
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
+PLAIN_CONTAINERS = (tuple, list, dict, OrderedDict, defaultdict)  # hasattr of these breaks graphs
 
 
 def half_type(dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -36,23 +37,24 @@ def cast_tensors(value: Any, dtype: torch.dtype, device_type: str | None = None)
 
     Tuples (named ones too), lists and mappings are searched; an object with a method ``to``, such
     as a batch of a user's class, is replaced by ``value.to(dtype)``; the rest is returned as it is.
-    If `device_type` is given, tensors on devices of other types are not cast.
+    If `device_type` is given, tensors on devices of other types and such objects stay as they are.
     """
     if isinstance(value, Tensor):
         is_cast = value.is_floating_point() and device_type in (None, value.device.type)
         return value.to(dtype) if is_cast else value
-    if isinstance(value, (str, nn.Module)):  # torch 2.6 cannot compile str | nn.Module
-        return value
     kind: Any = type(value)
+    if kind not in PLAIN_CONTAINERS and hasattr(value, "to"):
+        is_cast = device_type is None and not isinstance(value, nn.Module)
+        return value.to(dtype) if is_cast else value
     if isinstance(value, Mapping):
         items = {key: cast_tensors(item, dtype, device_type) for key, item in value.items()}
         if isinstance(value, defaultdict):
             return defaultdict(value.default_factory, items)
         return kind(items)
-    if isinstance(value, (tuple, list)):
+    if isinstance(value, (tuple, list)):  # torch 2.6 cannot compile tuple | list
         cast = [cast_tensors(item, dtype, device_type) for item in value]
         return kind(*cast) if hasattr(value, "_fields") else kind(cast)
-    return value.to(dtype) if hasattr(value, "to") else value
+    return value
 
 
 def check_models(models: list[nn.Module]) -> None:
