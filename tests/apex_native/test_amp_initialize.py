@@ -445,9 +445,7 @@ def test_models_compile_without_graph_breaks(level):
 class Containers(nn.Linear):
     def forward(self, batch):
         x = super().forward(batch["x"])
-        return OrderedDict(
-            x=x, rest=[x, (x, None), Pair(x, 1)], default=defaultdict(list, x=x)
-        )
+        return OrderedDict(x=x, rest=[x, (x, None), Pair(x, 1)], default=defaultdict(list, x=x))
 
 
 def test_casts_of_containers_compile_without_graph_breaks():

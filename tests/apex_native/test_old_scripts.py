@@ -423,5 +423,8 @@ def test_fp16_utils_keep_batch_norms_in_fp32():
     network = fp16_utils.network_to_half(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
     assert network[1][0].weight.dtype == torch.float16
     assert network[1][1].weight.dtype == torch.float32
-    converted = fp16_utils.convert_network(nn.Sequential(nn.Linear(2, 2)), torch.bfloat16)
-    assert converted[0].weight.dtype == torch.bfloat16
+    norm = nn.BatchNorm1d(2)
+    nn.init.constant_(norm.running_var, 1e5)  # inf in fp16
+    converted = fp16_utils.convert_network(nn.Sequential(nn.Linear(2, 2), norm), torch.float16)
+    assert converted[0].weight.dtype == torch.float16
+    assert converted[1].running_var.tolist() == [1e5] * 2

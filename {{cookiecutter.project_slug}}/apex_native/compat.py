@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_ as clip_grad_norm  # noqa: F401, Apex's name
 
+from .amp.casting import cast_weights
+
 
 class tofp16(nn.Module):  # noqa: N801, Apex's name
     """Layer that casts its input to fp16."""
@@ -33,8 +35,8 @@ def network_to_half(network: nn.Module) -> nn.Module:
 
 def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Cast `network` to `dtype` in place, except for its affine batch norms."""
-    network.to(dtype)
-    return BN_convert_float(network)
+    cast_weights(network, dtype, keep_batchnorm_fp32=True)
+    return network
 
 
 def prep_param_lists(

@@ -73,12 +73,10 @@ def check_models(models: list[nn.Module]) -> None:
                 )
 
 
-def cast_model(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool) -> None:
-    """Cast `model` to `dtype` in place; its parameters keep their identity.
+def cast_weights(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool) -> None:
+    """Cast `model` to `dtype` in place, except for affine batch norms if keep_batchnorm_fp32.
 
-    keep_batchnorm_fp32 spares affine batch norms. From here on the top-level call casts its
-    inputs, too. A hook does this rather than a replaced ``forward``, so that the model can still
-    be copied, pickled and compiled.
+    Parameters keep their identity.
     """
     for module in model.modules():
         is_batchnorm = isinstance(module, nn.modules.batchnorm._BatchNorm) and module.affine
@@ -89,6 +87,15 @@ def cast_model(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool) 
                 parameter.grad = cast_tensors(parameter.grad, dtype)
             if isinstance(module, nn.RNNBase):
                 module.flatten_parameters()
+
+
+def cast_model(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool) -> None:
+    """Cast the weights of `model`, and from here on the inputs of each call and the saved state.
+
+    A hook casts the inputs rather than a replaced ``forward``, so that the model can still be
+    copied, pickled and compiled; ``model.forward`` itself does not.
+    """
+    cast_weights(model, dtype, keep_batchnorm_fp32)
     model.register_forward_pre_hook(functools.partial(_cast_inputs, dtype=dtype), with_kwargs=True)
     for module in model.modules():
         module.register_state_dict_post_hook(_save_as_fp32)
