@@ -53,6 +53,25 @@ def test_gradients_are_reduced(two_processes, options, factor, at_once):
         assert torch.equal(gradient, rows.sum(0) * factor)
 
 
+def on_each_rank_keep_gradients(rows):
+    x = rows[dist.get_rank()]
+    model = wrap(Weighted(x), at_once=False)
+    kept = []
+    for factor in (1.0, 2.0, 3.0):
+        model.zero_grad()
+        model(factor * x).backward()
+        kept.append(model.module.weight.grad)
+        kept[-1].detach_()  # an error for views of other memory
+    return kept
+
+
+def test_gradients_have_their_own_memory(two_processes):
+    rows = torch.tensor([[1.0, 2.0], [3.0, -6.0]])
+    mean = rows.mean(0)
+    for kept in two_processes(on_each_rank_keep_gradients, rows):
+        assert same(kept, [mean, 2 * mean, 3 * mean])
+
+
 class Mixed(nn.Module):
     """Weights of two types, one of them channels last; outputs of which one is enough."""
 

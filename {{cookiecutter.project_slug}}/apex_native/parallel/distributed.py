@@ -68,7 +68,6 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             module,
             bucket_cap_mb=message_size * 4 / 2**20,
             find_unused_parameters=delay_allreduce,
-            gradient_as_bucket_view=True,
         )
         _amp_state.parallel_models.add(self)
         _broadcast_masters(module)
