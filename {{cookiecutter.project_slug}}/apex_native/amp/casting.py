@@ -1,6 +1,5 @@
 """Casts: of models, of their inputs, outputs and saved state, and of functions (O1 and O4)."""
 
-import contextlib
 import functools
 import os
 import warnings
@@ -74,10 +73,7 @@ def check_models(models: list[nn.Module]) -> None:
 
 
 def cast_weights(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool) -> None:
-    """Cast `model` to `dtype` in place, except for affine batch norms if keep_batchnorm_fp32.
-
-    Parameters keep their identity.
-    """
+    """Cast `model` to `dtype` in place; keep_batchnorm_fp32 spares affine batch norms."""
     for module in model.modules():
         is_batchnorm = isinstance(module, nn.modules.batchnorm._BatchNorm) and module.affine
         if not (keep_batchnorm_fp32 and is_batchnorm):
@@ -90,10 +86,9 @@ def cast_weights(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool
 
 
 def cast_model(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool) -> None:
-    """Cast the weights of `model`, and from here on the inputs of each call and the saved state.
+    """Cast the weights of `model` and, from here on, the inputs of its calls and its saved state.
 
-    A hook casts the inputs rather than a replaced ``forward``, so that the model can still be
-    copied, pickled and compiled; ``model.forward`` itself does not.
+    A hook casts the inputs, not a replaced ``forward``: the model can be copied and compiled.
     """
     cast_weights(model, dtype, keep_batchnorm_fp32)
     model.register_forward_pre_hook(functools.partial(_cast_inputs, dtype=dtype), with_kwargs=True)
@@ -130,10 +125,7 @@ def make_master(parameter: Tensor) -> Tensor:
 
 
 def finish_master(parameter: Tensor) -> None:
-    """Update the master of `parameter` before the first backward pass.
-
-    From here on, writes through ``.data`` are not noticed, as in Apex.
-    """
+    """Update a master before the first backward pass: later writes to ``.data`` go unnoticed."""
     current_master(parameter)
     vars(parameter).pop(_VALUES, None)
 
@@ -254,16 +246,9 @@ def _binary_cross_entropy(
         return torch.ops.aten.binary_cross_entropy(input, target, weight, reduction)
 
 
-@contextlib.contextmanager
-def disable_casts() -> Iterator[None]:
+def disable_casts() -> torch.autocast:
     """Run the body without the casts of O1 and O4. The backward pass needs no such block."""
-    device_type = _amp_state.device_type
-    enabled = torch.is_autocast_enabled(device_type)
-    torch.set_autocast_enabled(device_type, False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_enabled(device_type, enabled)
+    return torch.autocast(_amp_state.device_type, enabled=False)
 
 
 def half_function(function: Callable) -> Callable:
