@@ -277,9 +277,8 @@ class FusedAdam(FusedOptimizer):
             raise RuntimeError("FusedAdam has neither capturable nor master_weights: use amp at O2")
         self.adam_w_mode = adam_w_mode
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(
-            params, set_grad_none, amsgrad, bias_correction=bias_correction, **defaults
-        )
+        defaults |= {"bias_correction": bias_correction}
+        super().__init__(params, set_grad_none, amsgrad, **defaults)
 
     def _new_state(self, parameter: Tensor) -> dict[str, Tensor]:
         step = torch.zeros((), dtype=torch.float32, device=parameter.device)

@@ -37,15 +37,14 @@ def convert_syncbn_model(
     as timm's, which end in a ReLU, is not converted, and logged (Apex's conversion loses the ReLU).
     """
     kept = set()
+    options: dict[str, Any] = {"process_group": process_group, "channel_last": channel_last}
 
     def to_synced(norm: Any) -> _BatchNorm:
         plain_forwards = (_BatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward)
         if type(norm).forward not in plain_forwards:
             kept.add(type(norm).__name__)
             return norm
-        synced = SyncBatchNorm(
-            **_options(norm), process_group=process_group, channel_last=channel_last
-        )
+        synced = SyncBatchNorm(**_options(norm), **options)
         if isinstance(norm, SyncBatchNorm):
             synced.fuse_relu, synced.converted_from = norm.fuse_relu, norm.converted_from
         for plain in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
