@@ -1421,6 +1421,26 @@ def test_another_seed_in_mid_epoch_is_a_warning(
     assert not is_warned or "may repeat or leave out samples" in warnings[0]
 
 
+def resume_to(folder: str, choice: Path) -> None:
+    manager_of(folder).resume(choice, 10)
+
+
+@pytest.mark.parametrize("choice", ["auto", "step-2.pt"])
+def test_checkpoints_of_another_script_are_not_replaced(
+    two_processes: Processes, tmp_path: Path, choice: str
+) -> None:
+    """The first save would remove those of higher numbers, such as all of a run without a step."""
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters())
+    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    for step in (1, 2):
+        torch.save(saved, tmp_path / f"step-{step}.pt")
+    path = Path(choice) if choice == "auto" else tmp_path / choice
+    with pytest.raises(AssertionError, match="step-2.pt: another script wrote .* another --output"):
+        two_processes(resume_to, str(tmp_path), path)
+    two_processes(resume_to, str(tmp_path / "other"), tmp_path / "step-2.pt")
+
+
 class NamedLabels(list):
     classes: list[str]
 

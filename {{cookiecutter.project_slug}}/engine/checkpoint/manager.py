@@ -250,7 +250,15 @@ class CheckpointManager:
     def _restore_progress(
         self, path: Path, entries: dict[str, Any], is_own: bool, is_evaluation: bool
     ) -> None:
-        """Restore the counters, the history and the best score, if it is of the same metric."""
+        """Restore the counters, the history and the best score, if it is of the same metric.
+
+        Raises UserError for another script's checkpoint in this run's folder.
+        """
+        if is_own and entries["origin"] and not is_evaluation:
+            raise UserError(
+                f"--resume {path}: another script wrote it, and the first save would replace the "
+                "checkpoints in its folder: choose another --output"
+            )
         progress = self.state.progress
         for name, value in vars(progress).items():
             setattr(progress, name, entries.get(name, value))
