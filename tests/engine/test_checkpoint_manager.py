@@ -261,6 +261,29 @@ def pinned_blocks(folder: str) -> tuple[int, int]:
     return counts[1], counts[-1]
 
 
+def run_ids_after_resumptions(folder: str, other: str) -> list[str]:
+    """Return the trackers' run ids of runs that resume a checkpoint here and in another folder."""
+    manager = manager_of(folder)
+    manager.logger.run_id = "a" * 16
+    manager.save()
+    manager.finish()
+    dist.barrier()
+    ids = []
+    for output in (folder, other):
+        again = manager_of(output)
+        again.resume(Path(folder, "last.pt"), 10)
+        ids.append(again.logger.run_id)
+    return ids
+
+
+def test_run_in_another_folder_is_another_run_of_the_trackers(
+    two_processes: Processes, tmp_path: Path
+) -> None:
+    """Also if it logs to a tracker only once it is resumed itself."""
+    folders = str(tmp_path / "a"), str(tmp_path / "b")
+    assert two_processes(run_ids_after_resumptions, *folders) == [["a" * 16, ""]] * 2
+
+
 def best_after_a_resume(folder: str, other: str) -> list[float]:
     """Return the best metric after a resume in the same folder and in another one."""
     bests = []

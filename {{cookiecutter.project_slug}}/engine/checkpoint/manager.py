@@ -263,7 +263,7 @@ class CheckpointManager:
         for name, value in vars(progress).items():
             setattr(progress, name, entries.get(name, value))
         self.logger.rows = entries["history"]
-        self.logger.run_id = entries.get("run_id", "")
+        self.logger.run_id = entries.get("run_id", "") if is_own else ""
         if not is_own:  # another folder's best checkpoint is not this one's
             progress.best = -math.inf
             progress.scores = []
