@@ -1058,6 +1058,40 @@ def test_a_signal_stops_the_validation_of_all_ranks(
     assert checkpoint.load(tmp_path / "last.pt")["step"] == 7
 
 
+def stopped_after_failed_writes(folder: str, failures: int) -> list[str]:
+    """Return the messages of a run that is stopped in a validation after writes have failed."""
+    manager = manager_of(folder)
+    errors = iter([OSError(errno.ENOSPC, "disk is full")] * failures)
+    write = checkpoint.write
+
+    def write_or_fail(path: Path, entries: dict) -> None:
+        if error := next(errors, None):
+            raise error
+        write(path, entries)
+
+    manager.state.progress.step = 7
+    with (
+        mock.patch.object(checkpoint, "write", write_or_fail),
+        mock.patch.object(watchdog, "exit_process", side_effect=SystemExit),
+        pytest.raises(SystemExit),
+    ):
+        manager.save()
+        manager.save_and_exit(15)
+    return list(manager.logger)
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_run_that_is_stopped_after_a_failed_write_saves_again(
+    two_processes: Processes, tmp_path: Path, failures: int
+) -> None:
+    said, _ = two_processes(stopped_after_failed_writes, str(tmp_path), failures)
+    assert (tmp_path / "step-7.pt").exists() == (failures == 1)
+    expected = "stopped after step 7; add --resume auto to continue"
+    if failures == 2:
+        expected = "warning: stopped after step 7, which could not be saved"
+    assert said[-1] == expected
+
+
 def better_weights(folder: str) -> tuple[int, str, dict]:
     """Return the step, the weights and the results of best.pt, where lower is better."""
     manager = manager_of(folder, logger=Messages(MonitoredMetric("mae", "min")))

@@ -395,12 +395,15 @@ class CheckpointManager:
 
     def save_and_exit(self, signal_number: int) -> NoReturn:
         """Save, have SLURM start the job again after SIGUSR1, and exit with status 128 + signal."""
-        if self._saved_step != self.state.progress.step:  # an epoch is saved before its validation
-            self._wait_together()  # in `save`, rank 0 would wait alone
+        step = self.state.progress.step
+        self._wait_together()  # in `save`, rank 0 would wait alone
+        has_failed = any(all_gather(self._writer.problem, self._group))
+        if has_failed or self._saved_step != step:  # an epoch is saved before its validation
             self.save()
-        self._wait_together()
-        if not self._writer.problem:
-            step = self.state.progress.step
+            self._wait_together()
+        if self._writer.problem:
+            self.logger.warning(f"stopped after step {step}, which could not be saved")
+        else:
             self.logger.finish_tracking("KILLED")
             self.logger.info(f"stopped after step {step}; add --resume auto to continue")
         if signal_number == signal.SIGUSR1 and dist.get_rank() == 0:
