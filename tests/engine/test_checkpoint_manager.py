@@ -280,7 +280,7 @@ def test_run_in_another_folder_is_another_run_of_the_trackers(
     two_processes: Processes, tmp_path: Path
 ) -> None:
     """Also if it logs to a tracker only once it is resumed itself."""
-    folders = str(tmp_path / "a"), str(tmp_path / "b")
+    folders = str(tmp_path), str(tmp_path / "b")
     assert two_processes(run_ids_after_resumptions, *folders) == [["a" * 16, ""]] * 2
 
 
@@ -1609,6 +1609,22 @@ def test_a_restart_does_not_resume_what_the_user_went_back_from(
     (tmp_path / "config.json").write_text(json.dumps(SETTINGS | {"DISCARDED": discarded}))
     for path, _ in two_processes(resumed_after_restart, str(tmp_path), earlier):
         assert path == tmp_path / "last.pt"
+
+
+def test_a_restart_resumes_the_checkpoint_that_the_user_went_back_to(
+    two_processes: Processes, tmp_path: Path
+) -> None:
+    """Its name may be one that --resume auto does not find."""
+    for step in (2, 5, 9):
+        two_processes(saved_once, str(tmp_path), step)
+        shutil.copyfile(tmp_path / f"step-{step}.pt", tmp_path / f"best-of-step-{step}.pt")
+    choice = tmp_path / "best-of-step-5.pt"
+    (tmp_path / "best-of-step-2.pt").rename(tmp_path / "best.pt")
+    (tmp_path / "step-5.pt").unlink()
+    discarded = [(tmp_path / "step-9.pt").stat().st_mtime_ns]
+    (tmp_path / "config.json").write_text(json.dumps(SETTINGS | {"DISCARDED": discarded}))
+    for path, _ in two_processes(resumed_after_restart, str(tmp_path), choice):
+        assert path == choice
 
 
 def test_a_restart_in_the_folder_of_another_run_is_an_error(

@@ -443,11 +443,13 @@ class CheckpointManager:
             if is_restart and not begun[0]:
                 self._require_free()  # of an older run, whose checkpoints the first save removes
         first = AUTO if is_restart else choice
-        went_back = is_restart and choice not in (AUTO, None)  # perhaps, to an earlier checkpoint
-        discarded = compatibility.read_discarded(self.folder) if went_back else []
-        source = find(
-            self.folder, first, self.logger.warning, self._group, self._is_searched, discarded
-        )
+        discarded: list[int] = []
+        further: list[Path] = []
+        if is_restart and choice not in (AUTO, None):  # perhaps, it went back to an earlier one
+            discarded = compatibility.read_discarded(self.folder)
+            further = [choice]  # such as best-of-step-50.pt, which is newer than best.pt
+        warn, is_searched = self.logger.warning, self._is_searched
+        source = find(self.folder, first, warn, self._group, is_searched, discarded, further)
         if source or not is_restart:
             return source
         if choice in (AUTO, None):

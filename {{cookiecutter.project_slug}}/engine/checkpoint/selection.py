@@ -39,11 +39,12 @@ def find(
     group: dist.ProcessGroup,
     is_searched: bool = True,
     discarded: Sequence[int] = (),
+    further: Sequence[Path] = (),
 ) -> Source | None:
     """Return the checkpoint `choice`, or for AUTO the newest in `folder`; None if there is none.
 
     `is_searched` is false on a host whose folder holds another run. AUTO does not find those whose
-    times of writing are in `discarded`.
+    times of writing are in `discarded`, and finds those at the paths `further`, too.
 
     The result is the same on all ranks, which call this together. `choice` may not exist: reading
     it is an error.
@@ -53,7 +54,7 @@ def find(
     if choice is None:
         return None
     if choice == AUTO:
-        source = newest(folder, warn, group, is_searched, discarded)
+        source = newest(folder, warn, group, is_searched, discarded, further)
     else:
         has_file = all_gather(choice.is_file() or choice.is_dir(), group)
         source = Source(choice, has_file.index(True) if any(has_file) else 0)
@@ -73,6 +74,7 @@ def newest(
     group: dist.ProcessGroup | None = None,
     is_searched: bool = True,
     discarded: Sequence[int] = (),
+    further: Sequence[Path] = (),
 ) -> Source | None:
     """Return the newest valid checkpoint in `folder`, on any host; None if there is none at all.
 
@@ -85,12 +87,13 @@ def newest(
         group: all ranks, which call this together and get the same result; None for one process.
         is_searched: on this rank's host.
         discarded: times of writing of those on this rank's host that are left out.
+        further: paths of checkpoints with other names.
 
     Raises UserError if there are checkpoints, but no valid one, or the system can't read one that
     may be the newest.
     """
     rank = dist.get_rank(group) if group else 0
-    listed = _list_checkpoints(folder) if is_searched else []
+    listed = _list_checkpoints(folder, further) if is_searched else []
     kept = [one for one in listed if one[1].modified_ns not in discarded]
     own = [(step, file, Source(path, rank)) for step, file, path in kept]
     candidates = sorted(chain(*all_gather(own, group)), key=lambda one: one[0], reverse=True)
@@ -129,12 +132,13 @@ def times_after(folder: Path, step: int) -> list[int]:
     return [file.modified_ns for found, file, _ in _list_checkpoints(folder) if found > step]
 
 
-def _list_checkpoints(folder: Path) -> list[tuple[float, File, Path]]:
+def _list_checkpoints(folder: Path, further: Sequence[Path] = ()) -> list[tuple[float, File, Path]]:
     """Return step, file and path of each checkpoint; raise UnreadableError if they may be there."""
     names = [folder / LAST, folder / BEST]
     numbered = files.numbered(folder)
     steps = {identify(path): float(files.step_of(path)) for path in numbered}
-    paths = (names[0], *numbered, names[1], *(name.with_suffix("") for name in names))
+    folders = [name.with_suffix("") for name in names]
+    paths = (names[0], *numbered, names[1], *folders, *further)
     found = [(file, path) for path in paths if (file := identify(path))]
     for file, path in found:
         if file not in steps:  # last.pt and best.pt are mostly other names of numbered files
