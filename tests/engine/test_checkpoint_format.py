@@ -737,6 +737,31 @@ def test_checkpoint_of_apexs_example_is_restored(whole: Path, prefix: str, fits:
     optimizer.step()
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("history", [0.1, 0.2]),
+        ("results", {"acc1": torch.tensor(1.0)}),
+        ("metadata", "ResNet"),
+        ("run_id", "my-run-7"),
+        ("scores", [0.5, 0.9]),
+        ("weights", {"fc": 1.0}),
+        ("pending_row", 1),
+        ("ema", {"fc": torch.tensor(float("nan"))}),
+    ],
+)
+def test_other_entries_of_another_script_are_not_used(
+    whole: Path, name: str, value: object
+) -> None:
+    model, optimizer = small()
+    saved = in_the_form_of_apexs_example(model, optimizer, "")
+    torch.save(saved, whole)
+    expected = checkpoint.load(whole).keys()
+    torch.save(saved | {name: value}, whole)
+    entries = checkpoint.load(whole)
+    assert entries.keys() == expected and entries.get(name) in (None, [], {})
+
+
 def nested(depth: int, width: int) -> list:
     """Return a list of `width` times the same list, and so on."""
     value: list = []

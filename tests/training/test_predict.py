@@ -254,7 +254,7 @@ def truncate(path: Path) -> None:
             "it does not say of which model and classes it is",
         ),
         (
-            lambda model, path: model.save(path, {}, metadata="x"),
+            lambda model, path: model.save(path, {}, metadata={"metric": 1}),
             "its metadata is altered",
         ),
         (

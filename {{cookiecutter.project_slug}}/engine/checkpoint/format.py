@@ -142,13 +142,13 @@ def check(path: Path, entries: Any) -> dict[str, Any]:
             f"{path}: its format {version} is newer than {FORMAT_VERSION}, which is read here; use "
             "the version of the project that wrote it"
         )
+    entries["origin"] = {}
+    if any(key not in entries for key in KEYS):
+        _complete(entries)
     check_sizes(path, entries)
     bad = first_nan(entries)
     if bad:
         raise UserError(f"{path}: {bad} is not finite; use an earlier one")
-    entries["origin"] = {}
-    if any(key not in entries for key in KEYS):
-        _complete(entries)
     entries["metadata"] = entries.pop("about", entries.get("metadata", {}))
     entries.setdefault("history", [])
     check_values(path, entries)
@@ -202,13 +202,18 @@ def broadcast_file(path: Path, source: int, group: dist.ProcessGroup) -> io.Byte
 def _complete(entries: dict[str, Any]) -> None:
     """Add the entries that a checkpoint of another script lacks.
 
-    Its ``epoch``, if it is an integer, counts completed epochs, as most scripts save it.
+    Its ``epoch``, if it is an integer, counts completed epochs, as most scripts save it. Others may
+    have the name of one of this engine's, such as ``history``, and another meaning: they are left
+    out, unless the metadata is this engine's.
     """
     has_epoch = isinstance(entries.get("epoch"), int)
     epoch = entries["epoch"] if has_epoch else 0
     held = {"weights": True, "optimizer": True, "loss scale": "amp" in entries, "epoch": has_epoch}
-    entries["origin"] = held
-    entries.update(epoch=epoch, step=None, samples=0, best=-math.inf, ranks=[])
+    metadata = entries.get("metadata")
+    is_own = isinstance(metadata, dict) and "metric" in metadata
+    for name in [] if is_own else entries.keys() - {"model", "optimizer", "amp"}:
+        del entries[name]
+    entries.update(origin=held, epoch=epoch, step=None, samples=0, best=-math.inf, ranks=[])
 
 
 def describe_origin(held: dict[str, bool]) -> str:
