@@ -45,8 +45,8 @@ from engine.data import (
 )
 from engine.data.loading import TrainLoader, build_loader
 from engine.data.skipping import only_readable, skip_broken
+from engine.diagnostics import first_step
 from engine.diagnostics.checks import check_settings
-from engine.diagnostics.first_step import FirstStepAudit, check_finite, check_model
 from engine.diagnostics.memory import check_memory
 from engine.distributed.consistency import require_same_data
 from engine.distributed.watchdog import StopSignals, Watchdog
@@ -142,7 +142,7 @@ class Run:
     stop_signals: StopSignals
     watchdog: Watchdog
     progress: Progress = field(init=False)
-    audit: FirstStepAudit = field(init=False)  # of the resumed state and the first step
+    audit: first_step.FirstStepAudit = field(init=False)  # of the resumed state and the first step
     eval_models: dict[str, nn.Module] = field(init=False)  # by the suffix of their metrics
     metrics: dict[str, task.Metrics] = field(init=False)  # for each of them
 
@@ -274,7 +274,7 @@ def build_model(
     # % if ddp != "fsdp"
     # An error message now, instead of an exception at the first step.
     sample = None if args.eval_only else data.sample
-    check_model(model, task.criterion, task.prepare, sample, data.val_sample)
+    first_step.check_model(model, task.criterion, task.prepare, sample, data.val_sample)
     # % endif
     if args.weights:
         logger.info(load_pretrained(model, args.weights, args.arch, data.classes, build))
@@ -539,7 +539,7 @@ def train_one_epoch(run: Run) -> dict[str, Any]:
             # On a GPU, the record is that of the logging step before: reading it waits for nothing.
             lr = run.optimizer.param_groups[0]["lr"]
             log = logger.log_step(bar, meter, progress.step, lr, run.backend.loss_scale())
-            check_finite(log, run.model, inputs)
+            first_step.check_finite(log, run.model, inputs)
         # The last one of --steps is saved with its row, so that a resumed run validates it.
         is_last = progress.step == args.steps
         stop_signal = 0 if is_last else run.checkpoints.end_step()  # saves if it is time
@@ -547,7 +547,7 @@ def train_one_epoch(run: Run) -> dict[str, Any]:
             run.checkpoints.save_and_exit(stop_signal)
 
     if num_steps:
-        check_finite(meter.read(), run.model, inputs)
+        first_step.check_finite(meter.read(), run.model, inputs)
     row: dict[str, Any] = {"epoch": progress.epoch + 1, "step": progress.step}
     row |= meter.results()
     row["lr"] = run.optimizer.param_groups[0]["lr"]
@@ -667,7 +667,9 @@ def train(run: Run, resumed: Path | None) -> None:
         )
         if run.args.resume != Path("auto"):  # perhaps an earlier checkpoint: later rows are kept
             return
-    run.audit = FirstStepAudit(run.model, run.optimizer, run.backend, run.data.train_loader, logger)
+    run.audit = first_step.FirstStepAudit(
+        run.model, run.optimizer, run.backend, run.data.train_loader, logger
+    )
     run.watchdog.start()
     if not resumed:
         check_validation(run)
