@@ -41,12 +41,12 @@ def table(path):
     return "\n".join("  ".join(map(str.rjust, row, widths)) for row in rows)
 
 
-def generate(output: Path) -> Path:
-    """Generate the project with the default answers and TASK into `output`; return its folder."""
+def generate(output: Path, answers: dict[str, str]) -> Path:
+    """Generate a project into `output`, by default answers but for these; return its folder."""
     with tempfile.TemporaryDirectory() as folder:
         template = str(copy_template(Path(folder)))
         options = {"no_input": True, "default_config": True, "output_dir": str(output)}
-        return Path(cookiecutter(template, extra_context={"task": TASK}, **options))
+        return Path(cookiecutter(template, extra_context=answers, **options))
 
 
 def draw(project, folder):
@@ -75,7 +75,7 @@ def run(command, folder):
 
 def main():
     shutil.rmtree(DEMO, ignore_errors=True)
-    project = generate(DEMO)
+    project = generate(DEMO, {"task": TASK})
     print(f"\n$ cd {os.path.relpath(project)} && ./run.sh\n", flush=True)
     status = run(["./run.sh"], project)
     if status:

@@ -333,7 +333,7 @@ def embed(text_encoder: nn.Module, captions: list[bytes], batch_size: int = 256)
 
 @torch.no_grad()
 def show(
-    model: TwoEncoders,
+    model: nn.Module,
     val_set: Digits | Pairs,
     metrics: Metrics,
     output: Path,

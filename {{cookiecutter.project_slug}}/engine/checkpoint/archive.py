@@ -227,7 +227,7 @@ def _copy(value: Any, copies: dict[int, Copy], level: int) -> Copy:
         parts = [_copy(item, copies, level + 1) for item in (*items, *keys)]
         kind: Any = next(kind for kind in CONTAINERS if isinstance(value, kind))
         copied = [part.made for part in parts[: len(value)]]
-        made = kind(zip(keys, copied, strict=True)) if kind is dict else kind(copied)
+        made: Any = kind(zip(keys, copied, strict=True)) if kind is dict else kind(copied)
         versions = _versions(getattr(value, "__dict__", {}).get("_metadata"))
         if versions and kind is dict:
             made = OrderedDict(made)

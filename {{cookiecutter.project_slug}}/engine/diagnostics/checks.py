@@ -38,13 +38,13 @@ def check_settings(
     if preflight.RESULTS not in os.environ:
         _exec_preflight()
     datasets = cache(build_datasets)
-    checks = {
+    checks: dict[str, Callable[[Namespace], Results]] = {
         "flags": check_flags,
         "Apex": partial(check_apex, needs),
         "CPU": check_cpu,
         "output": check_output,
+        "resume": check_resume,
     }
-    checks["resume"] = check_resume
     preflight.run_checks({name: partial(check, settings) for name, check in checks.items()})
     if preflight.run_checks({"data": partial(data_checks.check_data, settings, datasets)}):
         measured = cache(partial(data_checks.measure, settings, datasets))
