@@ -19,7 +19,7 @@ from unittest import mock
 
 import pytest
 from engine.checkpoint.format import Progress
-from engine.monitoring import tracking
+from engine.monitoring import trackers, tracking
 from engine.monitoring.curves import BackgroundProcess
 from engine.monitoring.logger import Logger
 from engine.monitoring.metric import MonitoredMetric
@@ -576,6 +576,14 @@ def test_process_ends_soon_after_its_run_although_the_tracker_hangs(tmp_path):
         started = time.monotonic()
         wait_until(lambda: not is_running(pid), seconds=60)
         assert time.monotonic() - started < 15
+
+
+def test_wandb_follows_no_link_out_of_the_folder(tmp_path):
+    pytest.importorskip("wandb")
+    (tmp_path / FOLDER).mkdir()
+    (tmp_path / FOLDER / "wandb").symlink_to(tmp_path)
+    with pytest.raises(OSError, match="wandb is a link"):
+        trackers.ADAPTERS["wandb"](tmp_path)
 
 
 def is_running(pid):

@@ -284,6 +284,13 @@ def refused(folder, *words, ignore_index=None, index=None):
         assert str(word) in str(caught.value)
 
 
+def test_images_of_all_types_have_masks(folder):
+    image = folder / "images" / "training" / "0.jpg"
+    Image.open(image).save(image.with_suffix(".webp"))
+    image.unlink()
+    assert len(build_datasets(folder)[0]) == 4
+
+
 def test_unpaired_images_and_masks_are_errors(folder):
     masks = folder / "annotations" / "training"
     (masks / "0.png").rename(masks / "a.png")

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from engine import UserError, distributed, read_text, summarize
 from engine.data import shards
@@ -17,7 +18,6 @@ from engine.data.images import open_image, read_labels
 
 IGNORED = 255  # label of pixels that count neither in the loss nor in the metric
 MAX_SAMPLE = 100  # masks that are read to find absent classes
-SUFFIXES = (".jpg", ".jpeg", ".png")
 
 
 class PackedMasks(Sequence):
@@ -64,9 +64,9 @@ def list_masks(data: Path, split: str) -> Sequence[tuple[Path, Path]]:
     if len(folders) == 1:
         return PackedMasks(shards.Pack(folders[0], "mask.png"))
     images, annotations = folders
-    found, masks = _by_name(images, SUFFIXES), _by_name(annotations, [".png"])
+    found, masks = _by_name(images, IMG_EXTENSIONS), _by_name(annotations, [".png"])
     if not found:
-        raise UserError(f"{images} holds no images (NAME.jpg or .png)")
+        raise UserError(f"{images} holds no images, such as NAME.jpg or NAME.png")
     for alone, folder in (
         (found.keys() - masks.keys(), f"{annotations} has no NAME.png"),
         (masks.keys() - found.keys(), f"{images} has no image"),

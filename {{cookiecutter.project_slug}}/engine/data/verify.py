@@ -15,13 +15,14 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torchvision.datasets.folder import IMG_EXTENSIONS
 from tqdm import tqdm
 
 from engine import UserError, cli, distributed
 from engine.data.files import FileError
 from engine.data.folders import list_images
 from engine.data.images import read_image
-from engine.data.masks import SUFFIXES, odd_sizes, read_classes, read_mask
+from engine.data.masks import odd_sizes, read_classes, read_mask
 from engine.data.shards import CLASS_FILES
 
 
@@ -45,7 +46,7 @@ def check_mask(folder: Path, path: Path, numbers: Tensor) -> None:
     read_mask(path, numbers)
     name = path.relative_to(folder / "annotations")
     for image in (folder / "images" / name.parent).glob(f"{glob.escape(name.stem)}.*"):
-        if image.suffix.lower() in SUFFIXES and (problem := odd_sizes((image, path))):
+        if image.suffix.lower() in IMG_EXTENSIONS and (problem := odd_sizes((image, path))):
             raise FileError(f"{image}: {problem}; make them alike", str(image))
 
 

@@ -149,6 +149,8 @@ class Wandb(Tracker):
 
         self.wandb = wandb
         self.folder = output / FOLDER
+        if (self.folder / "wandb").is_symlink():  # W&B would write to its target
+            raise OSError(0, f"{self.folder / 'wandb'} is a link")
         self.run: Any = None
 
     def start(self, run: Mapping[str, Any]) -> None:
