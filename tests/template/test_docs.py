@@ -36,14 +36,12 @@ def rows(text):
 
 
 ROWS = rows(read("apex_behaviour.md"))
-PITFALLS = rows(read("pitfalls.md").split("## In everyday training")[1])
-SEEDS = rows(read("seeds.md"))
+PITFALLS = rows(read("pitfalls.md"))
 FAULTS = rows(read("faults.md"))
 # The text that states the behaviour of each row, by page.
 STATED = {
     "apex_behaviour.md": [row[0] for row in ROWS],
     "pitfalls.md": [row[0] for row in PITFALLS],
-    "seeds.md": [row[1] for row in SEEDS],
     "faults.md": [row[0] for row in FAULTS],
 }
 
@@ -70,8 +68,7 @@ def test_every_row_has_a_verdict():
     assert all(re.match(r"(same|better|different)\b", row[1]) for row in ROWS)
     assert len(PITFALLS) > 30
     assert len(FAULTS) > 20
-    assert {row[0][:3] for row in SEEDS} == {"000", "001", "002", "003", "004"}
-    for row in ROWS + PITFALLS + SEEDS + FAULTS:
+    for row in ROWS + PITFALLS + FAULTS:
         assert len(row) == 2, row
         assert all(row), row
 
