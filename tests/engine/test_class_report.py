@@ -49,6 +49,16 @@ def read(path: Path) -> list[list[str]]:
         return list(csv.reader(file))
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32])
+def test_report_of_labels_of_other_types(dtype: torch.dtype) -> None:
+    logits, labels = make_samples(7, 50)
+    reports = [ClassReport(7, CPU) for _ in range(2)]
+    for report, given in zip(reports, (labels, labels.to(dtype)), strict=True):
+        report.update(logits, given)
+    assert torch.equal(reports[0].confusion, reports[1].confusion)
+    assert reports[0].in_top == reports[1].in_top
+
+
 SLOW = [pytest.param(number, marks=pytest.mark.slow) for number in (5, 6, 40)]
 
 

@@ -48,6 +48,7 @@ class ClassReport:
 
     def update(self, output: Tensor, targets: Tensor) -> None:
         """Add a batch: logits (N, num_classes) and labels (N,). Does not wait for the device."""
+        targets = targets.long()  # uint8 indices would be a mask
         ones = torch.ones_like(targets)
         self.confusion.index_put_((targets, output.argmax(dim=1)), ones, accumulate=True)
         top = output.topk(min(TOP, len(self.confusion)), dim=1).indices
