@@ -7,6 +7,7 @@ main.py and predict.py use the constants, functions and classes below that the d
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from difflib import get_close_matches
 from functools import cache, reduce
@@ -161,13 +162,21 @@ class TextEncoder(nn.Module):
         features = self.norm(features)
         weights = (is_text / is_text.sum(dim=1, keepdim=True)).to(features.dtype)
         mean = (features * weights.unsqueeze(2)).sum(dim=1)
-        scale = (self.log_scale.float().exp() / 0.07).clamp(max=MAX_SCALE)
+        with torch.no_grad():  # the parameter itself: a clamped scale would have no gradient
+            self.log_scale.clamp_(max=math.log(0.07 * MAX_SCALE))
+        scale = self.log_scale.float().exp() / 0.07
         return F.normalize(self.head(mean).float(), dim=1) * scale
 
 
 def similarities(image_embeddings: Tensor, text_embeddings: Tensor) -> Tensor:
-    """Return cosine similarity / temperature of (N, EMBEDDING) and (M, EMBEDDING): (N, M)."""
-    return F.normalize(image_embeddings, dim=1) @ text_embeddings.T
+    """Return cosine similarity / temperature of (N, EMBEDDING) and (M, EMBEDDING): (N, M).
+
+    In the type of the texts, which is fp32: in half precision, similar captions would tie. Neither
+    autocast nor real Apex's O1, which does not patch ``torch.inner``, may cast it.
+    """
+    with torch.autocast(text_embeddings.device.type, enabled=False):
+        images = F.normalize(image_embeddings.to(text_embeddings.dtype), dim=1)
+        return torch.inner(images, text_embeddings)
 
 
 def criterion(
@@ -293,7 +302,7 @@ class Metrics:
         index = {caption: number for number, caption in enumerate(candidates)}
         totals = torch.zeros(3, dtype=torch.float64, device=self.device)
         for images, captions in zip(self.images, self.captions, strict=True):
-            logits = similarities(images, texts).float()
+            logits = similarities(images, texts)
             own = torch.tensor([index[caption] for caption in captions], device=self.device)
             losses = F.cross_entropy(logits, own, reduction="sum")
             correct = (logits.argmax(dim=1) == own).sum()

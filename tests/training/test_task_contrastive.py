@@ -1,5 +1,6 @@
 """Contrastive training: gradients of the gathered loss, recall, and errors of data files."""
 
+import math
 from argparse import Namespace
 
 import pytest
@@ -146,9 +147,31 @@ def test_text_encoder_ignores_padding_and_scales_by_temperature():
     torch.testing.assert_close(short.norm(), torch.tensor(1 / 0.07), rtol=1e-4, atol=0)
     short.sum().backward()
     assert encoder.log_scale.grad.item() != 0
+
+
+def test_temperature_at_its_limit_has_a_gradient():
+    encoder, text = task.TextEncoder(), task.as_tensor(b"a digit", 7)[None]
+    optimizer = torch.optim.SGD([encoder.log_scale], lr=1e-3)
     with torch.no_grad():
         encoder.log_scale += 10
-    torch.testing.assert_close(encoder(texts[0]).norm(), torch.tensor(100.0), rtol=1e-4, atol=0)
+    for length in (100.0, 100 * math.exp(-0.1)):
+        optimizer.zero_grad()
+        norm = encoder(text).norm()
+        torch.testing.assert_close(norm.item(), length, rtol=1e-4, atol=0)
+        norm.backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_similarities_are_not_rounded_by_casts(dtype):
+    torch.manual_seed(0)
+    texts = 30 * nn.functional.normalize(torch.randn(1, 8) + 1e-3 * torch.randn(20, 8), dim=1)
+    expected = task.similarities(texts, texts)
+    with torch.autocast("cpu", dtype):
+        found = task.similarities(texts, texts)
+        assert found.dtype == torch.float32 and (texts @ texts.T).dtype == dtype
+        assert task.similarities(texts.to(dtype), texts).dtype == torch.float32
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 # Weights to begin with
