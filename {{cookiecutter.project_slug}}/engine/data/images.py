@@ -305,7 +305,7 @@ def decode(encoded: Encoded) -> Tensor:
         if image.mode == "F" or image.mode == "I" and image.format == "TIFF":
             raise ValueError("32 bits a pixel in an unknown range: convert it to 8 or 16 bits")
         if image.mode.startswith("I"):  # 16 bits, which PIL would clip at 255
-            eight_bits = image.convert("I").point(lambda value: value / 257)
+            eight_bits = image.convert("I").point(lambda value: value / 256)  # as torchvision's
             return functional.pil_to_tensor(eight_bits.convert("L").convert("RGB"))
         # PIL warns of transparent palettes unless they go through RGBA.
         mode = "RGBA" if "transparency" in image.info else "RGB"
