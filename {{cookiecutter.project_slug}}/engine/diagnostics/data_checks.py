@@ -154,9 +154,9 @@ def check_shared_memory(settings: Namespace, measured: Callable[[], Measured]) -
     if not SHARED_MEMORY.exists():
         return
     free = shutil.disk_usage(SHARED_MEMORY).free
-    num_workers = int(os.environ["LOCAL_WORLD_SIZE"]) * settings.workers
-    # A worker prepares two batches ahead (DataLoader's prefetch_factor).
-    needed = num_workers * 2 * settings.batch_size * measured().largest
+    # For training and for validation: two ahead for each worker (prefetch_factor), and one in use.
+    batches = int(os.environ["LOCAL_WORLD_SIZE"]) * 2 * (2 * settings.workers + 1)
+    needed = batches * settings.batch_size * measured().largest if settings.workers else 0
     text = f"{SHARED_MEMORY} has {free / MIB:.0f} MiB free, batches take up to {needed / MIB:.0f}"
     fix = "start the container with --ipc=host, or --shm-size=16g"
     if free < needed:
