@@ -526,10 +526,23 @@ def all_ignored(mask: Path, ignored: Tensor) -> bool:
 
 FILL = {tv_tensors.Image: GREY, tv_tensors.Mask: IGNORED}
 
+
+def resize(image: Tensor, mask: Tensor, size: list[int]) -> tuple[Tensor, Tensor]:
+    """Resize an image and its mask, which v2.Resize would shift by up to half a pixel."""
+    nearest = v2.InterpolationMode.NEAREST_EXACT
+    labels = v2.functional.resize(mask.as_subclass(Tensor)[None], size, nearest)[0]
+    return v2.functional.resize(image, size, antialias=True), tv_tensors.Mask(labels)
+
+
+def random_resize(image: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Resize the shorter side of an image and its mask to a random length."""
+    return resize(image, mask, [random(SIZE // 2, 2 * SIZE, None)])
+
+
 augment = v2.Compose(
     [
         v2.Lambda(trim),
-        v2.RandomResize(SIZE // 2, 2 * SIZE, antialias=True),  # of the shorter side
+        random_resize,
         v2.RandomCrop(SIZE, pad_if_needed=True, fill=FILL),
         v2.RandomHorizontalFlip(),
     ]
@@ -540,7 +553,7 @@ def letterbox(image: Tensor, mask: Tensor, side: int = SIZE) -> tuple[Tensor, Te
     """Resize the longer side of an image and its mask to `side`, and pad them to a square."""
     longest = max(mask.shape)
     height, width = (max(1, side * length // longest) for length in mask.shape)
-    image, mask = v2.Resize([height, width], antialias=True)(image, mask)
+    image, mask = resize(image, mask, [height, width])
     return v2.Pad([0, 0, side - width, side - height], fill=FILL)(image, mask)
 
 

@@ -134,6 +134,21 @@ def test_letterbox_of_any_shape(size):
     assert (mask == task.IGNORED).sum() == 64 * (64 - shorter)
 
 
+@pytest.mark.parametrize("transform", [task.letterbox, task.augment])
+def test_masks_are_resized_as_their_images_are(transform):
+    """An object at the top has as many rows of labels as of bright pixels, on average."""
+    torch.manual_seed(0)
+    excess = []
+    for rows in range(700, 796):
+        mask = (torch.arange(1536) < rows)[:, None].expand(-1, 600).byte()
+        image = (255 * mask).expand(3, -1, -1)
+        image, mask = transform(tv_tensors.Image(image), tv_tensors.Mask(mask))
+        bright, labels = image[0, :, 100], mask[:, 100]
+        if {0, 1} <= {*labels.tolist()}:
+            excess.append(((labels == 1).sum() - bright[labels != IGNORED].sum() / 255).item())
+    assert len(excess) > 8 and abs(np.mean(excess)) < 0.1
+
+
 def test_segmentation_models_pytorch_model():
     pytest.importorskip("segmentation_models_pytorch")
     model = task.build_model("smp:deeplabv3plus:tu-xception41", 4)
