@@ -21,8 +21,7 @@ def layer_numbers(model: nn.Module) -> dict[str, int]:
     numbers: dict[str, int] = {}
     number = 0
     for layer in _layers(model):
-        named = model.get_submodule(layer).named_parameters()
-        parameters = {f"{layer}.{name}": parameter for name, parameter in named}
+        parameters = dict(model.get_submodule(layer).named_parameters(layer))
         if not parameters or _is_auxiliary(layer):
             continue
         # A norm belongs to the layer before it.

@@ -48,9 +48,8 @@ class ClassReport:
 
     def update(self, output: Tensor, targets: Tensor) -> None:
         """Add a batch: logits (N, num_classes) and labels (N,). Does not wait for the device."""
-        targets = targets.long()  # uint8 indices would be a mask
-        ones = torch.ones_like(targets)
-        self.confusion.index_put_((targets, output.argmax(dim=1)), ones, accumulate=True)
+        cells = targets.long(), output.argmax(dim=1)  # uint8 indices would be a mask
+        self.confusion.index_put_(cells, torch.ones_like(cells[0]), accumulate=True)
         top = output.topk(min(TOP, len(self.confusion)), dim=1).indices
         self.in_top += (top == targets.unsqueeze(1)).sum()
 
