@@ -38,6 +38,16 @@ def test_function_casts_apply_outside_the_model(device, level, dtype):
     assert (a @ a).dtype == on(device, dtype)
 
 
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_autocast_leaves_float64(device, level):
+    layer = initialize(nn.Linear(2, 2).to(device), None, level)
+    x = torch.ones(2, 2, dtype=torch.float64, device=device)
+    assert (x @ x).dtype == x.softmax(1).dtype == torch.float64
+    with pytest.raises(RuntimeError, match="type"):
+        layer(x)
+    assert layer(x.float()).dtype == on(device, FP16 if level == "O1" else BF16)
+
+
 def product_type():
     return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
 

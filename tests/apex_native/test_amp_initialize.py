@@ -380,6 +380,13 @@ def test_inputs_and_outputs_are_cast_recursively():
     assert x.dtype == FP32
 
 
+def test_direct_forward_is_not_cast():
+    model = initialize(Echo(), None, "O2", cast_model_type=BF16)
+    x = torch.ones(2)
+    args, _ = model.forward(x, x.to(BF16))
+    assert dtypes(model.args) == dtypes(args) == [FP32, BF16]
+
+
 def test_containers_with_a_method_to_are_cast_by_it():
     model = initialize(Echo(), None, "O2", cast_model_type=BF16)
     x = torch.ones(2)
