@@ -330,6 +330,22 @@ def test_torn_line_is_removed(tmp_path):
     assert kinds == ["start", "group", "start", "group"]
 
 
+@pytest.mark.usefixtures("idle", "clock")
+def test_epochs_that_were_trained_without_a_tracker_are_queued_later(tmp_path, monkeypatch):
+    """Delivery leaves out those that the tracker has."""
+    monkeypatch.setattr(BackgroundProcess, "start", lambda self: None)
+    monkeypatch.setattr(Tracking, "check", lambda self: None)
+    run_id, checkpoint = "", None
+    for epoch, names in ((1, ["mlflow"]), (2, ["tensorboard"]), (3, ["mlflow"])):
+        logger = open_logger(tmp_path, 10 * (epoch - 1), run_id, checkpoint, names)
+        logger.log_epoch(row(epoch))
+        logger._write_rows()
+        run_id, checkpoint = logger.run_id, tmp_path / "last.pt"
+        logger.folder_lock.release()
+    points = [record["step"] for record in queue_of(tmp_path) if record.get("group") == "epoch"]
+    assert points == [10, 10, 20, 30]
+
+
 def test_queue_that_is_a_fifo_blocks_nothing(tmp_path):
     os.mkfifo(tmp_path / "queue.jsonl")
     descriptor = os.open(tmp_path / "queue.jsonl", os.O_RDWR)  # else a failure would never end

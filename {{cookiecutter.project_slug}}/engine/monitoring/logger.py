@@ -205,8 +205,7 @@ class Logger(Console):
         is_new = not (is_own or self.is_restart or config.get("resume") == Path("auto"))
         tracking = Tracking(self.output, names, self.info, self.warning)
         tracking.start(self.run_id if is_own else "", is_new, step, config)
-        if tracking.is_first:
-            self._add_rows(tracking, self.rows)
+        self._add_rows(tracking, self.rows)  # those that a tracker has are not sent again
         self.tracking = tracking
         self.run_id = tracking.run_id
 

@@ -47,7 +47,6 @@ class Tracking:
     warn: Callable[[str], None]
 
     run_id: str = field(default="", init=False)
-    is_first: bool = field(default=True, init=False)  # there were no points of this run
     _queue: FileIO = field(init=False)
     _processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict, init=False)
     _warned: set[str] = field(default_factory=set, init=False)
@@ -68,8 +67,7 @@ class Tracking:
             raise OSError(0, f"{path.parent} is a link")
         queued_id = "" if is_new else _queued_run_id(path)
         self.run_id = run_id or queued_id or uuid.uuid4().hex[:16]
-        self.is_first = queued_id != self.run_id
-        mode = "w+b" if self.is_first else "r+b"
+        mode = "r+b" if queued_id == self.run_id else "w+b"
         self._queue = FileIO(path, mode, opener=regular_only)
         _remove_torn_line(self._queue)
         texts = {name: str(value) for name, value in parameters.items() if value is not None}
