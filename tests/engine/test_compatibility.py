@@ -11,6 +11,7 @@ from engine.checkpoint.compatibility import (
     compare_data,
     compare_images,
     compare_metadata,
+    compare_validation,
     describe_data,
     describe_difference,
     is_same_data,
@@ -134,12 +135,25 @@ def test_labels_of_a_folder_and_of_a_pack_do_not_tell_whether_the_images_are_the
 def test_other_images_are_described():
     small = {"model_options": {"image": {"size": 32, "eval_size": 40}}}
     assert compare_images(small, {"model_options": {"image": {"size": 32, "eval_size": 40}}}) == ""
-    assert (
-        compare_images(small, {}) == "size 32 there and 224 here, eval_size 40 there and None here"
-    )
+    usual = {"model_options": {"image": {}}}
+    expected = "size 32 there and 224 here, eval_size 40 there and None here"
+    assert compare_images(small, usual) == expected
+    assert compare_images(small, {}) == ""  # a model that takes images of any size
     chosen = {"model_options": {"image": {"eval_size": 64}}}
     assert compare_images(small, chosen) == "size 32 there and 224 here"
     assert compare_images({}, small) == ""  # a checkpoint of another script
+
+
+@pytest.mark.parametrize(("data", "is_known"), [("photos", True), ("", False)])
+def test_older_checkpoints_of_the_default_size_are_compared(data: str, is_known: bool) -> None:
+    """They have no size, which was 224 with --data; that of the digits is unknown."""
+    old = {"model_options": {}, "data": data}
+    own = {"model_options": {"image": {"size": 64, "eval_size": 96}}}
+    expected = "size 224 there and 64 here" if is_known else ""
+    assert compare_images(old, own) == expected
+    expected = "the validation has size 96 and not 224 now" if is_known else ""
+    assert compare_validation(old, own) == expected
+    assert compare_images(old, {"model_options": {"image": {"size": 224}}}) == ""
 
 
 @pytest.mark.parametrize(

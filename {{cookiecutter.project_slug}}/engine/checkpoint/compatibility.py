@@ -292,13 +292,10 @@ def compare_metrics(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str:
 
 def compare_validation(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str:
     """Return how the validation of the same images has changed, or an empty string."""
-    images = [one.get("model_options", {}).get("image") for one in (saved, own)]
-    if None in images:  # a model that takes images of any size, or a checkpoint of another script
-        images = [{}, {}]
     theirs, ours = (
-        ImageSpec(**image).for_eval()._asdict()
+        image.for_eval()._asdict()
         | {"eval_size": None, "--flip-tta": one.get("flip_tta", own.get("flip_tta"))}
-        for image, one in zip(images, (saved, own), strict=True)
+        for image, one in zip(_images_of(saved, own), (saved, own), strict=True)
     )
     changed = [
         f"{name} {value} and not {theirs[name]}"
@@ -313,18 +310,25 @@ def compare_images(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str:
 
     An `eval_size` of the run is no difference: it is meant to be another one.
     """
-    if "model_options" not in saved:  # older, or of another script
-        return ""
-    theirs, ours = [
-        ImageSpec()._asdict() | one.get("model_options", {}).get("image", {})
-        for one in (saved, own)
-    ]
+    theirs, ours = (image._asdict() for image in _images_of(saved, own))
     texts = [
         f"{name} {theirs[name]!r} there and {value!r} here"
         for name, value in ours.items()
         if theirs[name] != value and not (name == "eval_size" and value)
     ]
     return printable(", ".join(texts))
+
+
+def _images_of(saved: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[ImageSpec, ImageSpec]:
+    """Return the images of a checkpoint and of this run; twice the run's if nothing tells.
+
+    Older checkpoints of the default size have no entry. It was 224 with --data.
+    """
+    image = own.get("model_options", {}).get("image")
+    ours = ImageSpec(**image or {})
+    default = {} if saved.get("data") and "model_options" in saved else ours._asdict()
+    theirs = saved.get("model_options", {}).get("image", default)
+    return ours if image is None else ImageSpec(**theirs), ours
 
 
 def compare_options(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str:
