@@ -1,6 +1,7 @@
 """Saves of sharded checkpoints that fail."""
 
 import dataclasses
+import errno
 import os
 import shutil
 import sys
@@ -103,6 +104,43 @@ def test_full_disk_costs_the_oldest_checkpoints(two_processes: Processes, disk: 
         assert "step-2 could not be written (No space left on device)" in problems[0]
         assert len(problems) == 5
         assert files == ["best", "last", "step-1"]  # nothing incomplete
+
+
+def update_on_a_full_disk(folder: str) -> tuple[list[str], list[str]]:
+    """Return the files and the messages of rank 0, which updates the newest of three checkpoints.
+
+    As with a full disk, torch.save raises a RuntimeError on closing the first file.
+    """
+    said: list[str] = []
+    save = torch.save
+    errors = iter([OSError(errno.ENOSPC, "No space left on device")])
+
+    def save_or_fail(content: object, file: object) -> None:
+        for error in errors:
+            try:
+                raise error
+            except OSError:
+                raise RuntimeError("unexpected pos 64 vs 0") from None
+        save(content, file)
+
+    if dist.get_rank() == 0:
+        for step in (1, 2, 3):
+            path = Path(folder, f"step-{step}")
+            path.mkdir()
+            manifest.write(path, "0" * 16, {})
+        with patch.object(torch, "save", save_or_fail):
+            entries = {"step": 3, "optimizer": {"param_groups": []}}
+            files.write_or_make_room(path, entries, said.append)
+    dist.barrier()
+    return sorted(one.name for one in Path(folder).iterdir()), said
+
+
+def test_full_disk_after_a_validation_costs_the_oldest_checkpoint(
+    two_processes: Processes, tmp_path: Path
+) -> None:
+    (names, [said]), _ = two_processes(update_on_a_full_disk, str(tmp_path))
+    assert names == ["step-2", "step-3"] and "removed" in said
+    assert torch.load(tmp_path / "step-3" / "state.pt", weights_only=True)["step"] == 3
 
 
 def fail_to_write(folder: str) -> str:

@@ -1,4 +1,4 @@
-"""Reading of files that torch.save has written, without running code, with all checks."""
+"""Files of torch.save: writing them, and reading them with all checks, without running code."""
 
 import errno
 import io
@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
-from engine import UserError
+from engine import UserError, replacing
 from engine.checkpoint.inspection import (
     MAX_SHARING,
     NUM_OLD_PICKLES,
@@ -107,6 +107,15 @@ def read(path: Path, content: io.BytesIO | None = None) -> Any:
                 "model, optimizer, amp and epoch alone"
             ) from None
         raise UserError(f"{path}: it is torn, or not a checkpoint; use another one") from None
+
+
+def write(path: Path, content: Any) -> None:
+    """Write a file atomically. Raises OSError for a full disk and the like."""
+    with replacing(path) as temporary, temporary.open("wb") as file:
+        try:
+            torch.save(content, file)
+        except RuntimeError as error:  # raised on closing a file that could not be written
+            raise error.__context__ or error from None
 
 
 def _check_archive(path: Path, file: BinaryIO) -> None:

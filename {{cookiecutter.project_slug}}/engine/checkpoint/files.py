@@ -38,12 +38,15 @@ def write_or_make_room(
     """Write a checkpoint; on a full disk, remove the oldest ones and retry.
 
     Args:
-        writers: group of all ranks, which call this together, for a sharded checkpoint.
+        writers: group of all ranks, which call this together, for a sharded checkpoint. Without it,
+            rank 0 replaces the entries of one other than tensors.
     """
     while True:
         try:
             if writers:
                 sharded.write(path, entries, writers)
+            elif not path.suffix:
+                sharded.update(path, entries)
             else:
                 format.write(path, entries)
         except OSError as error:

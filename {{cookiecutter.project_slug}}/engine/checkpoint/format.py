@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from engine import UserError, distributed, replacing
+from engine import UserError, distributed
 from engine.backend import Backend
-from engine.checkpoint import sharded
+from engine.checkpoint import archive, sharded
 from engine.checkpoint.archive import UnreadableError, read
 from engine.checkpoint.validation import check_sizes, check_values, first_nan
 from engine.optim import Ema
@@ -92,11 +92,7 @@ def write(path: Path, entries: dict[str, Any]) -> None:
     bad = first_nan(entries)
     if bad:
         raise ValueError(f"{bad} is not finite")
-    with replacing(path) as temporary, temporary.open("wb") as file:
-        try:
-            torch.save({"format_version": FORMAT_VERSION} | entries, file)
-        except RuntimeError as error:  # raised on closing a file that could not be written
-            raise error.__context__ or error from None
+    archive.write(path, {"format_version": FORMAT_VERSION} | entries)
 
 
 def load(path: Path, content: io.BytesIO | None = None) -> dict[str, Any]:

@@ -20,10 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine import OUTPUT_FIX, SUFFIX, UserError, exists, flush_folder, replacing, writing
+from engine import OUTPUT_FIX, SUFFIX, UserError, exists, flush_folder, writing
 from engine.backend import local_shard
-from engine.checkpoint import manifest, validation
-from engine.checkpoint.archive import read as read_file
+from engine.checkpoint import archive, manifest, validation
 from engine.checkpoint.manifest import INDEX, MANIFEST
 from engine.distributed import all_gather
 
@@ -162,8 +161,7 @@ def _write_state(path: Path, entries: dict[str, Any], identity: str) -> None:
     plain: dict[str, Any] = {name: value for name, value in entries.items() if name not in PARTS}
     plain["model"] = {}
     plain["optimizer"] = {"param_groups": entries["optimizer"]["param_groups"], "state": {}}
-    with replacing(path) as temporary, temporary.open("wb") as file:
-        torch.save(plain | {"manifest": identity}, file)
+    archive.write(path, plain | {"manifest": identity})
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -192,7 +190,7 @@ def read_state(path: Path) -> dict[str, Any]:
     manifest.validate(path)
     if (path / STATE).is_symlink():
         raise UserError(f"{path}: its {STATE} is no regular file; use another one")
-    entries = read_file(path / STATE)
+    entries = archive.read(path / STATE)
     identity = manifest.read(path)["id"]
     if not isinstance(entries, dict) or entries.pop("manifest", None) != identity:
         raise UserError(f"{path}: its {MANIFEST} is that of another checkpoint; use another one")

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from engine import SUFFIX
-from engine.checkpoint import files, manifest, sharded, validation
+from engine.checkpoint import files, manifest, validation
 from engine.checkpoint.files import BEST, LAST
 from engine.checkpoint.format import Progress
 from engine.distributed import all_gather
@@ -154,4 +154,4 @@ class CheckpointWriter:
             files.write_or_make_room(path, entries, self.warn, group)
             self.written_step = entries["step"]
         elif dist.get_rank() == 0:
-            sharded.update(path, entries)
+            files.write_or_make_room(path, entries, self.warn)
