@@ -1,6 +1,7 @@
 """engine.diagnostics.data_checks: size, random samples and memory of the data."""
 
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -114,6 +115,15 @@ def test_ignored_files_are_a_warning(run_check, folder):
     (status, text), *_ = check(run_check, folder)
     assert status == WARNING
     assert text.endswith("val: ignored hidden files and folders: 1 (.ipynb_checkpoints)")
+
+
+def test_notes_are_no_warnings(run_check):
+    def build_datasets():
+        print("--image-size 32:64: image size 32 from epoch 1", file=sys.stderr)
+        return ListDataset([IMAGE]), ListDataset([IMAGE])
+
+    status, text = run_check(check_data, settings(), build_datasets)
+    assert status == OK and "--image-size" not in text
 
 
 def test_reading_stops_after_some_seconds(folder, monkeypatch):

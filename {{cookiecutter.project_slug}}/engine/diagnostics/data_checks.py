@@ -4,6 +4,7 @@ import contextlib
 import io
 import os
 import random
+import re
 import resource
 import shutil
 import time
@@ -118,11 +119,11 @@ def check_data(settings: Namespace, datasets: Callable[[], tuple]) -> Results:
     text = f"{name}: {len(train_set)} training samples, {len(val_set)} validation samples"
     if hasattr(train_set, "classes"):
         text += f", {len(train_set.classes)} classes"
-    ignored = "; ".join(line.removeprefix("warning: ") for line in reports.getvalue().splitlines())
+    warnings = re.findall("^warning: (.*)", reports.getvalue(), re.MULTILINE)
     if not len(train_set) or not len(val_set):
         yield ERROR, f"{text}: both sets need samples"
-    elif ignored:
-        yield WARNING, f"{text}; {ignored}"
+    elif warnings:
+        yield WARNING, f"{text}; {'; '.join(warnings)}"
     else:
         yield OK, text
 
