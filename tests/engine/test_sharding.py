@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from engine import UserError
 from engine.blocks import checkpoint_activations, find_blocks
+from engine.distributed.sharding import Sharding
 from sharding_helpers import Classifier, batches, build, losses, needs_fsdp_on_cpu, train
 from torch import nn
 
@@ -138,6 +139,19 @@ def apply_with_old_torch():
     with mock.patch.object(torch.cpu, "Stream", object), pytest.raises(UserError) as raised:
         build()
     return str(raised.value)
+
+
+def train_offloaded():
+    # As torch's is without a driver, whatever this host has.
+    with mock.patch.object(torch.Tensor, "pin_memory", side_effect=RuntimeError("no driver")):
+        model = nn.Linear(4, 4)
+        Sharding(torch.device("cpu"), "O0", cpu_offload=True).apply(model)
+        model(torch.ones(2, 4)).sum().backward()
+    return model.weight.grad is not None
+
+
+def test_cpu_offload_without_a_gpu(two_processes):
+    assert two_processes(train_offloaded) == [True, True]
 
 
 def test_old_torch_without_a_gpu_is_an_error(two_processes):

@@ -99,7 +99,8 @@ class Sharding:
     def _shard(self, model: nn.Module, blocks: list[nn.Module]) -> None:
         """Call fully_shard on the batch norms, the blocks and the model, from the inside out."""
         mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
-        offload = CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy()
+        pinned = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
+        offload = pinned if self.cpu_offload else OffloadPolicy()
         options: dict[str, Any] = {"mesh": mesh, "offload_policy": offload}
         reduce_dtype = torch.bfloat16 if self.compress_gradients else torch.float32
         policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
