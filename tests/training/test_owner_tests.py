@@ -54,6 +54,7 @@ def test_owner_tests_pass_in_a_fresh_project(shared_project, task):
     "answers",
     [
         pytest.param({"ddp": "fsdp", "task": "segmentation", "opt_level": "O5"}, id="fsdp"),
+        pytest.param({"backend": "apex"}, id="apex"),
         pytest.param(
             {"ddp": "dataparallel", "sync_bn": False}, id="dataparallel", marks=pytest.mark.weekly
         ),
