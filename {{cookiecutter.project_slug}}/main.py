@@ -69,7 +69,7 @@ def parse_args() -> argparse.Namespace:
         "--epochs, --batch-size, --lr, --output, --resume.",
     )
     flags.add_data_arguments(parser, task.LAYOUT)
-    flags.add_model_arguments(parser)
+    flags.add_model_arguments(parser, DDP)
     # % if ddp == "fsdp"
     flags.add_sharding_arguments(parser)
     # % elif ddp != "dataparallel"

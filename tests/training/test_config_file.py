@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from engine import UserError, cli, distributed
+from engine.flags import add_model_arguments
 
 PROJECT = Path(__file__).parent.parent
 EXAMPLE = PROJECT / "config.example.json"
@@ -84,6 +85,32 @@ def test_own_flags_may_be_required_beside_a_file(monkeypatch, file):
 def test_saved_config_round_trip(parse, file, flags):
     settings = cli.settings(parse(*flags))
     assert cli.settings(parse("--config", file(cli.as_json(settings)))) == settings
+
+
+def test_defaults_that_follow_from_other_flags_are_not_settings(parse, file):
+    args = parse("--data", "images")
+    assert args.workers > 0  # which follows from --data
+    assert cli.settings(args)["workers"] is None
+    assert parse("--config", file(cli.as_json(cli.settings(parse()))), "--data", "images").workers
+    given = file(cli.as_json(cli.settings(parse("--workers=3"))))
+    assert parse("--config", given).workers == 3
+
+
+@pytest.mark.parametrize("flag", ["--freeze", "--tracker", "--config"])
+def test_repeated_flag_whose_first_values_would_be_lost_is_an_error(parse, file, flag):
+    path = str(file({}))
+    value = {"--tracker": "tensorboard", "--config": path}.get(flag, "conv1")
+    for words in ([flag, value, flag, value], [f"{flag}={value}", flag, value]):
+        with pytest.raises(UserError, match=f"^{flag} is given 2 times: give it once"):
+            parse(*words)
+    assert parse("--lr", 1, "--lr", 2).lr == 2  # as wrappers of run.sh override their own
+
+
+def test_help_with_fsdp_has_no_flag_that_fsdp_refuses():
+    parsers = {ddp: cli.ConfigurableParser("main.py", "training") for ddp in ("fsdp", "apex")}
+    for ddp, parser in parsers.items():
+        add_model_arguments(parser, ddp)
+        assert ("--channels-last" in parser.format_help()) == (ddp == "apex")
 
 
 def test_print_config_round_trip(parse, file, capsys):

@@ -12,7 +12,7 @@ import shutil
 import sys
 from argparse import BooleanOptionalAction
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from functools import partial
@@ -220,6 +220,7 @@ class ConfigurableParser(ArgumentParser):
     def parse_args(self, args=None, namespace=None):  # type: ignore[override]  # as argparse's
         """Return the parsed flags; stop the program with one error message if one is invalid."""
         given = super().parse_args(args, namespace)
+        self._reject_repeated(sys.argv[1:] if args is None else args)
         if given.config is not None:
             for action in self.actions:
                 action.required = False  # those that are required have been given
@@ -229,7 +230,19 @@ class ConfigurableParser(ArgumentParser):
             if distributed.is_rank_zero():
                 print(as_json(settings(given)), end="", flush=True)
             sys.exit()
+        given.parsed = dict(vars(given))
         return given
+
+    def _reject_repeated(self, words: Sequence[str]) -> None:
+        """Stop if a flag with several values, or --config, is repeated: the last would replace all.
+
+        A repeated flag with one value is the usual way to override it.
+        """
+        flags = Counter(word.partition("=")[0] for word in words)
+        for action in self.actions:
+            name = action.option_strings[0] if action.option_strings else ""
+            if flags[name] > 1 and (action.nargs in ("+", "*") or name == "--config"):
+                self.error(f"{name} is given {flags[name]} times: give it once, with all values")
 
     def _read(self, path: Path) -> dict[str, object]:
         """Return the values in a file, each converted as its flag converts its argument."""
@@ -310,8 +323,13 @@ def _suggestion(name: str, names: Iterable[str]) -> str:
 
 
 def settings(args: argparse.Namespace) -> dict[str, object]:
-    """Return the flags that define a run, by name."""
-    return {name: value for name, value in vars(args).items() if name not in NOT_SETTINGS}
+    """Return the flags that define a run, by name.
+
+    They are as parsed: a default that follows from other flags is None, so that in a later run with
+    this configuration it follows from that run's.
+    """
+    parsed = getattr(args, "parsed", vars(args))
+    return {name: value for name, value in parsed.items() if name not in NOT_SETTINGS}
 
 
 def as_json(config: dict[str, object]) -> str:

@@ -30,8 +30,8 @@ def add_data_arguments(parser: cli.ArgumentParser, layout: str) -> None:
     add("--skip-broken", type=cli.non_negative_int, default=0, help=help)
 
 
-def add_model_arguments(parser: cli.ArgumentParser) -> None:
-    """Add --weights, --freeze and --channels-last."""
+def add_model_arguments(parser: cli.ArgumentParser, ddp: str) -> None:
+    """Add --weights, --freeze and --channels-last, which FSDP does not have."""
     add = parser.group("model").add_argument
     add(
         "--weights",
@@ -40,7 +40,8 @@ def add_model_arguments(parser: cli.ArgumentParser) -> None:
     )
     add("--freeze", nargs="+", metavar="MODULE", help="submodules not to train, such as layer1")
     yes_or_no = BooleanOptionalAction
-    add("--channels-last", action=yes_or_no, help="NHWC, fast for convolutions (default: yes)")
+    help = "NHWC, fast for convolutions (default: yes)" if ddp != "fsdp" else argparse.SUPPRESS
+    add("--channels-last", action=yes_or_no, help=help)
     help = "recompute each block's activations in the backward pass: less memory, slower"
     add("--checkpoint-activations", action="store_true", help=help)
 
