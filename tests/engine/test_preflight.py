@@ -4,11 +4,13 @@ import json
 import os
 import platform
 import resource
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -229,17 +231,43 @@ def test_pending_and_empty_results_are_not_reported():
     assert collect({RANK_0: silent, "rank 1": waiting}) == {}
 
 
+def has_ended(process: int) -> bool:
+    stat = Path(f"/proc/{process}/stat")
+    return not stat.exists() or " Z " in stat.read_text()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def test_no_child_is_left_running(tmp_path):
     pid = tmp_path / "pid"
     begun = f"open({str(pid)!r}, 'w').write(str(os.getpid())); send('x', 'ok', '')"
     wait = f"\nwhile not os.path.exists({str(pid)!r}): time.sleep(0.1)\n"
     first = child(f"{wait}time.sleep(1); send('x', 'ok', '')")
     collect({RANK_0: first, "rank 1": child(f"{begun}; time.sleep(60)")})
-    stat = Path("/proc", pid.read_text(), "stat")
-    deadline = time.monotonic() + 5
-    while stat.exists() and " Z " not in stat.read_text() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not stat.exists() or " Z " in stat.read_text()
+    wait_until(partial(has_ended, int(pid.read_text())))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_signal_leaves_no_child(tmp_path, number):
+    pid = tmp_path / "pid"
+    script = tmp_path / "main.py"
+    script.write_text(
+        "import os, time\nfrom pathlib import Path\n"
+        f"Path('{pid}.tmp').write_text(str(os.getpid()))\n"
+        f"os.rename('{pid}.tmp', {str(pid)!r})\ntime.sleep(60)\n"
+    )
+    command = [sys.executable, "-m", "engine.diagnostics.preflight", "--nproc-per-node=0"]
+    environment = os.environ | {"PYTHONPATH": str(TEMPLATE)}
+    with subprocess.Popen([*command, script], env=environment, cwd=tmp_path) as process:
+        wait_until(pid.exists)
+        process.send_signal(number)
+    assert process.returncode == 128 + number
+    wait_until(partial(has_ended, int(pid.read_text())))
 
 
 def test_commands_of_two_hosts(two_hosts, monkeypatch):

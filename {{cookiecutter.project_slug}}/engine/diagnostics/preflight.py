@@ -24,8 +24,9 @@ from functools import lru_cache
 from itertools import combinations
 from pathlib import Path
 from textwrap import shorten
+from typing import NoReturn
 
-from engine import EXIT_USAGE, UserError, summarize
+from engine import EXIT_USAGE, UserError, end_with_parent, summarize
 from engine.text import printable
 
 Results = Iterator[tuple[str, str]]  # status and text; the last one counts
@@ -286,18 +287,23 @@ def collect(commands: Commands, timeout_s: float = TIMEOUT_S) -> Report:
     return report
 
 
+def _exit(number: int, _: object) -> NoReturn:
+    sys.exit(128 + number)
+
+
 def main() -> None:
     """Print each result, or all of them as JSON; exit with status 1 if one is an error."""
     if RESULTS in os.environ:
+        end_with_parent()
         run_checks(CHECKS)
         return
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup ignores SIGHUP
+            signal.signal(number, _exit)  # which ends the children
     script = next(text for text in sys.argv[1:] if not text.startswith("-"))
     flags = sys.argv[sys.argv.index(script) + 1 :]
     num_ranks = next(int(text.split("=")[1]) for text in sys.argv if "nproc-per-node=" in text)
-    try:
-        report = collect(make_commands(script, num_ranks, flags))
-    except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)
+    report = collect(make_commands(script, num_ranks, flags))
     # The same result of several children is printed once.
     results = list(dict.fromkeys((check, *result) for (_, check), result in report.items()))
     has_error = any(status == ERROR for _, status, _ in results)
