@@ -127,7 +127,7 @@ def update_on_a_full_disk(folder: str) -> tuple[list[str], list[str]]:
         for step in (1, 2, 3):
             path = Path(folder, f"step-{step}")
             path.mkdir()
-            manifest.write(path, "0" * 16, {})
+            manifest.write(path, "0" * 16, {manifest.INDEX: [0, 0]})
         with patch.object(torch, "save", save_or_fail):
             entries = {"step": 3, "optimizer": {"param_groups": []}}
             files.write_or_make_room(path, entries, said.append)
