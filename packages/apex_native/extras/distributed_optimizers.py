@@ -132,7 +132,7 @@ class _DistributedOptimizer(ZeroRedundancyOptimizer):
         return share == 1.0
 
     @torch.no_grad()
-    def step(self, closure: Any = None, **kwargs: Any) -> None:
+    def step(self, closure: Any = None, **kwargs: Any) -> Any:
         """Average and unscale the gradients, and update the parameters.
 
         Under ``GradScaler.step``, nothing happens if the gradients are not finite. Raises
