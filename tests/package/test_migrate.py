@@ -220,6 +220,10 @@ LEFT = [
         "m = D(m, gradient_predivide_factor=2)",
         "no equivalent of its argument gradient_predivide_factor",
     ),
+    (
+        "from apex.parallel import DistributedDataParallel as D\nm = D(m)\nm.disable_allreduce()",
+        "torch's has no disable_allreduce() and enable_allreduce(), but no_sync()",
+    ),
     ("from apex import amp\nm, o = amp.initialize(m, o, opt_level='O2')", "O2, O3 and O5"),
     ("from apex import amp\nm, o = amp.initialize(m, o, opt_level=args.level)", "args.level"),
     (

@@ -97,6 +97,7 @@ class Analysis(Order):
     def visit_Attribute(self, node: cst.Attribute) -> None:
         """Find amp's state, which scripts read and set directly, amp as a value, and gradients."""
         self._check_value(node)
+        self.usage.has_allreduce |= node.attr.value in ("disable_allreduce", "enable_allreduce")
         if self.name(node) == "apex.amp._amp_state":
             self._set_scale(node)
         if node.attr.value != "grad":

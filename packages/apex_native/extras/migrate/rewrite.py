@@ -22,6 +22,7 @@ from .tree import STATEMENTS
 from .usage import Usage
 
 HALF_MOMENTS = "the script casts to half; torch's moments of half parameters are not fp32"
+NO_SYNC = "torch's has no disable_allreduce() and enable_allreduce(), but no_sync()"
 PARENTHESES = str.maketrans("[]", "()")
 
 
@@ -101,6 +102,8 @@ class Rewrite(cst.CSTTransformer):
         result = RULES[name](updated_node)
         if self.usage.has_half and name == "apex.optimizers.FusedAdam":
             result = HALF_MOMENTS
+        if self.usage.has_allreduce and name == "apex.parallel.DistributedDataParallel":
+            result = NO_SYNC
         if isinstance(result, str):
             self._leave_as_is(original_node, f"{short}: {result}")
             return updated_node

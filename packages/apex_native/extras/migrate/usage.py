@@ -24,6 +24,7 @@ class Usage:
     """Facts about amp in a script. It stays unchanged if there is a reason in `reasons`."""
 
     level: str = ""
+    has_allreduce: bool = False  # a method of Apex's DDP without an equivalent is used
     has_half: bool = False  # something is cast to half without amp, such as a model
     reasons: list[str] = field(default_factory=list)
     fallbacks: set[str] = field(default_factory=set)  # names with None in place of Apex
