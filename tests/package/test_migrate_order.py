@@ -219,6 +219,37 @@ for step in range(4):
 """
 
 
+@pytest.mark.parametrize(
+    ("given", "is_shared"),
+    [
+        ("one.parameters()", True),
+        ("one.layer.parameters(), lr=0.5", True),
+        ("[*two.parameters(), *one.parameters()]", True),
+        ("ones.parameters()", False),
+        ("[p for p in one.parameters() if p.dim() > 1]", False),
+    ],
+)
+def test_steps_of_two_optimizers_that_share_parameters_are_left(tmp_path, given, is_shared):
+    script = TWO_OPTIMIZERS.replace(
+        "second = torch.optim.SGD(two.parameters()", f"second = A({given}"
+    )
+    assert given in script
+    report = migrate(tmp_path, script, status=int(is_shared))[1]
+    assert ("first and second share parameters" in report) is is_shared
+
+
+def test_two_optimizers_that_share_parameters_in_turn_are_converted(tmp_path):
+    script = TWO_OPTIMIZERS.replace("two.parameters()", "one.parameters()")
+    steps = "".join(
+        f"    nn.utils.clip_grad_norm_(amp.master_params({each}), 0.1)\n"
+        for each in ("first", "second")
+    )
+    script = script.replace(steps, "").replace("    first.step()\n", "")
+    backward = "scaled_loss.backward()\n"
+    script = script.replace(backward, f"{backward}    first.step()\n    one.zero_grad()\n", 1)
+    assert "0 left" in migrate(tmp_path, script)[1]
+
+
 def test_gradients_of_two_optimizers_are_clipped_unscaled(run, tmp_path):
     (tmp_path / "script.py").write_text(TWO_OPTIMIZERS)
     before = losses(run(*COMMAND, "run", "script.py"))

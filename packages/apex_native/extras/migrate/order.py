@@ -1,5 +1,8 @@
 """Order of the calls of GradScaler: created, scale, unscale_, step and update."""
 
+import re
+from itertools import combinations, product
+
 import libcst as cst
 from libcst.metadata import QualifiedNameProvider
 
@@ -95,6 +98,37 @@ class Order(Gradients):
                 for statement, unscaled in self.usage.unscale.items():
                     if optimizer in unscaled:
                         self._check_unscaled_until(losses, statement, step)
+        for pair in combinations(self.usage.scalers, 2):
+            self._check_shared(pair)
+
+    def _check_shared(self, pair: tuple[str, str]) -> None:
+        """Require that two optimizers with the same parameters are not stepped after both losses.
+
+        Each step would unscale the gradients of these parameters.
+        """
+        one, other = map(self._modules, pair)
+        both = [*product(one, other), *product(other, one)]
+        steps = sorted((step for owner, step in self.steps if owner in pair), key=self.line)
+        if not steps or not any(f"{part}.".startswith(f"{whole}.") for part, whole in both):
+            return
+        is_before = []
+        for owner in pair:
+            losses = [loss.statement for loss in self.usage.losses if loss.optimizer == owner]
+            places = self.beside(steps[0], losses)
+            is_before.append(any(self.line(each) < self.line(steps[0]) for each in places))
+        if all(is_before):
+            self.usage.reasons.append(
+                f"{pair[0]} and {pair[1]} share parameters, whose gradients both would unscale"
+            )
+
+    def _modules(self, optimizer: str) -> set[str]:
+        """Return the modules all of whose parameters an optimizer is given, if it is obvious."""
+        found: set[str] = set()
+        for target, value in self.assigned:
+            code = source(value) if source(target) == optimizer else ""
+            if not re.search(r"\bif\b|\blambda\b", code):
+                found.update(re.findall(r"([\w.\[\]]+)\.parameters\(\)", code))
+        return found
 
     def _check_backward(self, optimizer: str, losses: list[Loss], step: cst.Call) -> None:
         """Require a backward pass before each step, which fails without gradients."""
