@@ -321,6 +321,8 @@ def test_keys_are_not_in_messages(queue, tmp_path, monkeypatch, capsys):
     assert redact("wrong key: Basic YXBpOnMz+/0=, Bearer a.b-c") == "wrong key: Basic …, Bearer …"
     assert redact('{"a":"http://me:p@h","b":"c@d"}') == '{"a":"http://…@h","b":"c@d"}'
     assert redact("http://me:an@ss@host/a/b and c@d") == "http://…@host/a/b and c@d"
+    assert redact("at http://me:hunter'2/secret@host/a: refused") == "at http://…@host/a: refused"
+    assert redact("(me:secret@host:9): 3@4") == "…@host:9): 3@4"
     delivery = Delivery(tmp_path, "mlflow")
     delivery.fail(ValueError(text))
     seen = capsys.readouterr().out + (tmp_path / FOLDER / "mlflow.json").read_text()

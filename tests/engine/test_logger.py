@@ -659,6 +659,8 @@ def test_run_continues_if_stdout_can_not_be_written(tmp_path, monkeypatch):
         pytest.param(b"epoch,step\n1\n", id="short_row"),
         pytest.param(b"epoch,step\n1,10,11\n", id="long_row"),
         pytest.param(b"epoch,step\n-1,0\n", id="negative"),
+        pytest.param(b"epoch,step\n1,99999999999999999999\n", id="huge"),
+        pytest.param(b"epoch,step,a\x1b\n1,10,1\n", id="name_with_a_control_character"),
     ],
 )
 def test_metrics_in_another_format_are_an_error_and_kept(logger, table):

@@ -306,6 +306,14 @@ def test_connections_are_closed_when_the_metadata_and_a_shard_are_read(
     assert [one.loop.is_closed() for one in opened] == [True, False, True]
 
 
+def test_password_of_a_proxy_is_not_in_messages(monkeypatch, capsys):
+    monkeypatch.setattr(store.time, "sleep", lambda _: None)
+    monkeypatch.setenv("http_proxy", "bob:hunter2secret@127.0.0.1:9")
+    with pytest.raises(UserError, match="…@127.0.0.1:9; attempts: 7") as error:
+        Store("http://example.invalid/x").read("a")
+    assert "secret" not in str(error.value) + capsys.readouterr().err
+
+
 @needs_nginx
 def test_server_that_stays_away_is_an_error_after_a_limited_number_of_attempts(
     server, tmp_path, capsys

@@ -27,6 +27,14 @@ def json_line(value: object) -> str:
     return UNSAFE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
+def redact_addresses(text: str) -> str:
+    """Return `text` without user names and passwords in addresses, with and without a scheme.
+
+    They end at the last @, as clients read them, and may hold any character.
+    """
+    return re.sub(r"(//)[^\s\"<>]+@|[^\s\"<>/:]+:[^\s\"<>/]+@", r"\1…@", text)
+
+
 def csv_cell(text: str) -> str:
     """Return `text` for a cell of a CSV file, with a quote before what would be a formula."""
     text = printable(text)

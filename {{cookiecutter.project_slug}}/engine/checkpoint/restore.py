@@ -16,9 +16,10 @@ from torch.optim import Optimizer
 from engine import UserError
 from engine.backend import unwrap
 from engine.checkpoint.format import TrainingState
-from engine.checkpoint.validation import MAX_COUNT, check_like, is_number
+from engine.checkpoint.validation import check_like, is_number
 from engine.data import mix_seeds, seed_everything, set_rng_state
 from engine.monitoring.meter import LOSS, Sums
+from engine.monitoring.run_files import MAX_COUNT
 from engine.text import printable
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")

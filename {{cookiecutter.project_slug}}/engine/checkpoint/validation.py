@@ -16,11 +16,10 @@ from torch.nn.parameter import is_lazy
 from engine import UserError
 from engine.data.images import is_image_spec
 from engine.monitoring.meter import LOSS
-from engine.monitoring.run_files import MAX_CELLS, POSITION
+from engine.monitoring.run_files import MAX_CELLS, MAX_COUNT, POSITION
 from engine.monitoring.trackers import is_run_id
 
 PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size)
-MAX_COUNT = 2**53  # of steps and the like; a float holds larger integers inexactly
 MAX_TEXT = 4096  # characters of a path, or the name of a model
 FEW_CLASSES = 10_000  # which a model of any size can be of
 MAX_OVERLAP = 16  # times that tensors may share the same bytes, on average

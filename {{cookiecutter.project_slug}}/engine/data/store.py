@@ -14,7 +14,7 @@ from http import HTTPStatus
 from typing import Any, BinaryIO
 
 from engine import MAX_BYTES, UserError, log_line
-from engine.text import printable
+from engine.text import printable, redact_addresses
 
 PIECE = 8 * 2**20  # bytes of a range request for a part of a shard
 ATTEMPTS = 7  # of a request, in 12 seconds if each fails at once
@@ -259,4 +259,4 @@ def _reason(error: Exception) -> str:
     if status == 0:
         return "too many redirects"
     message = getattr(error, "message", "") or str(error) or type(error).__name__
-    return printable(f"{status} {message}".strip()[:MAX_REASON])
+    return printable(redact_addresses(f"{status} {message}".strip()[:MAX_REASON]))

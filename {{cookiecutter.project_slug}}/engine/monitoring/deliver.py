@@ -27,7 +27,7 @@ from typing import Any
 
 from engine import EXIT_USAGE, MAX_BYTES, SUFFIX, UserError, regular_only
 from engine.monitoring import trackers
-from engine.text import printable
+from engine.text import printable, redact_addresses
 
 POLL_S = 0.5
 MAX_DELAY_S = 60.0  # between attempts
@@ -269,8 +269,7 @@ def redact(text: str) -> str:
         if len(value) > 3:
             text = text.replace(value, "…")
     text = re.sub(r"\b(Basic|Bearer) [\w+/=.~-]+", r"\1 …", text)  # as HTTP sends them
-    # Up to the last @ of an address, as clients read it.
-    return re.sub(r"//[^/\s\"'<>]+@", "//…@", text)
+    return redact_addresses(text)
 
 
 class RedactedStream(TextIOWrapper):

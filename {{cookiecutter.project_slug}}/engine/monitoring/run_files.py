@@ -23,6 +23,7 @@ TABLE = "metrics.csv"
 MAX_CELLS = 10**7  # of metrics.csv: the rows times the columns, most of which may be empty
 CONFIG = "config.json"
 POSITION = ("epoch", "step")
+MAX_COUNT = 2**53  # of steps and the like; a float holds larger integers inexactly
 METRIC, METRIC_MODE, LAUNCH, DISCARDED = "METRIC", "METRIC_MODE", "LAUNCH", "DISCARDED"
 FACTS = (METRIC, METRIC_MODE, LAUNCH, DISCARDED)  # in config.json, in addition to the flags
 
@@ -111,8 +112,11 @@ def _metric_of(flags: dict[str, Any], columns: list[str], table: Path) -> Monito
 def parse_row(row: Mapping[str, str]) -> dict[str, float]:
     """Return the numbers in a row of metrics.csv. Raises KeyError or ValueError for others."""
     position = {name: int(row[name]) for name in POSITION}
-    if min(position.values()) < 0:  # no checkpoint could hold it
+    # No checkpoint could hold others.
+    if not all(0 <= count < MAX_COUNT for count in position.values()):
         raise ValueError(f"{position} is not the position of a run")
+    if not all(map(str.isprintable, row)):
+        raise ValueError("the name of a column is not printable")
     return {name: float(value) for name, value in row.items() if value} | position
 
 
