@@ -681,7 +681,7 @@ def test_scores_of_another_metric_are_not_compared(
             "size 24 and not 32, crop_fraction 1.0 and not 0.875",
         ),
         ({"size": 32}, True, "--flip-tta True and not False"),
-        (None, False, ""),
+        (None, False, "size 224 and not 32"),  # the default size
     ],
 )
 def test_scores_of_another_validation_are_not_compared(

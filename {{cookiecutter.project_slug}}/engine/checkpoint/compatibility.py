@@ -324,11 +324,9 @@ def _images_of(saved: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[ImageS
 
     Older checkpoints of the default size have no entry. It was 224 with --data.
     """
-    image = own.get("model_options", {}).get("image")
-    ours = ImageSpec(**image or {})
+    ours = ImageSpec(**own.get("model_options", {}).get("image", {}))
     default = {} if saved.get("data") and "model_options" in saved else ours._asdict()
-    theirs = saved.get("model_options", {}).get("image", default)
-    return ours if image is None else ImageSpec(**theirs), ours
+    return ImageSpec(**saved.get("model_options", {}).get("image", default)), ours
 
 
 def compare_options(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str:
