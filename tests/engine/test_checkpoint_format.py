@@ -827,7 +827,7 @@ def test_nested_tuples_are_rejected_before_they_are_hashed(
     torch.save(value, path, _use_new_zipfile_serialization=is_archive)
     monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("torch.load is called"))
     monkeypatch.setattr(
-        "engine.checkpoint.archive.check_storages", lambda *_: pytest.fail("it is unpickled")
+        "engine.checkpoint.inspection.check_storages", lambda *_: pytest.fail("it is unpickled")
     )
     with pytest.raises(UserError, match="its structure is altered"):
         read(path)
@@ -876,10 +876,10 @@ def test_large_number_of_a_memo_is_rejected(
     else:
         path.write_bytes(start + path.read_bytes()[2:])
     monkeypatch.setattr(
-        "engine.checkpoint.archive.check_storages", lambda *_: pytest.fail("it is unpickled")
+        "engine.checkpoint.inspection.check_storages", lambda *_: pytest.fail("it is unpickled")
     )
     monkeypatch.setattr(
-        "engine.checkpoint.archive.check_old_storages", lambda *_: pytest.fail("it is unpickled")
+        "engine.checkpoint.inspection.check_old_storages", lambda *_: pytest.fail("it is unpickled")
     )
     with pytest.raises(UserError, match="its structure is altered"):
         read(path)

@@ -14,13 +14,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 
 from engine import UserError, replacing
-from engine.checkpoint.inspection import (
-    MAX_SHARING,
-    NUM_OLD_PICKLES,
-    check_old_storages,
-    check_storages,
-    check_tuples,
-)
+from engine.checkpoint import inspection
 
 SAFE_TORCH = (2, 10)
 MAX_DEPTH = 100  # of nested containers
@@ -86,7 +80,7 @@ def read(path: Path, content: io.BytesIO | None = None) -> Any:
             copies: dict[int, Copy] = {}
             plain = _copy(loaded, copies, 0)
             # Some bytes can hold 10 lists of 10 times the same list, and so on.
-            if plain.size > MAX_SHARING * (1000 + len(copies)):
+            if plain.size > inspection.MAX_SHARING * (1000 + len(copies)):
                 raise RecursionError
             return plain.made
     except FileNotFoundError:
@@ -129,8 +123,8 @@ def _check_archive(path: Path, file: BinaryIO) -> None:
     """
     if not _is_archive(file):
         content = file.read()
-        _check_pickle(path, content, NUM_OLD_PICKLES)
-        check_old_storages(content)
+        _check_pickle(path, content, inspection.NUM_OLD_PICKLES)
+        inspection.check_old_storages(content)
         return
     with zipfile.ZipFile(file) as archive:
         if sum(part.file_size for part in archive.infolist()) > file.seek(0, io.SEEK_END):
@@ -149,7 +143,9 @@ def _check_archive(path: Path, file: BinaryIO) -> None:
                 _check_pickle(path, pickled)
                 prefix = name.lower().rpartition("/")[0] + "/data/"
                 records = (record for record in sizes if record.startswith(prefix))
-                check_storages(pickled, {one.removeprefix(prefix): sizes[one] for one in records})
+                inspection.check_storages(
+                    pickled, {one.removeprefix(prefix): sizes[one] for one in records}
+                )
 
 
 def _is_archive(file: BinaryIO) -> bool:
@@ -203,7 +199,7 @@ def _check_pickle(path: Path, pickled: bytes, num_pickles: int = 1) -> None:
     file = io.BytesIO(pickled)
     for _ in range(num_pickles):
         if file.tell() < len(pickled):
-            check_tuples(file)
+            inspection.check_tuples(file)
 
 
 class Copy(NamedTuple):

@@ -28,15 +28,7 @@ from engine.monitoring.events import EventWriter
 from engine.monitoring.lock import FolderLock
 from engine.monitoring.meter import LogRecord, Meter
 from engine.monitoring.metric import COLUMNS, MonitoredMetric
-from engine.monitoring.run_files import (
-    CONFIG,
-    DISCARDED,
-    LAUNCH,
-    METRIC,
-    METRIC_MODE,
-    POSITION,
-    TABLE,
-)
+from engine.monitoring.run_files import CONFIG, POSITION, TABLE
 from engine.monitoring.trackers import TENSORBOARD
 from engine.monitoring.tracking import Tracking
 
@@ -117,9 +109,10 @@ class Logger(Console):
                 # First: a config.json without metrics.csv is not that of a run.
                 run_files.write_rows(self.output / TABLE, self.rows, self.monitored.name)
                 if config is not None:
-                    facts: dict[str, object] = {METRIC: self.monitored.name}
-                    facts |= {METRIC_MODE: self.monitored.mode, LAUNCH: distributed.launch_ids()}
-                    facts |= {DISCARDED: self.discarded}
+                    facts: dict[str, object] = {run_files.METRIC: self.monitored.name}
+                    facts[run_files.METRIC_MODE] = self.monitored.mode
+                    facts[run_files.LAUNCH] = distributed.launch_ids()
+                    facts[run_files.DISCARDED] = self.discarded
                     self._config = cli.as_json(config | facts)
                     self._write_config()
         except (KeyError, TypeError, ValueError, csv.Error):
