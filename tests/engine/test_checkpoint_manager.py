@@ -9,7 +9,7 @@ import random
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from enum import IntEnum
 from pathlib import Path
@@ -630,6 +630,39 @@ def test_evaluation_needs_no_flags_of_the_optimizer(
     two_processes: Processes, tmp_path: Path
 ) -> None:
     assert two_processes(evaluate_other_groups, str(tmp_path)) == [True, True]
+
+
+class Adaptive(torch.optim.SGD):
+    """SGD that keeps a step size of its own in its groups, as Prodigy and schedule-free ones do."""
+
+    def __init__(self, parameters: Iterable, weight_decay: float) -> None:
+        super().__init__(parameters, weight_decay=weight_decay)
+        self.param_groups[0]["d"] = 1e-6
+
+
+def resumed_settings(folder: str) -> list[tuple[float, float]]:
+    """Return the step size and the weight decay after each of two resumptions."""
+    model, settings = nn.Linear(3, 3), []
+    for step, weight_decay in enumerate((0.1, 0.2, 0.3)):
+        optimizer = Adaptive(model.parameters(), weight_decay)
+        manager = manager_of(folder, model, optimizer)
+        manager.resume(Path("auto"), 10)
+        (group,) = optimizer.param_groups
+        settings.append((group["d"], group["weight_decay"]))
+        group["d"] = group["d"] if step else 0.5
+        manager.state.progress.step = step
+        manager.save()
+        manager.finish()
+        dist.barrier()
+    return settings
+
+
+def test_settings_that_training_has_changed_are_resumed(
+    two_processes: Processes, tmp_path: Path
+) -> None:
+    """The others are those of the flags."""
+    expected = [(1e-6, 0.1), (0.5, 0.2), (0.5, 0.3)]
+    assert two_processes(resumed_settings, str(tmp_path)) == [expected] * 2
 
 
 def resumed_with_other_metric(folder: str, saved: dict, own: dict) -> tuple:

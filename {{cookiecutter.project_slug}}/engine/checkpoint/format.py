@@ -65,6 +65,17 @@ def collect(state: TrainingState) -> dict[str, Any]:
     return entries
 
 
+def trained_settings(fresh: list[dict[str, Any]], optimizer: Optimizer) -> list[str]:
+    """Return the settings that training has changed since the groups were `fresh`: Prodigy's d."""
+    changed = {
+        name
+        for before, group in zip(fresh, optimizer.param_groups, strict=True)
+        for name, value in before.items()
+        if isinstance(value, float | int) and value != group.get(name)
+    }
+    return sorted(changed - {"lr", "step"})
+
+
 def to_cpu(value: Any) -> Any:
     """Return a copy of nested dicts, lists and tuples with all tensors in the CPU's memory.
 

@@ -5,6 +5,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import islice
@@ -75,6 +76,7 @@ class CheckpointManager:
             raise UserError("invalid classes, fingerprints or model_options['image'] (ImageSpec)")
         groups = self.state.optimizer.state_dict()["param_groups"]
         validation.require_plain(self.metadata | {"param_groups": groups}, "the checkpoint")
+        self._fresh_groups = deepcopy(groups)
         limit = distributed.operation_limit(self.timeout_s + lock.wait_limit())
         group = dist.new_group(backend="gloo", timeout=limit)
         assert isinstance(group, dist.ProcessGroup)  # every rank is in it
@@ -369,6 +371,8 @@ class CheckpointManager:
             progress.weights = "ema" if best.name.endswith(AVERAGE) else "model"
         elif not self.state.ema:  # that of a run with an average was resumed
             progress.weights = "model"
+        if names := format.trained_settings(self._fresh_groups, self.state.optimizer):
+            self.metadata["trained_settings"] = names
         # Copies: the training goes on, and changes them, while a thread writes.
         values = vars(progress) | {"metadata": self.metadata}
         values["history"] = self.logger.rows
@@ -443,19 +447,17 @@ class CheckpointManager:
             if is_restart and not begun[0]:
                 self._require_free()  # of an older run, whose checkpoints the first save removes
         first = AUTO if is_restart else choice
-        discarded: list[int] = []
-        further: list[Path] = []
-        if is_restart and choice not in (AUTO, None):  # perhaps, it went back to an earlier one
-            discarded = compatibility.read_discarded(self.folder)
-            further = [choice]  # such as best-of-step-50.pt, which is newer than best.pt
-        warn, is_searched = self.logger.warning, self._is_searched
-        source = find(self.folder, first, warn, self._group, is_searched, discarded, further)
+        # The run may have gone back to an earlier one, such as best-of-step-50.pt.
+        given = [choice] if is_restart and choice not in (AUTO, None) else []
+        discarded = compatibility.read_discarded(self.folder) if given else []
+        warn = self.logger.warning
+        source = find(self.folder, first, warn, self._group, self._is_searched, discarded, given)
         if source or not is_restart:
             return source
         if choice in (AUTO, None):
             self.logger.info(f"{self.folder} has no checkpoint: the run starts over")
             return None
-        return find(self.folder, choice, self.logger.warning, self._group)
+        return find(self.folder, choice, warn, self._group)
 
     def _require_free(self) -> None:
         """Raise UserError, on all ranks, if the folder of rank 0's host holds checkpoints.

@@ -34,8 +34,9 @@ def restore(
 ) -> str:
     """Load a checkpoint's entries into model, optimizer and loss scalers; return a note on them.
 
-    The optimizer's settings, such as the weight decay, stay those of this run. An evaluation needs
-    the model only, and may lack flags that group the optimizer's parameters.
+    The optimizer's settings, such as the weight decay, stay those of this run, but for those that
+    training had changed. An evaluation needs the model only, and may lack flags that group the
+    optimizer's parameters.
 
     Args:
         path: of the checkpoint, for messages.
@@ -173,7 +174,8 @@ def _restore_optimizer_if_own(optimizer: Optimizer, entries: dict[str, Any]) -> 
     """Load the optimizer's state. That of another script may not fit, and is then left out."""
     fresh = optimizer.state_dict()
     try:
-        _restore_optimizer(optimizer, entries["optimizer"])
+        trained = entries.get("metadata", {}).get("trained_settings", [])
+        _restore_optimizer(optimizer, entries["optimizer"], {"lr", "step", *trained})
     except ERRORS:
         if not entries["origin"]:
             raise
@@ -187,8 +189,8 @@ def _kind(group: dict[str, Any]) -> str:
     return next((name for name in ("betas", "momentum") if name in group), "neither")
 
 
-def _restore_optimizer(optimizer: Optimizer, saved: dict[str, Any]) -> None:
-    """Load the state in `saved` into `optimizer`, whose settings but the lr stay its own.
+def _restore_optimizer(optimizer: Optimizer, saved: dict[str, Any], trained: set[str]) -> None:
+    """Load the state in `saved` into `optimizer`, whose settings but `trained` stay its own.
 
     Raises ValueError if it is the state of another kind of optimizer, or does not fit.
     """
@@ -199,7 +201,7 @@ def _restore_optimizer(optimizer: Optimizer, saved: dict[str, Any]) -> None:
     groups = []
     for theirs, group in zip(saved["param_groups"], optimizer.param_groups, strict=True):
         groups.append(group | {"params": theirs["params"]})
-        for name in {"step", "lr"}.intersection(theirs):  # FusedAdam's groups have a step
+        for name in trained.intersection(theirs):  # FusedAdam's groups have a step
             _check_number(f"the group's {name}", theirs[name], is_count=name == "step")
             groups[-1][name] = theirs[name]
     indices = list(chain.from_iterable(group["params"] for group in groups))
