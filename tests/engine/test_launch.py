@@ -223,6 +223,41 @@ def test_reason_of_a_restart_and_the_id_of_the_launch_are_passed_on(launch):
     assert re.fullmatch(rf"{launch_id} process \d+ was ended by SIGKILL", second)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root for a PID namespace")
+def test_launcher_of_a_container_ignores_and_reaps_orphans(tmp_path):
+    """PID 1 becomes the parent of what a training process leaves behind."""
+    script = tmp_path / "main.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import os, subprocess, sys, time
+            if "ENGINE_RESTART" in os.environ:
+                time.sleep(1)
+                print(os.environ["ENGINE_RESTART"])
+                print(subprocess.run(["ps", "-eo", "stat,args"], capture_output=True).stdout)
+                sys.exit()
+            os.environ["ENGINE_IN_RANK"] = "1"  # as engine.distributed.run sets it
+            subprocess.Popen(["sleep", "60"])
+            subprocess.Popen(["sleep", "1.2"])
+            time.sleep(1)
+            os.kill(os.getpid(), 9)
+            """
+        )
+    )
+    launcher = [sys.executable, "-m", "engine.launch", "--nproc-per-node=1", "--max-restarts=1"]
+    done = subprocess.run(
+        ["unshare", "--pid", "--fork", "--mount-proc", *launcher, script],
+        env=os.environ | {"PYTHONPATH": str(TEMPLATE)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    reason, processes = done.stdout.splitlines()
+    assert re.fullmatch(r"process \d+ was ended by SIGKILL", reason)
+    assert "sleep 60" in processes and "defunct" not in processes
+
+
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
 def test_signal_to_one_process_before_it_can_save_is_not_followed_by_a_restart(launch, name):
     """After its first step, it would save and exit with the same status."""

@@ -25,6 +25,7 @@ from engine import EXIT_USAGE, UserError, print_error
 
 LAUNCHER = "ENGINE_LAUNCH_PID"  # environment variable with the process id of the launcher
 LAUNCH_ID = "ENGINE_LAUNCH_ID"  # the same with an id that all launchers of a job share
+IN_RANK = "ENGINE_IN_RANK"  # the same, set in processes that a training process starts
 RESTART = "ENGINE_RESTART"  # the same with the reason, in processes that replace others
 USAGE_SIGNAL = signal.SIGUSR2  # makes the launcher exit with EXIT_USAGE
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, USAGE_SIGNAL}
@@ -38,6 +39,7 @@ KILL_S = 5.0  # for the end of processes after SIGKILL, such as those that write
 def main() -> None:
     """Run torchrun; exit with 0, the first failing process's status, or 128 + its signal."""
     os.environ[LAUNCHER] = str(os.getpid())
+    os.environ.pop(IN_RANK, None)
     os.environ[LAUNCH_ID] = secrets.token_hex(8)
     for name in [name for name in os.environ if name.startswith("PET_")]:
         del os.environ[name]  # torchrun reads the options that run.sh does not set from these
@@ -140,6 +142,7 @@ class SignalThread(threading.Thread):
         while True:
             received = signal.sigtimedwait(SIGNALS, POLL_S)
             number = received.si_signo if received else 0
+            _reap_orphans()
             processes = _processes()
             known = {process for process in known | processes if _is_running(process)}
             if number in STOP_SIGNALS and not (number == signal.SIGHUP and self.is_nohup):
@@ -182,12 +185,30 @@ class SignalThread(threading.Thread):
         os._exit(EXIT_USAGE if number == USAGE_SIGNAL else 128 + number)
 
 
-def _processes() -> set[int]:
-    """Return the ids of the processes that torchrun has started on this host."""
+def _children() -> list[int]:
     threads = os.listdir("/proc/self/task")
-    children = b"".join(_read(f"self/task/{thread}/children") for thread in threads).split()
-    environments = {int(child): b"\0" + _read(f"{int(child)}/environ") for child in children}
-    return {child for child, variables in environments.items() if b"\0LOCAL_RANK=" in variables}
+    return [*map(int, b"".join(_read(f"self/task/{one}/children") for one in threads).split())]
+
+
+def _processes() -> set[int]:
+    """Return the ids of the processes that torchrun has started on this host.
+
+    The launcher of a container is also the parent of what a training process has left behind.
+    """
+    variables = {child: b"\0" + _read(f"{child}/environ") for child in _children()}
+    ranks = {child for child, text in variables.items() if b"\0LOCAL_RANK=" in text}
+    return {child for child in ranks if f"\0{IN_RANK}=".encode() not in variables[child]}
+
+
+def _reap_orphans() -> None:
+    """Remove ended processes that training processes have left to this one, as PID 1.
+
+    They are in the session of a training process, which torchrun starts in one of its own.
+    """
+    for child in _children():
+        stat = _read(f"{child}/stat").rpartition(b")")[2].split()
+        if stat[:1] == [b"Z"] and int(stat[3]) not in (child, os.getsid(0)):
+            os.waitpid(child, os.WNOHANG)
 
 
 def kill_processes(known: Collection[int] = ()) -> bool:

@@ -23,7 +23,7 @@ from engine import EXIT_USAGE, PeerError, UserError, end_with_parent, log_line, 
 from engine.distributed import consistency
 from engine.distributed.network import is_loopback, local_address, select_interface, serve_store
 from engine.distributed.peers import PeerMonitor, announce_failure, exit_process, peer_monitor
-from engine.launch import LAUNCH_ID, LAUNCHER, RESTART, SIGNALS
+from engine.launch import IN_RANK, LAUNCH_ID, LAUNCHER, RESTART, SIGNALS
 from engine.text import one_message
 
 T = TypeVar("T")
@@ -317,6 +317,7 @@ def run(main: Callable[[], None]) -> None:
     if sys.stdout:
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # not all terminals have all characters
     _end_with_launcher()
+    os.environ[IN_RANK] = "1"
     try:
         # The launcher has blocked them; SIGUSR1 can be handled after the first step.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS - {signal.SIGUSR1})
