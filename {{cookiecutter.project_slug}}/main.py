@@ -654,6 +654,8 @@ def validate_epoch(run: Run) -> None:
     progress.pending_row = {}
     progress.scores.append(logger.monitored.best(results).score)
     run.checkpoints.save(results)  # as best.pt too, if the metric is the best yet
+    if progress.samples:  # the end of --steps; more of them end with another one of this epoch
+        progress.scores = progress.scores[:-1]
 
 
 def train(run: Run, resumed: Path | None) -> None:

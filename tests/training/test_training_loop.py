@@ -506,6 +506,22 @@ def test_patience_counts_validations(
     assert (state["epoch"], state["scores"]) == (6, [0.5] * 3)
 
 
+def test_validation_within_an_epoch_does_not_count_for_patience(shared_project: Callable) -> None:
+    """A resumed run that was stopped before the validation at the end of --steps begins with it."""
+    main = load_project(shared_project()).main
+    progress = Namespace(pending_row={"epoch": 2}, samples=64, scores=[0.5])
+    saved: list[list[float]] = []
+    run = mock.Mock(progress=progress)
+    run.logger.monitored.best.return_value.score = 0.75
+    run.checkpoints.save.side_effect = lambda _: saved.append(progress.scores)
+    with (
+        mock.patch.object(main, "evaluate", return_value={"val_accuracy": 0.75}),
+        mock.patch.object(main, "show_samples"),
+    ):
+        main.validate_epoch(run)
+    assert saved == [[0.5, 0.75]] and progress.scores == [0.5]
+
+
 @torch.no_grad()
 def validated_with(folder: Path, metric: str) -> dict[str, float]:
     """Return the results of a batch in a project whose METRIC is `metric`."""
