@@ -234,10 +234,7 @@ class ConfigurableParser(ArgumentParser):
         return given
 
     def _reject_repeated(self, words: Sequence[str]) -> None:
-        """Stop if a flag with several values, or --config, is repeated: the last would replace all.
-
-        A repeated flag with one value is the usual way to override it.
-        """
+        """Stop if a flag with several values, or --config, is repeated; others are overridden."""
         flags = Counter(word.partition("=")[0] for word in words)
         for action in self.actions:
             name = action.option_strings[0] if action.option_strings else ""
@@ -323,11 +320,7 @@ def _suggestion(name: str, names: Iterable[str]) -> str:
 
 
 def settings(args: argparse.Namespace) -> dict[str, object]:
-    """Return the flags that define a run, by name.
-
-    They are as parsed: a default that follows from other flags is None, so that in a later run with
-    this configuration it follows from that run's.
-    """
+    """Return the flags that define a run, by name; None for defaults that follow from others."""
     parsed = getattr(args, "parsed", vars(args))
     return {name: value for name, value in parsed.items() if name not in NOT_SETTINGS}
 
