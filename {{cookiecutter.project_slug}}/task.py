@@ -116,10 +116,11 @@ def default_image(args: argparse.Namespace) -> dict[str, Any]:
     if idx.is_idx(args.data):
         size = idx.image_size(args.data)
         return changes | {"size": size, "crop_fraction": 1.0, "interpolation": "bilinear"}
-    if args.data is None and not args.dummy:
+    if args.data is not None or args.dummy:
+        return changes
+    if args.arch.startswith(models.PREFIX):
         return changes | {"size": Digits.SIZE}
-    is_timm = args.arch.startswith(models.PREFIX)  # whose images have a size of their own
-    return changes if is_timm else changes | {"size": IMAGES.size}
+    return changes if args.image_size else {}
 
 
 def build_model(arch: str, num_classes: int, **options: Any) -> nn.Module:

@@ -145,7 +145,7 @@ def test_other_images_are_described():
 
 @pytest.mark.parametrize(("data", "is_known"), [("photos", True), ("", False)])
 def test_older_checkpoints_of_the_default_size_are_compared(data: str, is_known: bool) -> None:
-    """They have no size, which was 224 with --data; that of the digits is unknown."""
+    """They have no size, which is 224 with --data; that of the digits is unknown."""
     old = {"model_options": {}, "data": data}
     own = {"model_options": {"image": {"size": 64, "eval_size": 96}}}
     expected = "size 224 there and 64 here" if is_known else ""
@@ -153,6 +153,8 @@ def test_older_checkpoints_of_the_default_size_are_compared(data: str, is_known:
     expected = "the validation has size 96 and not 224 now" if is_known else ""
     assert compare_validation(old, own) == expected
     assert compare_images(old, {"model_options": {"image": {"size": 224}}}) == ""
+    expected = "the validation has size 224 and not 96 now" if is_known else ""
+    assert compare_validation(own, old) == expected
 
 
 @pytest.mark.parametrize(

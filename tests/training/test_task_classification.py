@@ -90,14 +90,13 @@ def test_edited_images_hold_with_any_flags(
 
 
 @pytest.mark.parametrize("is_data", [True, False])
-def test_default_size_of_images_is_recorded(
+def test_an_own_model_needs_no_options(
     project: Project, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_data: bool
 ) -> None:
-    """A resumption with another --image-size or --eval-size is compared with it."""
+    """``build_model(arch, num_classes)`` is enough with images of the default size."""
     flags = ["--data", str(tmp_path)] if is_data else []
     monkeypatch.setattr(sys, "argv", ["main.py", *flags])
-    image = project.main.parse_args().model_options["image"]
-    assert (image["size"], image["eval_size"]) == (224 if is_data else 32, None)
+    assert project.main.parse_args().model_options == {}
 
 
 def test_one_class_is_an_error(

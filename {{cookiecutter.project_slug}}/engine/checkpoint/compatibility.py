@@ -319,14 +319,21 @@ def compare_images(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str:
     return printable(", ".join(texts))
 
 
-def _images_of(saved: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[ImageSpec, ImageSpec]:
-    """Return the images of a checkpoint and of this run; twice the run's if nothing tells.
+def _images_of(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[ImageSpec]:
+    """Return the images of a checkpoint and of this run; twice the same if one is unknown.
 
-    Older checkpoints of the default size have no entry. It was 224 with --data.
+    Without an entry they are ImageSpec's defaults, but for the digits, whose size is the task's,
+    and for checkpoints of other scripts.
     """
-    ours = ImageSpec(**own.get("model_options", {}).get("image", {}))
-    default = {} if saved.get("data") and "model_options" in saved else ours._asdict()
-    return ImageSpec(**saved.get("model_options", {}).get("image", default)), ours
+    images = [
+        one.get("model_options", {}).get("image", {} if one.get("data", "unknown") else None)
+        for one in (saved, own)
+    ]
+    if "model_options" not in saved or images[0] is None:
+        images[0] = images[1]
+    elif images[1] is None:
+        images[1] = images[0]
+    return [ImageSpec(**image or {}) for image in images]
 
 
 def compare_options(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str:
