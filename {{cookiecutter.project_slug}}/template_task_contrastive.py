@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from functools import cache, reduce
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -162,10 +163,29 @@ class TextEncoder(nn.Module):
         features = self.norm(features)
         weights = (is_text / is_text.sum(dim=1, keepdim=True)).to(features.dtype)
         mean = (features * weights.unsqueeze(2)).sum(dim=1)
-        with torch.no_grad():  # the parameter itself: a clamped scale would have no gradient
-            self.log_scale.clamp_(max=math.log(0.07 * MAX_SCALE))
-        scale = self.log_scale.float().exp() / 0.07
-        return F.normalize(self.head(mean).float(), dim=1) * scale
+        log_scale = LimitedAbove.apply(self.log_scale.float(), math.log(0.07 * MAX_SCALE))
+        return F.normalize(self.head(mean).float(), dim=1) * log_scale.exp() / 0.07
+
+
+class LimitedAbove(torch.autograd.Function):
+    """Clamp to a limit from which the gradient can lower the value again, unlike torch.clamp's.
+
+    A gradient that would raise it further is 0. The parameter is not written to: FSDP, DataParallel
+    and O2 have another copy of it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, limit: float) -> Tensor:  # type: ignore[override]
+        """Return `value`, at most `limit`."""
+        ctx.save_for_backward(value)
+        ctx.limit = limit
+        return value.clamp(max=limit)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        """Return the gradient of `value`."""
+        (value,) = ctx.saved_tensors
+        return gradient.where((value < ctx.limit) | (gradient > 0), 0), None
 
 
 def similarities(image_embeddings: Tensor, text_embeddings: Tensor) -> Tensor:

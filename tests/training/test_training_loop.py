@@ -85,7 +85,7 @@ def on_small_data(
     with contextlib.ExitStack() as patches:
         for thing, name, value in (
             (sys, "argv", command),
-            (project.task, "build_model", lambda *_: build_model()),
+            (project.task, "build_model", lambda *_, **__: build_model()),
             (project.task, datasets, lambda *_: (Samples(project), Samples(project))),
             (distributed, "resolve_ranks", lambda _: (rank, rank, 2)),
             (distributed, "select_device", lambda _: device),
