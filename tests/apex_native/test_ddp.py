@@ -336,45 +336,6 @@ def test_parameters_are_broadcast_and_buffers_are_not(two_processes):
     assert not torch.allclose(first, second), "nor before a forward pass"
 
 
-def on_each_rank_wrap_untrained(module, *others):
-    """Return the output and the gradient of the input, of the wrapped module and of its copies."""
-    for parameter in module.parameters():
-        nn.init.constant_(parameter, dist.get_rank() + 1.0)
-    found = []
-    for at_once in (False, True):
-        wrapped = wrap(module, at_once)
-        for model in (wrapped, copy.deepcopy(wrapped), pickle.loads(pickle.dumps(wrapped))):
-            model.register_comm_hook(None, bf16_compress_hook)
-            x = torch.ones(2, requires_grad=True)
-            with model.no_sync():
-                output = model(x, *others)
-            output.backward()
-            found.append((output.item(), x.grad.tolist(), list(model.state_dict())))
-    return found
-
-
-def test_module_without_trained_parameters_is_only_wrapped(two_processes):
-    teacher = Weighted(torch.ones(2)).half().requires_grad_(False)
-    for found in two_processes(on_each_rank_wrap_untrained, teacher):
-        assert found == [(2.0, [1.0, 1.0], ["module.weight"])] * 6
-    for found in two_processes(on_each_rank_wrap_untrained, nn.MSELoss(), torch.zeros(2)):
-        assert found == [(1.0, [1.0, 1.0], [])] * 6
-
-
-def on_each_rank_unfreeze_late():
-    model = DistributedDataParallel(nn.Linear(2, 1).requires_grad_(False))
-    model(torch.ones(1, 2))
-    model.requires_grad_(True)
-    with pytest.raises(RuntimeError, match="frozen at wrapping: wrap the model again"):
-        model(torch.ones(1, 2))
-    with torch.no_grad():
-        return model(torch.ones(1, 2)).shape
-
-
-def test_module_without_trained_parameters_that_is_trained_later_raises(two_processes):
-    assert two_processes(on_each_rank_unfreeze_late) == [(1, 1)] * 2
-
-
 class Branches(nn.Module):
     def __init__(self):
         super().__init__()

@@ -64,18 +64,14 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         # forward pass, depends on its version.
         buffers = [name for name, _ in module.named_buffers()]
         self._set_params_and_buffers_to_ignore_for_model(module, buffers)
-        trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        if trained:
-            size = message_size * 4 / 2**20
-            super().__init__(module, bucket_cap_mb=size, find_unused_parameters=delay_allreduce)
-            _broadcast([p for p in module.parameters() if current_master(p) is not None])
-        else:  # torch's class refuses such a module; as in Apex, there is nothing to average
-            nn.Module.__init__(self)
-            self.module = module
-            self.require_backward_grad_sync = True
-            _broadcast(module.parameters())
+        super().__init__(
+            module,
+            bucket_cap_mb=message_size * 4 / 2**20,
+            find_unused_parameters=delay_allreduce,
+        )
         _amp_state.parallel_models.add(self)
-        self._trained = trained
+        _broadcast_masters(module)
+        self._trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._hook: partial | None = None
         self._in_no_sync = False
         self.is_unsynced = False  # whether the last forward pass was in no_sync()
@@ -87,20 +83,16 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         is_apexs_own = not gradient_average or gradient_predivide_factor != 1.0
         if has_half or allreduce_always_fp32 or is_apexs_own:
             after = gradient_predivide_factor / dist.get_world_size() if gradient_average else 1.0
-            before = 1.0 / gradient_predivide_factor
-            self.register_comm_hook((before, after, allreduce_always_fp32), _allreduce)
-
-    def __getstate__(self) -> dict:
-        """Return the state, which without trained parameters has nothing of torch's class."""
-        return super().__getstate__() if self._trained else vars(self).copy()
+            self.register_comm_hook(
+                (1.0 / gradient_predivide_factor, after, allreduce_always_fp32), _allreduce
+            )
 
     def __setstate__(self, state: dict) -> None:
         """Register the communication hook, which copy and pickle leave behind."""
-        kind = nn.parallel.DistributedDataParallel if state["_trained"] else nn.Module
-        kind.__setstate__(self, state)
+        super().__setstate__(state)
         _amp_state.parallel_models.add(self)
         if self._hook is not None:
-            self.register_comm_hook(self._hook.args[0], self._hook.func)
+            super().register_comm_hook(self._hook.args[0], self._hook.func)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -140,8 +132,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     def register_comm_hook(self, state: object, hook: Callable) -> None:
         """Register a communication hook, as torch's method does."""
-        if self._trained:
-            super().register_comm_hook(state, hook)
+        super().register_comm_hook(state, hook)
         self._hook = partial(hook, state)
         if self._averager is not None:
             self._averager.hook = self._hook
@@ -149,14 +140,12 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the module. Raises RuntimeError if the last backward pass left parameters out."""
         if torch.is_grad_enabled():  # an evaluation changes nothing
-            if not self._trained and any(p.requires_grad for p in self.module.parameters()):
-                raise RuntimeError("All parameters were frozen at wrapping: wrap the model again.")
             self.is_unsynced = self._in_no_sync
             if self.require_backward_grad_sync:
                 self.is_due = True
                 if self._averager is not None:
                     self._averager.is_due = True
-        if self._averager is not None or not self._trained:
+        if self._averager is not None:
             return self.module(*inputs, **kwargs)
         try:
             return super().forward(*inputs, **kwargs)
@@ -179,14 +168,14 @@ def _allreduce(state: tuple[float, float, bool], bucket: dist.GradBucket) -> Fut
 
 
 @torch.no_grad()
-def _broadcast(parameters: Iterable[Tensor]) -> None:
-    """Give all processes rank 0's values: those of masters, which may be more precise, if any."""
-    for parameter in parameters:
+def _broadcast_masters(module: nn.Module) -> None:
+    """Give all processes rank 0's masters, which may be more precise than the half parameters."""
+    for parameter in module.parameters():
         master = current_master(parameter)
-        exact = parameter.detach() if master is None else master
-        values = exact.to(parameter.device).contiguous()  # torch would send a view's other memory
-        dist.broadcast(values, src=0)
-        parameter.copy_(exact.copy_(values))
+        if master is not None:
+            values = master.to(parameter.device).contiguous()
+            dist.broadcast(values, src=0)
+            parameter.copy_(master.copy_(values))
 
 
 class Reducer:
@@ -202,7 +191,11 @@ class Reducer:
         self.grads: list[Tensor] = []
         if isinstance(module_or_grads, nn.Module):
             self.module = module_or_grads
-            _broadcast(self.module.parameters())
+            for parameter in self.module.parameters():
+                values = parameter.detach().contiguous()  # torch would send a view's other memory
+                dist.broadcast(values, src=0)
+                parameter.detach().copy_(values)
+            _broadcast_masters(self.module)
         else:
             self.grads = list(nested_tensors(list(module_or_grads)))
 
