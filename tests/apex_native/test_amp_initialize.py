@@ -4,6 +4,7 @@ import copy
 import pickle
 import warnings
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from apex_native import amp
 from parameters import mostly_slow
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_sequence
 
 
 @pytest.mark.parametrize(
@@ -395,6 +397,19 @@ def test_containers_with_a_method_to_are_cast_by_it():
         assert type(mapping) is Mapping and mapping.length == 2
         assert type(boxes) is Boxes
         assert [mapping["tensor"].dtype, *dtypes(boxes)] == [dtype, dtype, FP32]
+
+
+class Message(NamedTuple):
+    text: torch.Tensor
+    to: torch.Tensor
+
+
+def test_fields_named_to_are_no_methods_and_packed_ids_stay_integers():
+    model = initialize(Echo(), None, "O2", cast_model_type=BF16)
+    packed = pack_sequence([torch.arange(3), torch.arange(2)])
+    model(Message(torch.ones(2), torch.ones(2)), packed)
+    message, ids = model.args
+    assert (message.text.dtype, message.to.dtype, ids.data.dtype) == (BF16, BF16, torch.int64)
 
 
 @pytest.mark.parametrize(

@@ -420,11 +420,13 @@ def test_fp16_utils_gradients_of_masters_are_copies():
 
 
 def test_fp16_utils_keep_batch_norms_in_fp32():
-    network = fp16_utils.network_to_half(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
-    assert network[1][0].weight.dtype == torch.float16
-    assert network[1][1].weight.dtype == torch.float32
-    norm = nn.BatchNorm1d(2)
-    nn.init.constant_(norm.running_var, 1e5)  # inf in fp16
-    converted = fp16_utils.convert_network(nn.Sequential(nn.Linear(2, 2), norm), torch.float16)
-    assert converted[0].weight.dtype == torch.float16
-    assert converted[1].running_var.tolist() == [1e5] * 2
+    for convert in (
+        lambda network: fp16_utils.network_to_half(network)[1],
+        lambda network: fp16_utils.convert_network(network, torch.float16),
+    ):
+        norm = nn.BatchNorm1d(2)
+        nn.init.constant_(norm.running_var, 1e5)  # inf in fp16
+        converted = convert(nn.Sequential(nn.Linear(2, 2), norm))
+        assert converted[0].weight.dtype == torch.float16
+        assert converted[1].weight.dtype == torch.float32
+        assert converted[1].running_var.tolist() == [1e5] * 2

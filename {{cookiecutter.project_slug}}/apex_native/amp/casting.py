@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from .state import _amp_state, properties
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
-PLAIN_CONTAINERS = (tuple, list, dict, OrderedDict, defaultdict)  # hasattr of these breaks graphs
+SEARCHED = (tuple, list, dict, OrderedDict, defaultdict, PackedSequence)  # whose ids stay integers
 
 
 def half_type(dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -42,7 +43,7 @@ def cast_tensors(value: Any, dtype: torch.dtype, device_type: str | None = None)
         is_cast = value.is_floating_point() and device_type in (None, value.device.type)
         return value.to(dtype) if is_cast else value
     kind: Any = type(value)
-    if kind not in PLAIN_CONTAINERS and hasattr(value, "to"):
+    if kind not in SEARCHED and callable(getattr(kind, "to", None)):  # not a field of this name
         is_cast = device_type is None and not isinstance(value, nn.Module)
         return value.to(dtype) if is_cast else value
     if isinstance(value, Mapping):
