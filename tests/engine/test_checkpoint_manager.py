@@ -1660,6 +1660,18 @@ def test_a_restart_resumes_the_checkpoint_that_the_user_went_back_to(
         assert path == choice
 
 
+def test_a_restart_resumes_its_own_run_and_not_the_one_that_it_started_from(
+    two_processes: Processes, tmp_path: Path
+) -> None:
+    folder, other = tmp_path / "b", tmp_path / "a"
+    for run, step in ((folder, 3), (other, 9)):
+        run.mkdir()
+        two_processes(saved_once, str(run), step)
+    (folder / "config.json").write_text(json.dumps(SETTINGS))
+    for path, _ in two_processes(resumed_after_restart, str(folder), other / "last.pt"):
+        assert path == folder / "last.pt"
+
+
 def test_a_restart_in_the_folder_of_another_run_is_an_error(
     two_processes: Processes, tmp_path: Path
 ) -> None:

@@ -447,9 +447,11 @@ class CheckpointManager:
             if is_restart and not begun[0]:
                 self._require_free()  # of an older run, whose checkpoints the first save removes
         first = AUTO if is_restart else choice
-        # The run may have gone back to an earlier one, such as best-of-step-50.pt.
-        given = [choice] if is_restart and choice not in (AUTO, None) else []
-        discarded = compatibility.read_discarded(self.folder) if given else []
+        given, discarded = list[Path](), list[int]()
+        if is_restart and choice not in (AUTO, None):
+            discarded = compatibility.read_discarded(self.folder)
+            # The run may have gone back to an earlier one of its own, such as best-of-step-50.pt.
+            given = [choice] if self._is_own(choice) else []
         warn = self.logger.warning
         source = find(self.folder, first, warn, self._group, self._is_searched, discarded, given)
         if source or not is_restart:
