@@ -450,7 +450,7 @@ def build(args: argparse.Namespace) -> Run:
             "seed": args.seed,
         },
         data_sets=data.data_sets,
-        settings=cli.settings(args),
+        settings=cli.parsed_settings(args),
         logger=logger,
         stop_signals=stop_signals,
         watchdog=watchdog,
@@ -661,9 +661,9 @@ def validate_epoch(run: Run) -> None:
 def train(run: Run, resumed: Path | None) -> None:
     """Train until `is_finished`; save after each epoch, and validate those that are due."""
     logger, progress = run.logger, run.progress
-    settings: dict[str, object] | None = cli.settings(run.args)
+    config: dict[str, object] | None = cli.parsed_settings(run.args)
     if is_finished(run) and not progress.pending_row:
-        settings = None  # those in the folder's config.json stay
+        config = None  # those in the folder's config.json stay
         logger.info(
             "nothing is left to train: --epochs, --steps and --patience count from the beginning"
         )
@@ -676,7 +676,7 @@ def train(run: Run, resumed: Path | None) -> None:
     if not resumed:
         check_validation(run)
     run.stop_signals.start()  # about when the other processes do, which do not open files
-    logger.open(settings, resumed, progress)
+    logger.open(config, resumed, progress, cli.settings(run.args))
     # The row of an epoch is pending from its last step until it is validated: a run that was
     # stopped in between resumes with the validation.
     while progress.pending_row or not is_finished(run):

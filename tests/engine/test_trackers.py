@@ -66,9 +66,9 @@ def history(mlflow, run, key):
 def open_logger(output, step=0, run_id="", checkpoint=None, trackers=("tensorboard", "mlflow")):
     logger = Logger(output, 0, MonitoredMetric(METRIC), trackers=trackers)
     logger.run_id = run_id
-    config = {"lr": 0.1 if not step else 0.2, "seed": 0, "data": None}
+    config = {"lr": 0.1 if not step else 0.2, "seed": None, "data": None}
     progress = Progress(epoch=step // 10, step=step)
-    logger.open(config, checkpoint, progress)
+    logger.open(config, checkpoint, progress, config | {"seed": 0})
     return logger
 
 

@@ -63,9 +63,9 @@ def test_own_flags_may_lack_help_and_take_lists_of_numbers(monkeypatch, file):
     add("--hidden", type=int, default=3, help=argparse.SUPPRESS)
     add("--scales-of-others", nargs="+", type=float)
     flags = ["--scales", "0.25", "--names", "a", "b", "--hidden", "4"]
-    given = cli.settings(parser.parse_args(flags)) | {"scales_of_others": [-1e-5, 2.0]}
+    given = cli.parsed_settings(parser.parse_args(flags)) | {"scales_of_others": [-1e-5, 2.0]}
     path = file(cli.as_json(given))
-    assert cli.settings(parser.parse_args(["--config", str(path)])) == given
+    assert cli.parsed_settings(parser.parse_args(["--config", str(path)])) == given
     assert "--hidden" not in parser.format_help()
 
 
@@ -83,16 +83,19 @@ def test_own_flags_may_be_required_beside_a_file(monkeypatch, file):
 
 @pytest.mark.parametrize("flags", [(), SOME])
 def test_saved_config_round_trip(parse, file, flags):
-    settings = cli.settings(parse(*flags))
-    assert cli.settings(parse("--config", file(cli.as_json(settings)))) == settings
+    settings = cli.parsed_settings(parse(*flags))
+    assert cli.parsed_settings(parse("--config", file(cli.as_json(settings)))) == settings
 
 
-def test_defaults_that_follow_from_other_flags_are_not_settings(parse, file):
+def test_defaults_that_follow_from_other_flags_are_not_in_a_config_file(parse, file):
     args = parse("--data", "images")
-    assert args.workers > 0  # which follows from --data
-    assert cli.settings(args)["workers"] is None
-    assert parse("--config", file(cli.as_json(cli.settings(parse()))), "--data", "images").workers
-    given = file(cli.as_json(cli.settings(parse("--workers=3"))))
+    settings = cli.settings(args)  # which are compared between processes
+    assert settings["workers"] == args.workers > 0  # which follows from --data
+    parsed = cli.parsed_settings(args)
+    assert (parsed["workers"], parsed.keys()) == (None, settings.keys())
+    config = file(cli.as_json(cli.parsed_settings(parse())))
+    assert parse("--config", config, "--data", "images").workers
+    given = file(cli.as_json(cli.parsed_settings(parse("--workers=3"))))
     assert parse("--config", given).workers == 3
 
 
@@ -121,7 +124,8 @@ def test_print_config_round_trip(parse, file, capsys):
     settings = json.loads(printed)
     assert not {"config", "print_config", "check", "local_rank"} & settings.keys()
     assert settings["workers"] is None  # it follows from others, which may change
-    assert cli.settings(parse("--config", file(printed))) == cli.settings(parse(*SOME))
+    given = cli.parsed_settings(parse(*SOME))
+    assert cli.parsed_settings(parse("--config", file(printed))) == given
 
 
 def test_only_rank_0_prints_config_and_help(parse, monkeypatch, capsys):

@@ -30,6 +30,7 @@ NOT_SETTINGS = (
     "check",
     "json",
     "local_rank",
+    "parsed",
     "model_options",
     "static_shapes",
 )
@@ -320,9 +321,16 @@ def _suggestion(name: str, names: Iterable[str]) -> str:
 
 
 def settings(args: argparse.Namespace) -> dict[str, object]:
-    """Return the flags that define a run, by name; None for defaults that follow from others."""
-    parsed = getattr(args, "parsed", vars(args))
-    return {name: value for name, value in parsed.items() if name not in NOT_SETTINGS}
+    """Return the flags that define a run, by name."""
+    return {name: value for name, value in vars(args).items() if name not in NOT_SETTINGS}
+
+
+def parsed_settings(args: argparse.Namespace) -> dict[str, object]:
+    """Return the settings as parsed, for a configuration file.
+
+    A default that follows from other flags is None: in a later run it follows from that run's.
+    """
+    return settings(argparse.Namespace(**args.parsed))
 
 
 def as_json(config: dict[str, object]) -> str:

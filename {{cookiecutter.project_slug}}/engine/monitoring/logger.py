@@ -86,11 +86,16 @@ class Logger(Console):
         self._meter: Meter | None = None
 
     def open(
-        self, config: dict[str, object] | None, resume: Path | None, progress: Progress
+        self,
+        config: dict[str, object] | None,
+        resume: Path | None,
+        progress: Progress,
+        settings: dict[str, object] | None = None,
     ) -> None:
         """Create the folder, and write config.json, metrics.csv and the first TensorBoard event.
 
-        `config` is None if nothing is left to train: the config.json that is there stays.
+        `config` is None if nothing is left to train: the config.json that is there stays. The
+        trackers get `settings`, which also have the defaults that follow from other flags.
 
         A resumed run continues with the rows up to `progress`: those of its checkpoint, which
         `rows` holds, and, if it is in the run's own folder, those of the table there.
@@ -122,7 +127,7 @@ class Logger(Console):
             with self._errors_as_warning("TensorBoard events are not written"):
                 self.events = self._open_events(progress.step, table)
         with self._errors_as_warning("nothing is logged to the trackers"):
-            self._open_tracking(config or {}, resume, progress.step)
+            self._open_tracking(config and (settings or config) or {}, resume, progress.step)
         self.print_heading(run_files.main_columns(self.monitored.name))
 
     def _write_config(self) -> None:
