@@ -26,6 +26,7 @@ DEFAULTS = {
     "batch_size": 32,
     "output": Path("runs"),
     "resume": None,
+    "eval_only": False,
     "opt_level": "O1",
     "backend": "auto",
 }
@@ -162,6 +163,18 @@ def test_checkpoint_to_resume_from(run_check, tmp_path):
     (tmp_path / "step-40.pt").unlink()
     status, text = run_check(check_resume, auto)
     assert status == ERROR and "no checkpoint in" in text
+
+
+def test_checkpoint_of_another_script_in_the_output_is_an_error(run_check, tmp_path):
+    path = tmp_path / "last.pt"
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters()).state_dict()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer, "epoch": 3}, path)
+    status, text = run_check(check_resume, settings(output=tmp_path, resume=path))
+    assert status == ERROR and "another script wrote it" in text
+    for changed in ({"eval_only": True, "output": tmp_path}, {"output": tmp_path / "other"}):
+        result = run_check(check_resume, settings(resume=path, **changed))
+        assert result == (OK, f"{path}, after 3 epochs")
 
 
 def test_cores_of_no_processes_are_those_of_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,6 +126,10 @@ class CheckpointManager:
             return None
         entries = self._load(source, with_optimizer=not required)
         saved = entries["metadata"]
+        is_own = all_gather(self._is_own(source.path), self._group)[source.rank]
+        if not required:
+            self._require_own_format(source.path, entries, is_own)
+            compatibility.require_same_frozen(source.path, saved, self.metadata)
         notes = compatibility.compare_metadata(
             source.path, saved, self.metadata, self.data_sets, self.logger.warning
         )
@@ -133,10 +137,7 @@ class CheckpointManager:
         compatibility.warn_of_changed_data(
             source.path, entries, self.metadata, required, self.logger.warning
         )
-        if not required:
-            compatibility.require_same_frozen(source.path, saved, self.metadata)
         moments_note = restore(source.path, entries, self.state, is_evaluation=required)
-        is_own = all_gather(self._is_own(source.path), self._group)[source.rank]
         self._restore_progress(source.path, entries, is_own, required)
         progress = self.state.progress
         train_set = self.data_sets.get("train")
@@ -249,18 +250,18 @@ class CheckpointManager:
             kept = f"; the one that was here is {earlier.name} now" if earlier else ""
             self.logger.info(f"copied {files.BEST} from the host of rank {owner}{kept}")
 
-    def _restore_progress(
-        self, path: Path, entries: dict[str, Any], is_own: bool, is_evaluation: bool
-    ) -> None:
-        """Restore the counters, the history and the best score, if it is of the same metric.
-
-        Raises UserError for another script's checkpoint in this run's folder.
-        """
-        if is_own and entries["origin"] and not is_evaluation:
+    def _require_own_format(self, path: Path, entries: dict[str, Any], is_own: bool) -> None:
+        """Raise UserError for another script's checkpoint in this run's folder."""
+        if is_own and entries["origin"]:
             raise UserError(
                 f"--resume {path}: another script wrote it, and the first save would replace the "
                 "checkpoints in its folder: choose another --output"
             )
+
+    def _restore_progress(
+        self, path: Path, entries: dict[str, Any], is_own: bool, is_evaluation: bool
+    ) -> None:
+        """Restore the counters, the history and the best score, if it is of the same metric."""
         progress = self.state.progress
         for name, value in vars(progress).items():
             setattr(progress, name, entries.get(name, value))

@@ -149,10 +149,15 @@ def check_resume(settings: Namespace) -> Results:
     if path == Path("auto"):
         source = newest(settings.output, warnings.append)
         path = source.path if source else None
-    if warnings:
-        yield WARNING, f"{path} is used: {'; '.join(warnings)}"
-    elif path is None:
+    if path is None:
         yield OK, f"{settings.output} has no checkpoint: the run starts from the beginning"
+        return
+    state = checkpoint.load_state(path)
+    is_own = path.resolve().parent == settings.output.resolve()
+    if state["origin"] and is_own and not settings.eval_only:
+        yield ERROR, f"{path}: another script wrote it: choose another --output"
+    elif warnings:
+        yield WARNING, f"{path} is used: {'; '.join(warnings)}"
     else:
-        state = checkpoint.load_state(path)
-        yield OK, f"{path}, after {state['epoch']} epochs, {state['step']} steps"
+        steps = "" if state["step"] is None else f", {state['step']} steps"
+        yield OK, f"{path}, after {state['epoch']} epochs{steps}"
