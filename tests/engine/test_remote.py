@@ -312,6 +312,8 @@ def test_password_of_a_proxy_is_not_in_messages(monkeypatch, capsys):
     with pytest.raises(UserError, match="…@127.0.0.1:9; attempts: 7") as error:
         Store("http://example.invalid/x").read("a")
     assert "secret" not in str(error.value) + capsys.readouterr().err
+    message = f"{'a ' * 80}http://bob:hunter2secret{'x' * 40}@host"  # which is cut
+    assert "secret" not in store._reason(OSError(message))
 
 
 @needs_nginx

@@ -259,4 +259,4 @@ def _reason(error: Exception) -> str:
     if status == 0:
         return "too many redirects"
     message = getattr(error, "message", "") or str(error) or type(error).__name__
-    return printable(redact_addresses(f"{status} {message}".strip()[:MAX_REASON]))
+    return printable(redact_addresses(f"{status} {message}".strip())[:MAX_REASON])
