@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import time
 
 import pytest
 from engine import UserError
@@ -323,6 +324,12 @@ def test_keys_are_not_in_messages(queue, tmp_path, monkeypatch, capsys):
     assert redact("http://me:an@ss@host/a/b and c@d") == "http://…@host/a/b and c@d"
     assert redact("at http://me:hunter'2/secret@host/a: refused") == "at http://…@host/a: refused"
     assert redact("(me:secret@host:9): 3@4") == "…@host:9): 3@4"
+    for plain in ("https://host/path/file@2x.jpg", "/Users/me@corp", "https://host/a:b"):
+        assert redact(plain) == plain
+    began = time.monotonic()
+    assert redact(40_000 * "a") == 40_000 * "a"
+    assert redact(20_000 * "a:") == 20_000 * "a:"
+    assert time.monotonic() - began < 1
     delivery = Delivery(tmp_path, "mlflow")
     delivery.fail(ValueError(text))
     seen = capsys.readouterr().out + (tmp_path / FOLDER / "mlflow.json").read_text()

@@ -30,9 +30,11 @@ def json_line(value: object) -> str:
 def redact_addresses(text: str) -> str:
     """Return `text` without user names and passwords in addresses, with and without a scheme.
 
-    They end at the last @, as clients read them, and may hold any character.
+    They end at the last @, as clients read them. A password may hold any character; a / before any
+    colon ends the host.
     """
-    return re.sub(r"(//)[^\s\"<>]+@|[^\s\"<>/:]+:[^\s\"<>/]+@", r"\1…@", text)
+    no_scheme = r"(?<![^\s\"<>/])[^\s\"<>/:]*:[^\s\"<>/]+@"
+    return re.sub(rf"(//)(?:[^\s\"<>/:]*:[^\s\"<>]*|[^\s\"<>/]+)@|{no_scheme}", r"\1…@", text)
 
 
 def csv_cell(text: str) -> str:
