@@ -223,39 +223,71 @@ def test_reason_of_a_restart_and_the_id_of_the_launch_are_passed_on(launch):
     assert re.fullmatch(rf"{launch_id} process \d+ was ended by SIGKILL", second)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root for a PID namespace")
-def test_launcher_of_a_container_ignores_and_reaps_orphans(tmp_path):
-    """PID 1 becomes the parent of what a training process leaves behind."""
-    script = tmp_path / "main.py"
-    script.write_text(
-        textwrap.dedent(
-            """
-            import os, subprocess, sys, time
-            if "ENGINE_RESTART" in os.environ:
-                time.sleep(1)
-                print(os.environ["ENGINE_RESTART"])
-                print(subprocess.run(["ps", "-eo", "stat,args"], capture_output=True).stdout)
-                sys.exit()
-            os.environ["ENGINE_IN_RANK"] = "1"  # as engine.distributed.run sets it
-            subprocess.Popen(["sleep", "60"])
-            subprocess.Popen(["sleep", "1.2"])
-            time.sleep(1)
-            os.kill(os.getpid(), 9)
-            """
-        )
-    )
-    launcher = [sys.executable, "-m", "engine.launch", "--nproc-per-node=1", "--max-restarts=1"]
+def launch_in_container(folder: Path, script: str, *options: str) -> str:
+    """Run a script with the launcher as PID 1 of a namespace, which succeeds; return its output."""
+    path = folder / "main.py"
+    path.write_text(textwrap.dedent(script))
+    namespace = ["unshare", "--pid", "--fork", "--mount-proc"]
     done = subprocess.run(
-        ["unshare", "--pid", "--fork", "--mount-proc", *launcher, script],
+        [*namespace, sys.executable, "-m", "engine.launch", *options, path],
         env=os.environ | {"PYTHONPATH": str(TEMPLATE)},
         capture_output=True,
         text=True,
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    reason, processes = done.stdout.splitlines()
+    return done.stdout
+
+
+needs_namespace = pytest.mark.skipif(os.geteuid() != 0, reason="needs root for a PID namespace")
+
+
+@needs_namespace
+def test_launcher_of_a_container_ignores_and_reaps_orphans(tmp_path):
+    """PID 1 becomes the parent of what a training process leaves behind."""
+    output = launch_in_container(
+        tmp_path,
+        """
+        import os, subprocess, sys, time
+        if "ENGINE_RESTART" in os.environ:
+            time.sleep(1)
+            print(os.environ["ENGINE_RESTART"])
+            print(subprocess.run(["ps", "-eo", "stat,args"], capture_output=True).stdout)
+            sys.exit()
+        os.environ["ENGINE_IN_RANK"] = "1"  # as engine.distributed.run sets it
+        subprocess.Popen(["sleep", "60"])
+        subprocess.Popen(["sleep", "1.2"])
+        time.sleep(1)
+        os.kill(os.getpid(), 9)
+        """,
+        "--nproc-per-node=1",
+        "--max-restarts=1",
+    )
+    reason, processes = output.splitlines()
     assert re.fullmatch(r"process \d+ was ended by SIGKILL", reason)
     assert "sleep 60" in processes and "defunct" not in processes
+
+
+@needs_namespace
+def test_signal_to_an_orphan_does_not_end_the_job(tmp_path):
+    output = launch_in_container(
+        tmp_path,
+        """
+        import os, signal, subprocess, sys, time
+        if os.environ["LOCAL_RANK"] == "1":
+            sys.exit()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())
+        os.environ["ENGINE_IN_RANK"] = "1"
+        command = "sleep 60 >/dev/null 2>&1 & echo $!"
+        orphan = int(subprocess.run(["sh", "-c", command], capture_output=True).stdout)
+        time.sleep(1)
+        os.kill(orphan, 15)
+        time.sleep(1)
+        print("done")
+        """,
+        "--nproc-per-node=2",
+    )
+    assert output == "done\n"
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])

@@ -33,6 +33,7 @@ SIGNALS = STOP_SIGNALS | {signal.SIGUSR1, signal.SIGCHLD}
 REPEAT_S = 1.0  # a cluster signals launcher and processes, and the launcher forwards its own
 POLL_S = 0.2
 ANNOUNCE_S = 2.0  # for the launchers of other hosts to read of a failure
+End = signal.struct_siginfo | os.waitid_result  # how a process ended: of SIGCHLD, or of waitid
 KILL_S = 5.0  # for the end of processes after SIGKILL, such as those that write
 
 
@@ -139,26 +140,32 @@ class SignalThread(threading.Thread):
         is_single_host = os.environ.get("NNODES", "1") in ("", "1")
         must_save, is_first_failure = False, True
         known: set[int] = set()
+        others: set[int] = set()  # such as what a training process left to this one, as PID 1
         while True:
             received = signal.sigtimedwait(SIGNALS, POLL_S)
             number = received.si_signo if received else 0
             _reap_orphans()
             processes = _processes()
-            known = {process for process in known | processes if _is_running(process)}
+            ended = {process for process in known if not _is_running(process)}
+            known = (known | processes) - ended
             if number in STOP_SIGNALS and not (number == signal.SIGHUP and self.is_nohup):
                 self._end_processes(number, known)
             must_save = must_save or number == signal.SIGUSR1
             if must_save and processes:
                 _send(signal.SIGUSR1, processes)
                 must_save = False
-            failure = ""
-            if received and number == signal.SIGCHLD:
-                failure = _describe_failure(received)
-                # Someone's signal to one process, before it could save. On several hosts, it may be
-                # torchrun's, for a restart; on one, torchrun ends processes only after a failure.
-                is_only_one = is_first_failure and len(processes) == num_processes - 1
-                if is_only_one and is_single_host and _was_stopped(received):
-                    self._end_processes(received.si_status, known)
+            # SIGCHLD is one signal for several processes; torchrun may have noticed their ends.
+            ends: list[End] = [end for end in map(_end_of, ended) if end]
+            if received and number == signal.SIGCHLD and received.si_pid not in others:
+                ends.append(received)
+            others = {*_children()} - known
+            failure = next(filter(None, map(_describe_failure, ends)), "")
+            # Someone's signal to one process, before it could save. On several hosts, it may be
+            # torchrun's, for a restart; on one, torchrun ends processes only after a failure.
+            is_only_one = is_first_failure and len(processes) == num_processes - 1
+            stopped = [*filter(_was_stopped, ends)]
+            if stopped and is_only_one and is_single_host:
+                self._end_processes(stopped[0].si_status, known)
             if failure and is_first_failure:
                 is_first_failure = False
                 os.environ[RESTART] = failure
@@ -232,6 +239,13 @@ def _is_running(process: int) -> bool:
     return False
 
 
+def _end_of(process: int) -> os.waitid_result | None:
+    """Return how a child has ended; None if it runs, or torchrun has noticed its end."""
+    with contextlib.suppress(ChildProcessError):
+        return os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    return None
+
+
 def _read(name: str) -> bytes:
     """Return the content of a file about a process or thread; nothing if it has ended."""
     with contextlib.suppress(OSError):
@@ -252,20 +266,20 @@ def _is_starting(process: int) -> bool:
     return bool(unhandled >> (signal.SIGTERM - 1) & 1)
 
 
-def _was_stopped(received: signal.struct_siginfo) -> bool:
-    """Return whether a process was ended by a signal to stop, from its SIGCHLD."""
-    is_killed = received.si_code == os.CLD_KILLED
-    return is_killed and received.si_status in (signal.SIGTERM, signal.SIGHUP)
+def _was_stopped(end: End) -> bool:
+    """Return whether a process was ended by a signal to stop."""
+    is_killed = end.si_code == os.CLD_KILLED
+    return is_killed and end.si_status in (signal.SIGTERM, signal.SIGHUP)
 
 
-def _describe_failure(received: signal.struct_siginfo) -> str:
-    """Return how a process failed, from its SIGCHLD; an empty string if it did not fail."""
-    status = received.si_status  # or signal
+def _describe_failure(end: End) -> str:
+    """Return how a process failed; an empty string if it did not fail."""
+    status = end.si_status  # or signal
     if status in (0, signal.SIGTERM, 128 + signal.SIGTERM):  # torchrun stops processes by SIGTERM
         return ""
-    if received.si_code == os.CLD_EXITED:
-        return f"process {received.si_pid} exited with status {status}"
-    return f"process {received.si_pid} was ended by {_name_signal(status)}"
+    if end.si_code == os.CLD_EXITED:
+        return f"process {end.si_pid} exited with status {status}"
+    return f"process {end.si_pid} was ended by {_name_signal(status)}"
 
 
 def _name_signal(number: int) -> str:
