@@ -252,7 +252,7 @@ def test_no_child_is_left_running(tmp_path):
     wait_until(partial(has_ended, int(pid.read_text())))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGKILL])
 def test_signal_leaves_no_child(tmp_path, number):
     pid = tmp_path / "pid"
     script = tmp_path / "main.py"
@@ -266,8 +266,15 @@ def test_signal_leaves_no_child(tmp_path, number):
     with subprocess.Popen([*command, script], env=environment, cwd=tmp_path) as process:
         wait_until(pid.exists)
         process.send_signal(number)
-    assert process.returncode == 128 + number
+    assert process.returncode == (-number if number == signal.SIGKILL else 128 + number)
     wait_until(partial(has_ended, int(pid.read_text())))
+
+
+def test_another_signal_does_not_interrupt_the_end_of_the_children():
+    script = "from engine.diagnostics.preflight import SIGNALS, _exit\nimport os, signal\n"
+    script += "try: _exit(15, None)\nfinally: [os.kill(os.getpid(), number) for number in SIGNALS]"
+    done = subprocess.run([sys.executable, "-c", script], cwd=TEMPLATE, check=False)
+    assert done.returncode == 128 + signal.SIGTERM
 
 
 def test_commands_of_two_hosts(two_hosts, monkeypatch):

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import torch
 
-from engine import UserError, backend, distributed, end_with_parent
+from engine import UserError, backend, distributed
 from engine.checkpoint import format as checkpoint
 from engine.checkpoint.selection import newest
 from engine.diagnostics import data_checks, preflight
@@ -37,7 +37,6 @@ def check_settings(
     """
     if preflight.RESULTS not in os.environ:
         _exec_preflight()
-    end_with_parent()
     datasets = cache(build_datasets)
     checks: dict[str, Callable[[Namespace], Results]] = {
         "flags": check_flags,

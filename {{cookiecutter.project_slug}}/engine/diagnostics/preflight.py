@@ -38,6 +38,7 @@ WARNING = "warning"
 ERROR = "error"
 PENDING = "pending"  # until the check has its first result
 SYMBOLS = {OK: "✓", WARNING: "!", ERROR: "✗"}
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 RESULTS = "CHECK_RESULTS"  # environment variable with the path of a child's file for results
 HOST = "host"  # the child that needs no torch
 RANK_0 = "rank 0"
@@ -222,6 +223,7 @@ class Child:
             stdout=self.log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=end_with_parent,  # main.py imports torch for seconds; no threads run here
         )
 
     def stop(self) -> None:
@@ -288,16 +290,17 @@ def collect(commands: Commands, timeout_s: float = TIMEOUT_S) -> Report:
 
 
 def _exit(number: int, _: object) -> NoReturn:
+    for other in SIGNALS:  # another one would interrupt the end of the children
+        signal.signal(other, signal.SIG_IGN)
     sys.exit(128 + number)
 
 
 def main() -> None:
     """Print each result, or all of them as JSON; exit with status 1 if one is an error."""
     if RESULTS in os.environ:
-        end_with_parent()
         run_checks(CHECKS)
         return
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in SIGNALS:
         if signal.getsignal(number) != signal.SIG_IGN:  # as nohup ignores SIGHUP
             signal.signal(number, _exit)  # which ends the children
     script = next(text for text in sys.argv[1:] if not text.startswith("-"))

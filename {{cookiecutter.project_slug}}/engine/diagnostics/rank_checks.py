@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from engine import UserError, distributed, end_with_parent, summarize
+from engine import UserError, distributed, summarize
 from engine.diagnostics import preflight
 from engine.diagnostics.first_step import device_identity, find_shared_gpu
 from engine.diagnostics.preflight import ERROR, OK, WARNING, Results
@@ -216,7 +216,6 @@ def find_problem(store: dist.Store, world_size: int) -> str:
 
 def main() -> None:
     """Run the checks of this rank."""
-    end_with_parent()
     rank, local_rank, world_size = distributed.resolve_ranks(None)
     of_torch = {"torch": check_torch, "CUDA": check_cuda, "NCCL": check_nccl}
     if local_rank == 0 and not preflight.run_checks(of_torch):
