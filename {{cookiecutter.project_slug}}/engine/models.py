@@ -79,8 +79,7 @@ def model_options(
     """Return the arguments of `build_model` beyond `arch`: the images as a dict, and rates.
 
     A timm model's images are those of its pretrained weights, with the given fields of `image`
-    replaced. The result, of plain types, is stored in checkpoints; it is empty for a
-    torchvision model with its defaults.
+    replaced. The result, of plain types, is stored in checkpoints.
 
     Raises UserError if timm is missing or has no such model, and for rates, a mean or a standard
     deviation of another model.

@@ -33,7 +33,8 @@ class Progress:
     samples: int = 0  # of the current epoch, consumed by all processes together
     best: float = -math.inf  # score of best.pt (engine.monitoring.metric)
     weights: str = "model"  # or "ema": which of them had the better metric
-    scores: list[float] = field(default_factory=list)  # of all validations
+    # Of the validations of whole epochs; a file also has that of its own state.
+    scores: list[float] = field(default_factory=list)
     # Training results of an epoch that is saved but not validated yet.
     pending_row: dict[str, float] = field(default_factory=dict)
 

@@ -241,9 +241,8 @@ def folder_of_rank(folder: Path) -> Iterator[Path]:
 
 def cpu_cores() -> int:
     """Return the number of CPU cores for each process of this host."""
-    return max(
-        1, len(os.sched_getaffinity(0)) // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    )
+    processes = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return max(1, len(os.sched_getaffinity(0)) // processes)
 
 
 def make_deterministic() -> None:
