@@ -102,14 +102,14 @@ can_look() {
 if [ -n "${PYTHON:-}" ]; then
     python=$PYTHON
     option=$(find_torch "$python") || option=$(can_look "$python") ||
-        fail "PYTHON=$python is no Python with torch, or older than 3.10: name another, or install \
-this project in it."
+        fail "PYTHON=$python is not Python 3.10 or later with torch: name another, or install this \
+project in it."
 else
     for python in python python3; do
         option=$(find_torch "$python") && break
     done || for python in python python3; do
         option=$(can_look "$python") && break
-    done || fail "neither python nor python3 has torch and is Python 3.10 or later: activate its \
+    done || fail "neither python nor python3 is Python 3.10 or later with torch: activate its \
 environment, or see README.md."
 fi
 

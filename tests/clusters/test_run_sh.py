@@ -410,8 +410,8 @@ exec "$REAL_PYTHON" -c 'import sys; sys.version_info = (3, 9, 18); exec(sys.argv
 def test_old_python_is_refused(machine, flags):
     """Its own error would be one of syntax."""
     old = machine.command("python", OLD)
-    assert "has torch and is Python 3.10 or later" in machine.refuses(*flags)
-    assert "or older than 3.10" in machine.refuses(*flags, PYTHON=str(old))
+    assert "is Python 3.10 or later with torch" in machine.refuses(*flags)
+    assert "is not Python 3.10 or later with torch" in machine.refuses(*flags, PYTHON=str(old))
     machine.command("python3", STAND_IN)
     machine.run(*flags)
 
@@ -439,7 +439,7 @@ def test_closed_streams_are_opened(machine):
 def test_a_program_that_is_no_interpreter_is_refused(machine):
     for name in ("true", "echo"):
         program = shutil.which(name)
-        assert f"PYTHON={program} is no Python with torch" in machine.refuses(PYTHON=program)
+        assert f"PYTHON={program} is not Python 3.10 or later with torch" in machine.refuses(PYTHON=program)
         assert machine.start("--check", PYTHON=program).returncode == 2
 
 
