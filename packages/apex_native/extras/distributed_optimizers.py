@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from apex_native.optimizers import FusedAdam, FusedLAMB
+from apex_native.optimizers.layerwise import LayerwiseOptimizer
 from torch import Tensor
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -14,7 +15,7 @@ from .master_weights import HALF_TYPES
 from .mixed_precision_lamb import FusedWithMasters
 from .multi_tensor import in_fp32, write_back
 
-# Apex's options of buffers, process groups and overlap, which change no result, and of types.
+# Apex's options of buffers, process groups, overlap and types, which are unused.
 UNUSED_BY_ADAM = (
     "dtype grad_sync_dtype param_sync_dtype device overlap_grad_sync overlap_param_sync "
     "bucket_cap_mb pipeline_size contiguous_param_buffer contiguous_grad_buffer store_params "
@@ -35,11 +36,9 @@ class _Adam(FusedWithMasters, FusedAdam):
 class _LAMB(FusedWithMasters, FusedLAMB):
     """FusedLAMB of the parameters of one process, without its clipping."""
 
-    grad_scale: Tensor  # by which gradients are divided
-
     def _before_step(self) -> None:
-        super()._before_step()
-        self._clip = self.grad_scale
+        LayerwiseOptimizer._before_step(self)
+        self._clip = torch.ones(())
 
 
 class _DistributedOptimizer(ZeroRedundancyOptimizer):
@@ -48,8 +47,8 @@ class _DistributedOptimizer(ZeroRedundancyOptimizer):
     The model is not wrapped in DistributedDataParallel. Each gradient is averaged when the backward
     pass has it, so that GradScaler, too, finds averages; under ``no_sync``, before it is used. The
     same parameters must take part in the backward pass of all processes. Apex also shards gradients
-    (stage 2). Half parameters have fp32 masters in the state, and fp32 gradients; in torch without
-    ``Tensor.grad_dtype``, gradients are averaged in fp32, but accumulated in half.
+    (stage 2). Half parameters have fp32 masters in the state. Their gradients are averaged in fp32,
+    but accumulated in half.
     """
 
     _step_supports_amp_scaling = True  # read by GradScaler.step, which leaves gradients scaled
@@ -64,16 +63,14 @@ class _DistributedOptimizer(ZeroRedundancyOptimizer):
         **defaults: Any,
     ) -> None:
         super().__init__(params, optimizer_class, process_group=process_group, **defaults)
-        # Of the gradients, which are divided in fp32 by the step: half ones would underflow.
+        # Of half gradients, which would underflow: the step divides fp32 copies.
         self._divisor = torch.ones((), device=self.parameters()[0].device)
         self._is_syncing = True
         self._unsynced: set[Tensor] = set()
-        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        for parameter in trained:
-            if parameter.dtype in HALF_TYPES:
-                parameter.grad_dtype = torch.float32  # without effect in older torch
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._on_gradient) for parameter in trained
+            parameter.register_post_accumulate_grad_hook(self._on_gradient)
+            for parameter in self.parameters()
+            if parameter.requires_grad
         ]
 
     def parameters(self) -> list[Tensor]:
@@ -117,7 +114,18 @@ class _DistributedOptimizer(ZeroRedundancyOptimizer):
     @torch.no_grad()
     def grad_norm(self) -> Tensor:
         """Return the 2-norm of all averaged gradients."""
-        return torch.nn.utils.get_total_norm(in_fp32(self._gradients())) / self._divisor
+        grads = self._gradients()
+        return torch.nn.utils.get_total_norm(
+            [grad.float() / self._divisor if grad.dtype in HALF_TYPES else grad for grad in grads]
+        )
+
+    @torch.no_grad()
+    def _divide_gradients(self, divisor: Tensor) -> None:
+        """Divide gradients: fp32 ones now, half ones in the next step."""
+        grads = [grad for grad in self._gradients() if grad.dtype not in HALF_TYPES]
+        if grads:
+            torch._foreach_div_(grads, divisor.to(self._divisor.device))
+        self._divisor.mul_(divisor)
 
     def _overflowed(self) -> bool:
         """Return whether GradScaler found an overflow, on all processes or on none."""
@@ -144,20 +152,23 @@ class _DistributedOptimizer(ZeroRedundancyOptimizer):
         if not (is_scaled and self._overflowed()):
             self.grad_sync()
             if is_scaled and self.grad_scale is not None:
-                self._divisor.mul_(self.grad_scale)
+                self._divide_gradients(self.grad_scale)
             self._update()
         self._divisor.fill_(1.0)
 
     def _update(self) -> None:
-        self.optim.grad_scale = self._divisor
+        self.optim.half_divisor = self._divisor
         super().step()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of all processes."""
         super().load_state_dict(state_dict)
-        # It moves 0-dimensional tensors to the CPU, where torch's fused kernels do not take them.
+        self.state.clear()  # a second copy
+        # It moves 0-dimensional tensors to the CPU, where torch's fused kernels do not take them,
+        # and states of half parameters from torch's optimizers are half.
         for parameter, state in self.optim.state.items():
-            state.update({name: value.to(parameter.device) for name, value in state.items()})
+            for name, value in state.items():
+                state[name] = value.to(parameter.device, torch.float32)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set gradients to None or zero."""
@@ -227,24 +238,25 @@ class DistributedFusedAdam(_DistributedOptimizer):
     def clip_grad_norm(
         self, max_norm: float, parameters: object = None, norm_type: float = 2.0
     ) -> Tensor:
-        """Scale the gradients of the next step to a 2-norm of `max_norm` at most; return it before.
+        """Clip the averaged gradients to a 2-norm of `max_norm`; return their norm before clipping.
 
-        Raises NotImplementedError for some of the parameters or another norm, as Apex does.
+        The ``grad`` of half parameters stays as it is: the next step scales an fp32 copy. Raises
+        NotImplementedError for some of the parameters or another norm, as Apex does.
         """
         if parameters is not None or norm_type != 2.0:
             raise NotImplementedError("clip_grad_norm has the 2-norm of all parameters only")
         norm = self.grad_norm()
-        self._divisor.mul_(torch.clamp((norm + 1e-6) / max_norm, min=1.0))
+        self._divide_gradients(torch.clamp((norm + 1e-6) / max_norm, min=1.0))
         return norm
 
     @torch.no_grad()
     def unscale_grads(self, inv_scale: Tensor, *args: Any) -> dict[torch.device, Tensor]:
-        """Multiply the gradients of the next step; return for each device 1.0 if one is inf or nan.
+        """Multiply the averaged gradients; return for each device 1.0 if one is inf or nan.
 
-        As in Apex, and in ``clip_grad_norm``, the parameters' ``grad`` stays as it is.
+        The ``grad`` of half parameters stays as it is, as in ``clip_grad_norm``.
         """
         largest = torch.nn.utils.get_total_norm(self._gradients(), torch.inf)
-        self._divisor.div_(inv_scale.squeeze())
+        self._divide_gradients(1 / inv_scale.squeeze())
         return {largest.device: (~largest.isfinite()).float()}
 
 
@@ -317,10 +329,10 @@ class DistributedFusedLAMB(_DistributedOptimizer):
     @torch.no_grad()
     def _update(self) -> None:
         if not hasattr(self, "found_inf"):
-            self._divisor.mul_(torch.as_tensor(self._global_scale).squeeze())
+            self._divide_gradients(torch.as_tensor(self._global_scale).squeeze())
         norm = self.grad_norm()
         if not norm.isfinite():  # as in Apex, a step that overflowed is skipped
             return
         if self.max_grad_norm > 0:
-            self._divisor.mul_(torch.clamp(norm / self.max_grad_norm, min=1.0))
+            self._divide_gradients(torch.clamp(norm / self.max_grad_norm, min=1.0))
         super()._update()

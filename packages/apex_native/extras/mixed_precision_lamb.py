@@ -14,6 +14,8 @@ from .master_weights import HALF_TYPES
 class FusedWithMasters(FusedOptimizer):
     """Fused optimizer that keeps fp32 masters of parameters of some types, in its state."""
 
+    half_divisor: Tensor | None = None  # of the gradients of parameters with masters
+
     def _has_masters(self, dtype: torch.dtype) -> bool:
         """Return whether parameters of this type have masters."""
         return dtype in HALF_TYPES
@@ -28,9 +30,15 @@ class FusedWithMasters(FusedOptimizer):
                 state.update({**self._new_state(parameter), **state})
                 state["master"] = torch.empty_like(state["exp_avg"]).copy_(parameter)
         masters = [state["master"] for state in states]
+        for parameter, master in zip(parameters, masters, strict=True):
+            # Others may have written to the parameter, such as load_state_dict of the model.
+            is_current = parameter == master.to(parameter.dtype)
+            master.copy_(torch.where(is_current, master, parameter))
         # The fused kernels assume the same strides for all that they are given of a parameter.
         grads = [torch.empty_like(m) for m in masters]
         torch._foreach_copy_(grads, [p.grad for p in parameters if p.grad is not None])
+        if self.half_divisor is not None:
+            torch._foreach_div_(grads, self.half_divisor)
         self._update(group, masters, grads, states)
         torch._foreach_copy_(parameters, masters)
 
