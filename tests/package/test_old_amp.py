@@ -78,7 +78,8 @@ def test_wrapped_optimizer_adds_the_gradients_of_its_losses(model):
 
 
 def test_wrapped_optimizer_keeps_gradients_whose_memory_the_next_loss_overwrites(model):
-    bucket = torch.empty_like(model.weight.detach())  # as DDP's, with gradient_as_bucket_view
+    # A view, as DDP's with gradient_as_bucket_view.
+    bucket = torch.empty(model.weight.numel()).view_as(model.weight)
 
     def move(parameter):
         parameter.grad = bucket.copy_(parameter.grad)
@@ -90,6 +91,16 @@ def test_wrapped_optimizer_keeps_gradients_whose_memory_the_next_loss_overwrites
         with optimizer.scale_loss(loss_of(model, factor)) as scaled_loss:
             scaled_loss.backward()
     torch.testing.assert_close(model.weight.grad, torch.full_like(model.weight, 8.0))
+
+
+def test_wrapped_optimizer_copies_no_other_gradients(model):
+    optimizer = init().wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.5), num_loss=2)
+    with optimizer.scale_loss(loss_of(model)) as scaled_loss:
+        scaled_loss.backward()
+    grad = model.weight.grad
+    with optimizer.scale_loss(torch.ones((), requires_grad=True)) as scaled_loss:
+        scaled_loss.backward()  # of other parameters
+    assert model.weight.grad is grad
 
 
 @pytest.mark.parametrize("overflowing", [0, 1])
