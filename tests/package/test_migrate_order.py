@@ -36,6 +36,13 @@ HELPERS = f"{BACK}def update():\n{STEP}\n"
 SHIFT = "    for p in model.parameters():\n        p.grad.add_(0.5)\n"
 NO_STEP = "step() may not follow after gradients are clipped"
 BETWEEN = "gradients are clipped between two backward passes"
+OTHER = """\
+other = nn.Linear(8, 8)
+second = torch.optim.SGD(other.parameters(), lr=0.1)
+other, second = amp.initialize(other, second, opt_level="O1")
+"""
+OTHER_BACKWARD = BACKWARD.replace("model", "other").replace("optimizer", "second")
+OTHER_STEP = STEP.replace("optimizer", "second")
 LEFT = {
     "functions": (
         f"{HELPERS}def clip():\n{CLIP}\n{LOOP}    backward()\n    clip()\n    update()\n",
@@ -76,21 +83,50 @@ LEFT = {
     ),
     "method of the optimizer": (
         f"{LOOP}{BACKWARD}    optimizer.first_step()\n{BACKWARD}{STEP}",
-        "first_step is given the parameters before the step",
+        "optimizer.first_step is a method of an object that has the parameters",
     ),
     "object with the parameters": (
         "clipper = elsewhere.Clipper(model.parameters())\n"
         + f"{LOOP}{BACKWARD}    clipper.clip()\n{STEP}",
-        "clip is given the parameters before the step",
+        "clipper.clip is a method of an object that has the parameters",
     ),
     "object with a list of parameters": (
         "weights = [*model.parameters()]\nclipper = Clipper(weights)\n"
         + f"{LOOP}{BACKWARD}    clipper.clip()\n{STEP}",
-        "clip is given the parameters before the step",
+        "clipper.clip is a method of an object that has the parameters",
     ),
     "called object with the optimizer": (
         f"clipper = Clipper(optimizer)\n{LOOP}{BACKWARD}    clipper()\n{STEP}",
-        "clipper is given the parameters before the step",
+        "clipper has the parameters, and may read their gradients",
+    ),
+    "method with the name of a builtin function": (
+        f"clipper: Clipper = Clipper(optimizer)\n{LOOP}{BACKWARD}    clipper.filter()\n{STEP}",
+        "clipper.filter is a method of an object that has the parameters",
+    ),
+    "method with the name of one of this file": (
+        "class Image:\n    def clip(self):\n        return self\n\n"
+        + f"clipper = Clipper(optimizer)\n{LOOP}{BACKWARD}    clipper.clip()\n{STEP}",
+        "clipper.clip is a method of an object that has the parameters",
+    ),
+    "method that logs gradients": (
+        f"{LOOP}{BACKWARD}    optimizer.log_grad_norm()\n{STEP}",
+        "optimizer.log_grad_norm is a method of an object that has the parameters",
+    ),
+    "object that clips and has the model": (
+        f"clipper = Clipper(model)\n{LOOP}    model.train()\n{BACKWARD}    clipper.run()\n{STEP}",
+        "clipper.run is a method of an object that has the parameters",
+    ),
+    "new object that clips and has the model": (
+        f"{LOOP}{BACKWARD}    Clipper(model).run()\n{STEP}",
+        "Clipper is given the parameters before the step",
+    ),
+    "function that clips and has the model": (
+        f"{LOOP}{BACKWARD}    noise.normalize_grads(model)\n{STEP}",
+        "normalize_grads is given the parameters before the step",
+    ),
+    "step of another optimizer": (
+        f"{OTHER}{LOOP}{BACKWARD}{STEP}{OTHER_BACKWARD}    noise(optimizer)\n{OTHER_STEP}",
+        "noise is given the parameters before the step",
     ),
     "two losses": (f"{LOOP}{BACKWARD}{CLIP}{BACKWARD}{STEP}", BETWEEN),
     "continue": (
@@ -156,6 +192,15 @@ CONVERTED = {
     + f"policy = elsewhere.Policy(optimizer)\n{LOOP}{BACKWARD}    schedule.step()\n"
     + "    plan.adjust()\n    policy.step()\n    policy.load_state_dict(policy.state_dict())\n"
     + f"    optimizer.update_learning_rate()\n    optimizer.synchronize()\n{STEP}",
+    "objects that have the optimizer, and ordinary methods": "log = Logger(optimizer)\n"
+    + f"ema = Average(model.parameters())\n{LOOP}{BACKWARD}    log.write(n)\n    ema.store()\n"
+    + "    log.on_backward_end()\n    optimizer.consolidate()\n    log.batch_step()\n"
+    + f"    optimizer.get_lr()\n    optimizer.print_groups()\n    ema.restore()\n{STEP}",
+    "number of parameters": "num = sum(p.numel() for p in model.parameters())\n"
+    + f"meter = Meter(num)\n{LOOP}{BACKWARD}    meter.add(loss.item())\n{STEP}",
+    "penalty of a model's gradients": f"{LOOP}{BACKWARD}    gradient_penalty(model)\n{STEP}",
+    "step of another optimizer": f"{OTHER}ema = Average(model.parameters())\n{LOOP}{BACKWARD}{STEP}"
+    + f"    ema.apply_shadow()\n{OTHER_BACKWARD}{OTHER_STEP}",
     "penalty that has the parameters": "penalty = elsewhere.penalty(model.parameters())\n"
     + f"{LOOP}{BACKWARD}    noise(1)\n    print(penalty.item())\n{STEP}",
     "class of this file that has the parameters": "class Meter:\n    def __init__(self, params):\n"

@@ -28,6 +28,7 @@ from .usage import Loss
 
 HANDLED = {"initialize", "scale_loss", "master_params", "state_dict", "load_state_dict"}
 HANDLED |= {"disable_casts"}
+MODEL_METHODS = ("parameters", "named_parameters", "train")
 REGISTERED = ("register_float_function", "register_half_function", "register_promote_function")
 # A cast of a model to half or bfloat16, or of tensors.
 HALF = re.compile(r"\.(half|bfloat16)\(|network_to_half\(|\.(to|type)\(.*(float16|half)", re.I)
@@ -76,6 +77,8 @@ class Analysis(Order):
             self.flags |= {text.lstrip("-").replace("-", "_") for text in texts}
         elif attribute in ADDING and isinstance(node.func, cst.Attribute):
             self.assigned += [(node.func.value, arg.value) for arg in node.args]
+        elif attribute in MODEL_METHODS and isinstance(node.func, cst.Attribute):
+            self.models.add(source(node.func.value))
         elif "clip_grad" in source(node.func):
             self._add_reader(node, "")
         if not name.startswith("apex.amp."):
@@ -142,6 +145,10 @@ class Analysis(Order):
 
     def visit_Assign(self, node: cst.Assign) -> None:
         self.assigned += [(each.target, node.value) for each in node.targets]
+
+    def visit_AnnAssign(self, node: cst.AnnAssign) -> None:
+        if node.value:
+            self.assigned.append((node.target, node.value))
 
     def visit_AugAssign(self, node: cst.AugAssign) -> None:
         if isinstance(node.value, (cst.Name, cst.List, cst.ListComp)):

@@ -20,7 +20,13 @@ PARAMETERS = re.compile(
 )
 HARMLESS = {*dir(builtins), *ADDING, "scale_loss", "master_params"}  # given parameters
 # Methods that need no gradients, or leave them scaled, of an optimizer or of what is given it.
-ORDINARY = re.compile(r"^(step|zero_grad|add_param_group|train|eval|.*(state_dict|synchronize))$")
+ORDINARY = re.compile(
+    r"^(step|zero_grad|add_param_group|train|eval|write|batch_step|store|restore|"
+    r".*(state_dict|synchronize)|(?!.*grad)((get|step|register|on)_|log|print|consolidate)\w*)$"
+)
+# In the name of a function or class that may change the gradients of a model that it is given.
+CHANGING = re.compile(r"clip|grad(?!\w*penalty)", re.IGNORECASE)
+COUNT = re.compile(r"(\bsum\(|\+ ).*\.numel\(\)", re.DOTALL)  # of a model's parameters
 CLASS = re.compile(r"(^|\.)[A-Z]\w*$")
 SCHEDULE = re.compile(
     r"LR|Lr[A-Z]|(^|\W|_)lr|[Ll]earning_?[Rr]ate|[Ss]ched|[Ww]arm|[Aa]nneal|[Cc]ycl"
@@ -40,7 +46,8 @@ def _is_property(function: cst.CSTNode) -> bool:
 
 def _is_computed_from(node: cst.CSTNode, parameters: set[str]) -> bool:
     """Return whether parameters are in `node`, of a model or under these names."""
-    return bool(PARAMETERS.search(source(node)) or names_in(node) & parameters)
+    code = source(node)
+    return bool(PARAMETERS.search(code) or names_in(node) & parameters) and not COUNT.search(code)
 
 
 class Gradients(Tree):
@@ -56,6 +63,7 @@ class Gradients(Tree):
         self.values: set[str] = set()  # names that are passed on or assigned
         self.defined: set[str] = set()  # functions of this file
         self.classes: set[str] = set()  # of this file
+        self.models: set[str] = set()
         self.assigned: list[tuple[cst.BaseExpression, cst.BaseExpression]] = []  # target, value
         self.has_lambda = False  # which reads gradients
 
@@ -112,57 +120,84 @@ class Gradients(Tree):
         self._check_unscaled()
 
     def _check_imported(self) -> None:
-        """Require that no function of another file is given the parameters before a step."""
+        """Require that no code of another file that has the parameters runs before a step."""
         parameters = self._names_of_parameters()
         holders = self._holders(parameters)
         for name, call in self.calls:
-            is_harmless = name in {*self.defined, *HARMLESS} or "clip_grad" in name
-            is_given = self._is_given(call, parameters) or self._has_holder(call, holders)
-            if not is_given or is_harmless:
-                continue
-            starts = self.beside(call, [loss.statement for loss in self.usage.losses])
-            follows = [
-                each
-                for each in starts
-                if self.line(each) < self.line(call) and not self.are_branches(call, each)
-            ]
-            steps = [step for owner, step in self.steps if owner in self.usage.scalers]
-            ends = self.beside(call, steps)
-            is_before = any(self.line(call) < self.line(each) for each in ends)
-            if is_before and (follows or not starts):
+            access = "" if "clip_grad" in name else self._access(name, call, parameters, holders)
+            if access and any(self._is_scaled_at(call, each) for each in self.usage.scalers):
                 self.usage.reasons.append(
-                    f"{name} is given the parameters before the step, and may read their "
-                    "gradients, which GradScaler scales"
+                    f"{access}, and may read their gradients, which GradScaler scales"
                 )
 
+    def _access(self, name: str, call: cst.Call, parameters: set[str], holders: set[str]) -> str:
+        """Return how a call has the parameters, or "" if it has not.
+
+        By its arguments, or as an object that has them or one of its methods that is not ORDINARY.
+        """
+        code = source(call.func)
+        owner, _, method = code.rpartition(".")
+        if self._is_given(call, parameters) and name not in {*self.defined, *HARMLESS}:
+            return f"{name} is given the parameters before the step"
+        if code in holders:
+            return f"{code} has the parameters"
+        if owner in holders and not (ORDINARY.search(method) or SCHEDULE.search(code)):
+            return f"{code} is a method of an object that has the parameters"
+        return ""
+
+    def _is_scaled_at(self, call: cst.Call, optimizer: str) -> bool:
+        """Return whether a call is between a loss of an optimizer and the first step after it.
+
+        If all of its losses are in other functions, return whether a step comes after the call.
+        """
+        here = self.line(call)
+        losses = [loss.statement for loss in self.usage.losses if loss.optimizer == optimizer]
+        losses = self.beside(call, losses)
+        steps = self.beside(call, [step for owner, step in self.steps if owner == optimizer])
+        starts = [
+            self.line(each)
+            for each in losses
+            if self.line(each) < here and not self.are_branches(call, each)
+        ]
+        if losses and not starts:
+            return False
+        latest = max(starts, default=here)
+        is_done = any(
+            latest <= self.line(each) < here and not self.are_branches(call, each) for each in steps
+        )
+        return not is_done and any(here < self.line(each) for each in steps)
+
     def _is_given(self, call: cst.Call, parameters: set[str]) -> bool:
-        """Return whether an optimizer or parameters are among the arguments of a call."""
+        """Return whether an optimizer or parameters are among the arguments of a call.
+
+        Or a model, if the name of the function or class is CHANGING.
+        """
+        is_changing = CHANGING.search(source(call.func).rpartition(".")[2])
+        owners = {*self.usage.scalers, *(self.models if is_changing else ())}
         return any(
-            source(arg.value) in self.usage.scalers or _is_computed_from(arg.value, parameters)
+            source(arg.value) in owners or _is_computed_from(arg.value, parameters)
             for arg in call.args
         )
 
     def _holders(self, parameters: set[str]) -> set[str]:
-        """Return the optimizers, and the objects of other files' classes that are given them.
+        """Return the optimizers, and the objects that are given an optimizer or parameters.
 
-        Or the parameters; except for schedules of the learning rate.
+        Except objects of this file's classes, and learning rate schedules.
         """
-        return {*self.usage.scalers} | {
-            source(target)
+        made = [
+            (source(target), source(value.func), value)
             for target, value in self.assigned
             if isinstance(value, cst.Call)
-            and CLASS.search(source(value.func))
-            and source(value.func) not in self.classes
-            and not any(each.search(source(value.func)) for each in (OPTIMIZER, SCHEDULE))
-            and self._is_given(value, parameters)
+        ]
+        given = {
+            target
+            for target, code, call in made
+            if CLASS.search(code)
+            and not any(each.search(code) for each in (OPTIMIZER, SCHEDULE))
+            and self._is_given(call, parameters)
         }
-
-    def _has_holder(self, call: cst.Call, holders: set[str]) -> bool:
-        """Return whether a call is of one of these objects, or of its methods but ordinary ones."""
-        code = source(call.func)
-        owner, _, method = code.rpartition(".")
-        is_other = ORDINARY.search(method) or SCHEDULE.search(code)
-        return code in holders or (owner in holders and not is_other)
+        own = {target for target, code, _ in made if code in self.classes}
+        return {*self.usage.scalers, *given} - own
 
     def beside(self, node: cst.CSTNode, others: list[Any]) -> list[cst.CSTNode]:
         """Return those of `others` in the function of a node, and the calls of their functions."""
