@@ -439,7 +439,9 @@ def test_closed_streams_are_opened(machine):
 def test_a_program_that_is_no_interpreter_is_refused(machine):
     for name in ("true", "echo"):
         program = shutil.which(name)
-        assert f"PYTHON={program} is not Python 3.10 or later with torch" in machine.refuses(PYTHON=program)
+        assert f"PYTHON={program} is not Python 3.10 or later with torch" in machine.refuses(
+            PYTHON=program
+        )
         assert machine.start("--check", PYTHON=program).returncode == 2
 
 

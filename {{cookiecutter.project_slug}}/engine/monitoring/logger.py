@@ -127,7 +127,8 @@ class Logger(Console):
             with self._errors_as_warning("TensorBoard events are not written"):
                 self.events = self._open_events(progress.step, table)
         with self._errors_as_warning("nothing is logged to the trackers"):
-            self._open_tracking(config and (settings or config) or {}, resume, progress.step)
+            tracked = (settings or config) if config else {}
+            self._open_tracking(tracked, resume, progress.step)
         self.print_heading(run_files.main_columns(self.monitored.name))
 
     def _write_config(self) -> None:
