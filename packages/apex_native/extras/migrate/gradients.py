@@ -151,8 +151,9 @@ class Gradients(Tree):
         If all of its losses are in other functions, return whether a step comes after the call.
         """
         here = self.line(call)
-        losses = [loss.statement for loss in self.usage.losses if loss.optimizer == optimizer]
-        losses = self.beside(call, losses)
+        losses = self.beside(
+            call, [loss.statement for loss in self.usage.losses if loss.optimizer == optimizer]
+        )
         steps = self.beside(call, [step for owner, step in self.steps if owner == optimizer])
         starts = [
             self.line(each)
