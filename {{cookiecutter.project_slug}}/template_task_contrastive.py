@@ -189,14 +189,18 @@ class LimitedAbove(torch.autograd.Function):
 
 
 def similarities(image_embeddings: Tensor, text_embeddings: Tensor) -> Tensor:
-    """Return cosine similarity / temperature of (N, EMBEDDING) and (M, EMBEDDING): (N, M).
+    """Return cosine similarity / temperature of (N, EMBEDDING) and (M, EMBEDDING): (N, M)."""
+    return F.normalize(image_embeddings, dim=1) @ text_embeddings.T
 
-    In the type of the texts, which is fp32: in half precision, similar captions would tie. Neither
-    autocast nor real Apex's O1, which does not patch ``torch.inner``, may cast it.
+
+def exact_similarities(image_embeddings: Tensor, text_embeddings: Tensor) -> Tensor:
+    """Return the `similarities` in fp32: in half precision, similar captions would tie.
+
+    Neither autocast nor real Apex's O1, which does not patch ``torch.inner``, casts them.
     """
     with torch.autocast(text_embeddings.device.type, enabled=False):
-        images = F.normalize(image_embeddings.to(text_embeddings.dtype), dim=1)
-        return torch.inner(images, text_embeddings)
+        images = F.normalize(image_embeddings.float(), dim=1)
+        return torch.inner(images, text_embeddings.float())
 
 
 def criterion(
@@ -322,7 +326,7 @@ class Metrics:
         index = {caption: number for number, caption in enumerate(candidates)}
         totals = torch.zeros(3, dtype=torch.float64, device=self.device)
         for images, captions in zip(self.images, self.captions, strict=True):
-            logits = similarities(images, texts)
+            logits = exact_similarities(images, texts)
             own = torch.tensor([index[caption] for caption in captions], device=self.device)
             losses = F.cross_entropy(logits, own, reduction="sum")
             correct = (logits.argmax(dim=1) == own).sum()
@@ -379,7 +383,7 @@ def show(
     own = [bytes(row).rstrip(b"\0").decode() for row in captions.numpy()]
     with eval_mode(model):
         embeddings, texts = model(inputs)
-    chosen = similarities(embeddings, texts).argmax(dim=1).tolist()
+    chosen = exact_similarities(embeddings, texts).argmax(dim=1).tolist()
     words = []
     for number, caption in zip(chosen, own, strict=True):
         is_correct = own[number] == caption
