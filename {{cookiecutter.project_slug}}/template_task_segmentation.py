@@ -200,42 +200,43 @@ def prepare(batch: list[Tensor]) -> tuple[Tensor, Tensor]:
 def criterion(
     output: Tensor | Mapping[str, Tensor], targets: Tensor, label_smoothing: float = 0.0
 ) -> Tensor:
-    """Return the mean cross entropy of the pixels (0 where IGNORED), and of an auxiliary head's.
-
-    It is divided by the number of all pixels, not of those that count, which differs between
-    processes and accumulated batches: so the mean over these is that of the whole batch.
-    """
+    """Return the mean cross entropy of the pixels not IGNORED, with an auxiliary head's if any."""
     outputs = output if isinstance(output, Mapping) else {"out": output}
-    # Averaged here, because torch's reduction over pixels has no deterministic CUDA kernel.
+    num_pixels = (targets != IGNORED).sum().clamp(min=1)  # a crop may hold none
+    # Summed here, because torch's reduction over pixels has no deterministic CUDA kernel.
     pixel_losses = nn.CrossEntropyLoss(
         ignore_index=IGNORED, label_smoothing=label_smoothing, reduction="none"
     )
-    losses = {name: pixel_losses(logits, targets.long()).mean() for name, logits in outputs.items()}
+    losses = {
+        name: pixel_losses(logits, targets.long()).sum() / num_pixels
+        for name, logits in outputs.items()
+    }
     return losses["out"] + AUX_WEIGHT * losses.get("aux", 0.0)
 
 
 class Metrics:
     """Loss and mean IoU of the validation set, exact for any number of processes.
 
-    The IoU is from one confusion matrix, (true class, predicted class), of all pixels of the set.
+    From one confusion matrix, (true class, predicted class), of all pixels of the whole set.
     """
 
     def __init__(self, num_classes: int, device: torch.device, args: argparse.Namespace) -> None:
         self.confusion = torch.zeros(num_classes, num_classes, dtype=torch.int64, device=device)
-        self.totals = torch.zeros(2, dtype=torch.float64, device=device)
+        self.losses = torch.zeros((), dtype=torch.float64, device=device)
 
     def reset(self) -> None:
-        """Clear the confusion matrix and the totals."""
+        """Clear the confusion matrix and the loss."""
         self.confusion.zero_()
-        self.totals.zero_()
+        self.losses.zero_()
 
     def update(self, output: Tensor | Mapping[str, Tensor], targets: Tensor) -> None:
-        """Add the pixels of a batch: the sum of their losses, their number, their classes."""
+        """Add the pixels of a batch."""
         logits = logits_of(output).float()
-        size = torch.tensor(targets.numel(), dtype=torch.float64, device=targets.device)
-        self.totals += torch.stack([criterion(logits, targets) * size, size])
+        targets = targets.long()
+        losses = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none")
+        self.losses += losses.sum(dtype=torch.float64)
         counted = targets != IGNORED
-        cells = len(self.confusion) * targets[counted].long() + logits.argmax(dim=1)[counted]
+        cells = len(self.confusion) * targets[counted] + logits.argmax(dim=1)[counted]
         counts = torch.bincount(cells, minlength=self.confusion.numel())
         self.confusion += counts.view_as(self.confusion)
 
@@ -245,9 +246,9 @@ class Metrics:
         Classes that neither occur nor are predicted have no IoU and are not in the mean.
         """
         dist.all_reduce(self.confusion)
-        dist.all_reduce(self.totals)
-        loss, count = self.totals.tolist()
-        return {"val_loss": loss / count, "val_miou": self.iou().nanmean().item()}
+        dist.all_reduce(self.losses)
+        loss = self.losses / self.confusion.sum()
+        return {"val_loss": loss.item(), "val_miou": self.iou().nanmean().item()}
 
     def iou(self) -> Tensor:
         """Return each class's intersection over union, float64 (num_classes,); NaN if absent."""
