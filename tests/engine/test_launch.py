@@ -101,12 +101,12 @@ def test_signal_is_forwarded_and_is_the_exit_status(launch, number):
 @pytest.mark.parametrize("names", [("LOCAL_RANK", "RANK"), ("RANK", "LOCAL_RANK")])
 def test_processes_are_found_wherever_their_environment_has_the_rank(names):
     """It is the first variable if a launcher that another one has started got it so."""
-    from engine.launch import _processes  # here, since the launchers run the module
+    from engine.launch import _children, _processes  # here, since the launchers run the module
 
     child = subprocess.Popen([shutil.which("sleep"), "60"], env=dict.fromkeys(names, "0"))
     other = subprocess.Popen([shutil.which("sleep"), "60"], env={"NO_LOCAL_RANK": "0"})
     try:
-        assert _processes() & {child.pid, other.pid} == {child.pid}
+        assert _processes(_children()) & {child.pid, other.pid} == {child.pid}
     finally:
         for process in (child, other):
             process.kill()
@@ -302,7 +302,7 @@ def test_signal_to_one_process_before_it_can_save_is_not_followed_by_a_restart(l
 @pytest.mark.slow
 def test_processes_are_found_while_threads_end() -> None:
     """The files of a thread in /proc vanish when it ends."""
-    from engine.launch import _processes  # here, since the launchers run the module
+    from engine.launch import _children, _processes  # here, since the launchers run the module
 
     child = subprocess.Popen(["sleep", "60"], env={"LOCAL_RANK": "0"})
     is_over = threading.Event()
@@ -318,7 +318,7 @@ def test_processes_are_found_while_threads_end() -> None:
         starter.start()
     try:
         for _ in range(2000):  # fewer than 300 were enough
-            assert _processes() == {child.pid}
+            assert _processes(_children()) == {child.pid}
     finally:
         is_over.set()
         child.kill()

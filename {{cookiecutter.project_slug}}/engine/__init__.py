@@ -50,6 +50,11 @@ def print_error(message: str) -> None:
     log_line(f"error: {message}")
 
 
+def is_directly_in(path: Path, folder: Path) -> bool:
+    """Return whether a file is in a folder itself, and no link to one elsewhere."""
+    return path.resolve().parent == folder.resolve()
+
+
 def exists(path: Path) -> bool:
     """Return whether there is a file or a folder at `path`.
 

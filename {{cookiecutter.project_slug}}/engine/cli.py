@@ -37,8 +37,6 @@ NOT_SETTINGS = (
 MAX_WORKERS = 256  # of a process: a mistyped number would exhaust the machine
 MAX_WIDTH = 100  # columns of the help text
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
-
-
 METAVARS: dict[object, str] = {int: "N", Path: "PATH"}  # by the type of a flag
 
 

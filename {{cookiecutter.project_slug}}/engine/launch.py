@@ -144,8 +144,9 @@ class SignalThread(threading.Thread):
         while True:
             received = signal.sigtimedwait(SIGNALS, POLL_S)
             number = received.si_signo if received else 0
-            _reap_orphans()
-            processes = _processes()
+            children = _children()
+            _reap_orphans(children)
+            processes = _processes(children)
             ended = {process for process in known if not _is_running(process)}
             known = (known | processes) - ended
             if number in STOP_SIGNALS and not (number == signal.SIGHUP and self.is_nohup):
@@ -158,7 +159,7 @@ class SignalThread(threading.Thread):
             ends: list[End] = [end for end in map(_end_of, ended) if end]
             if received and number == signal.SIGCHLD and received.si_pid not in others:
                 ends.append(received)
-            others = {*_children()} - known
+            others = {*children} - known
             failure = next(filter(None, map(_describe_failure, ends)), "")
             # Someone's signal to one process, before it could save. On several hosts, it may be
             # torchrun's, for a restart; on one, torchrun ends processes only after a failure.
@@ -197,22 +198,22 @@ def _children() -> list[int]:
     return [*map(int, b"".join(_read(f"self/task/{one}/children") for one in threads).split())]
 
 
-def _processes() -> set[int]:
-    """Return the ids of the processes that torchrun has started on this host.
+def _processes(children: list[int]) -> set[int]:
+    """Return those of the children that torchrun has started, as processes of the training.
 
     The launcher of a container is also the parent of what a training process has left behind.
     """
-    variables = {child: b"\0" + _read(f"{child}/environ") for child in _children()}
+    variables = {child: b"\0" + _read(f"{child}/environ") for child in children}
     ranks = {child for child, text in variables.items() if b"\0LOCAL_RANK=" in text}
     return {child for child in ranks if f"\0{IN_RANK}=".encode() not in variables[child]}
 
 
-def _reap_orphans() -> None:
+def _reap_orphans(children: list[int]) -> None:
     """Remove ended processes that training processes have left to this one, as PID 1.
 
     They are in the session of a training process, which torchrun starts in one of its own.
     """
-    for child in _children():
+    for child in children:
         stat = _read(f"{child}/stat").rpartition(b")")[2].split()
         if stat[:1] == [b"Z"] and int(stat[3]) not in (child, os.getsid(0)):
             os.waitpid(child, os.WNOHANG)
@@ -223,12 +224,12 @@ def kill_processes(known: Collection[int] = ()) -> bool:
 
     Waits for their end, but not for long: those that write hold their locks until then.
     """
-    running = set(filter(_is_running, {*known, *_processes()}))
+    running = set(filter(_is_running, {*known, *_processes(_children())}))
     _send(signal.SIGKILL, running)
     deadline = time.monotonic() + KILL_S
     while any(map(_is_running, running)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    _send(signal.SIGKILL, _processes())  # torchrun may have been starting them
+    _send(signal.SIGKILL, _processes(_children()))  # torchrun may have been starting them
     return bool(running)
 
 

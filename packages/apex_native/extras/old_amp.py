@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from apex_native import amp, log_rank_zero
+from apex_native.amp.handle import kept
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -107,7 +108,7 @@ class OptimWrapper:
         scaler = self._loss_scaler[self._loss_idx]
         # Those of earlier losses have no scale any more.
         parameters = list(amp.master_params(self._optimizer)) if self._loss_idx else []
-        earlier = [(p, _kept(p.grad)) for p in parameters if p.grad is not None]
+        earlier = [(p, kept(p.grad)) for p in parameters if p.grad is not None]
         for parameter, _ in earlier:
             parameter.grad = None
         with amp.disable_casts():
@@ -136,13 +137,6 @@ class OptimWrapper:
         if name == "_optimizer":  # before __init__, as in copies
             raise AttributeError(name)
         return getattr(self._optimizer, name)
-
-
-def _kept(grad: Tensor) -> Tensor:
-    """Return a copy of a view, of a bucket that DDP may overwrite, and others unchanged."""
-    # No public function finds views; without this one, every gradient is copied.
-    is_view = getattr(grad, "_is_view", lambda: True)
-    return grad.clone() if is_view() else grad
 
 
 @torch.no_grad()

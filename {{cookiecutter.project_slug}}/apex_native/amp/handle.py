@@ -259,6 +259,13 @@ def _backward_pass(stashes: list[AmpStash]) -> Iterator[None]:
             model.is_due = False
 
 
+def kept(gradient: Tensor) -> Tensor:
+    """Return a copy of a view, of a bucket that DDP would overwrite, and others unchanged."""
+    # No public function finds views; without this one, every gradient is copied.
+    is_view = getattr(gradient, "_is_view", lambda: True)
+    return gradient.clone() if is_view() else gradient
+
+
 def _before_backward(stash: AmpStash) -> None:
     """Set existing gradients, which are unscaled, aside from the scaled ones that follow."""
     while stash.new:
@@ -267,10 +274,7 @@ def _before_backward(stash: AmpStash) -> None:
         parameter.grad = None  # what it held is in the master's gradient already
     for parameter in stash.plain:
         if parameter.grad is not None:
-            # DistributedDataParallel would overwrite a gradient that is a view of its bucket. No
-            # public function finds views; without this one, every gradient is copied.
-            is_view = getattr(parameter.grad, "_is_view", lambda: True)
-            stash.stashed[parameter] = parameter.grad.clone() if is_view() else parameter.grad
+            stash.stashed[parameter] = kept(parameter.grad)
             parameter.grad = None
 
 

@@ -143,9 +143,8 @@ def _check_archive(path: Path, file: BinaryIO) -> None:
                 _check_pickle(path, pickled)
                 prefix = name.lower().rpartition("/")[0] + "/data/"
                 records = (record for record in sizes if record.startswith(prefix))
-                inspection.check_storages(
-                    pickled, {one.removeprefix(prefix): sizes[one] for one in records}
-                )
+                stored = {one.removeprefix(prefix): sizes[one] for one in records}
+                inspection.check_storages(pickled, stored)
 
 
 def _is_archive(file: BinaryIO) -> bool:

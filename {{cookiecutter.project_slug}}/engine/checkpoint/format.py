@@ -224,6 +224,15 @@ def _complete(entries: dict[str, Any]) -> None:
     entries.update(origin=held, epoch=epoch, step=None, samples=0, best=-math.inf, ranks=[])
 
 
+def require_own_format(path: Path, entries: dict[str, Any], is_own: bool) -> None:
+    """Raise UserError for another script's checkpoint, if it is in the run's own folder."""
+    if is_own and entries["origin"]:
+        raise UserError(
+            f"--resume {path}: another script wrote it, and the first save would replace the "
+            "checkpoints in its folder: choose another --output"
+        )
+
+
 def describe_origin(held: dict[str, bool]) -> str:
     """Return what to log of another script's checkpoint; "" for one of this engine's."""
     taken = ", ".join(name for name in held if held[name])

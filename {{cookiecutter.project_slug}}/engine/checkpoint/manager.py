@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engine import UserError, distributed
+from engine import UserError, distributed, is_directly_in
 from engine.backend import is_sharded, unwrap
 from engine.checkpoint import compatibility, files, format, sharded, validation
 from engine.checkpoint.archive import UnreadableError, security_warning
@@ -126,9 +126,9 @@ class CheckpointManager:
             return None
         entries = self._load(source, with_optimizer=not required)
         saved = entries["metadata"]
-        is_own = all_gather(self._is_own(source.path), self._group)[source.rank]
+        is_own = all_gather(is_directly_in(source.path, self.folder), self._group)[source.rank]
         if not required:
-            self._require_own_format(source.path, entries, is_own)
+            format.require_own_format(source.path, entries, is_own)
             compatibility.require_same_frozen(source.path, saved, self.metadata)
         notes = compatibility.compare_metadata(
             source.path, saved, self.metadata, self.data_sets, self.logger.warning
@@ -250,14 +250,6 @@ class CheckpointManager:
             kept = f"; the one that was here is {earlier.name} now" if earlier else ""
             self.logger.info(f"copied {files.BEST} from the host of rank {owner}{kept}")
 
-    def _require_own_format(self, path: Path, entries: dict[str, Any], is_own: bool) -> None:
-        """Raise UserError for another script's checkpoint in this run's folder."""
-        if is_own and entries["origin"]:
-            raise UserError(
-                f"--resume {path}: another script wrote it, and the first save would replace the "
-                "checkpoints in its folder: choose another --output"
-            )
-
     def _restore_progress(
         self, path: Path, entries: dict[str, Any], is_own: bool, is_evaluation: bool
     ) -> None:
@@ -285,10 +277,6 @@ class CheckpointManager:
             progress.best = -math.inf
             progress.scores = []
             self.logger.warning(f"--resume {path}: {change}; the next validation replaces best.pt")
-
-    def _is_own(self, path: Path) -> bool:
-        """Return whether a checkpoint is in the folder of this run, not a link to another one."""
-        return path.resolve().parent == self.folder.resolve()
 
     def _lock_folder(self) -> None:
         """Lock the folder, before any rank lists its files.
@@ -452,7 +440,7 @@ class CheckpointManager:
         if is_restart and choice not in (AUTO, None):
             discarded = compatibility.read_discarded(self.folder)
             # The run may have gone back to an earlier one of its own, such as best-of-step-50.pt.
-            given = [choice] if self._is_own(choice) else []
+            given = [choice] if is_directly_in(choice, self.folder) else []
         warn = self.logger.warning
         source = find(self.folder, first, warn, self._group, self._is_searched, discarded, given)
         if source or not is_restart:
@@ -476,7 +464,7 @@ class CheckpointManager:
 
     def _load(self, source: Source, with_optimizer: bool) -> dict[str, Any]:
         """Return the entries of a checkpoint, which its host sends to all others."""
-        warning = "" if self._is_own(source.path) else security_warning(source.path)
+        warning = "" if is_directly_in(source.path, self.folder) else security_warning(source.path)
         if warning:
             self.logger.warning(f"--resume {source.path}: {warning}")
         folder = self._resolve(source.path)

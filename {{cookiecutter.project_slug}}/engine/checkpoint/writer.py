@@ -32,8 +32,7 @@ class CheckpointWriter:
     main_group: dist.ProcessGroup  # of all ranks, for their main threads
     problem: str = field(default="", init=False)  # with the last write
     written_step: int = field(default=-1, init=False)  # of the last folder written, or resumed from
-    # Until the first save of a resumed run.
-    rewind: files.Rewind | None = field(default=None, init=False)
+    rewind: files.Rewind | None = field(default=None, init=False)  # until a resumed run saves
 
     def __post_init__(self) -> None:
         self._stuck: set[Path] = set()  # incomplete folders that can't be removed

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import torch
 
-from engine import UserError, backend, distributed
+from engine import UserError, backend, distributed, is_directly_in
 from engine.checkpoint import format as checkpoint
 from engine.checkpoint.selection import newest
 from engine.diagnostics import data_checks, preflight
@@ -152,10 +152,9 @@ def check_resume(settings: Namespace) -> Results:
         yield OK, f"{settings.output} has no checkpoint: the run starts from the beginning"
         return
     state = checkpoint.load_state(path)
-    is_own = path.resolve().parent == settings.output.resolve()
-    if state["origin"] and is_own and not settings.eval_only:
-        yield ERROR, f"{path}: another script wrote it: choose another --output"
-    elif warnings:
+    if not settings.eval_only:
+        checkpoint.require_own_format(path, state, is_directly_in(path, settings.output))
+    if warnings:
         yield WARNING, f"{path} is used: {'; '.join(warnings)}"
     else:
         steps = "" if state["step"] is None else f", {state['step']} steps"

@@ -47,9 +47,8 @@ def estimate_bytes(
     sizes = sorted((sum(p.numel() for p in block.parameters()) for block in found), reverse=True)
     gathered = total - sum(sizes) + sum(sizes[:2])
     in_use = gathered * 2 * (4 if args.opt_level == "O0" else 2)
-    return in_use + (
-        0 if args.cpu_offload else -(-total // processes) * persistent_bytes(args, ddp)
-    )
+    shard = 0 if args.cpu_offload else -(-total // processes)
+    return in_use + shard * persistent_bytes(args, ddp)
 
 
 def check_memory(

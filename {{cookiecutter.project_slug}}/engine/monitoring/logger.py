@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from engine import OUTPUT_FIX, UserError, cli, distributed, replacing, writing
+from engine import OUTPUT_FIX, UserError, cli, distributed, is_directly_in, replacing, writing
 from engine.monitoring import curves, run_files
 from engine.monitoring.console import Console, has_terminal
 from engine.monitoring.curves import PICTURE
@@ -127,8 +127,7 @@ class Logger(Console):
             with self._errors_as_warning("TensorBoard events are not written"):
                 self.events = self._open_events(progress.step, table)
         with self._errors_as_warning("nothing is logged to the trackers"):
-            tracked = (settings or config) if config else {}
-            self._open_tracking(tracked, resume, progress.step)
+            self._open_tracking((settings or config) if config else {}, resume, progress.step)
         self.print_heading(run_files.main_columns(self.monitored.name))
 
     def _write_config(self) -> None:
@@ -179,7 +178,7 @@ class Logger(Console):
 
     def _is_own(self, checkpoint: Path | None) -> bool:
         """Return whether a checkpoint is in this run's folder, and no link to one elsewhere."""
-        return checkpoint is not None and checkpoint.resolve().parent == self.output.resolve()
+        return checkpoint is not None and is_directly_in(checkpoint, self.output)
 
     def _open_events(self, step: int, table: list[dict[str, float]]) -> EventWriter:
         """Return the writer of events after `step`; it starts with those of rows that have none.
