@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from unittest.mock import Mock
 
@@ -17,6 +18,7 @@ from engine import PeerError, UserError, distributed
 from engine.distributed import consistency, network
 from engine.distributed.consistency import collect_facts, find_difference, require_same_facts
 from ports import free_port
+from torch.utils.data import IterableDataset
 
 FACTS = {"torch": "2.6.0", "--lr": "0.1", "task.py": "0a1b"}
 CPU = torch.device("cpu")
@@ -88,6 +90,16 @@ def test_validation_data_of_other_classes_is_an_error() -> None:
 def test_data_without_samples_is_an_error() -> None:
     with pytest.raises(UserError, match="the validation data has no samples: correct its data set"):
         consistency.require_same_data([1], [])
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Iterator[int]:
+        yield 1
+
+
+def test_data_without_a_length_is_an_error() -> None:
+    with pytest.raises(UserError, match="the validation data, of type Stream, has no length: a s"):
+        consistency.require_same_data([1], Stream())
 
 
 def test_validation_data_without_classes_is_an_error() -> None:

@@ -170,6 +170,12 @@ def require_same_data(train_set: Sized, val_set: Sized) -> None:
                 f"class {index} is {one} in the training data and {other} in the validation data: "
                 "give both the same list of classes"
             )
+    for split, data_set in (("training", train_set), ("validation", val_set)):
+        if not hasattr(data_set, "__len__"):
+            raise UserError(
+                f"the {split} data, of type {type(data_set).__name__}, has no length: a sampler "
+                "gives each process its samples, which a map-style data set returns by index"
+            )
     facts = {
         "the number of samples to train on": str(len(train_set)),
         "the number of samples to validate on": str(len(val_set)),
