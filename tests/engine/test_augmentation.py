@@ -51,6 +51,8 @@ WEIGHT = torch.tensor(1.0)
         [torch.ones(2)],
         [WEIGHT, WEIGHT],
         [WEIGHT, torch.ones(8)],
+        ["a.jpg"],
+        [WEIGHT, "a.jpg"],
     ],
 )
 @pytest.mark.parametrize("mixed", [False, True])

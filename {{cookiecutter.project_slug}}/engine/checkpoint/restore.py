@@ -69,8 +69,8 @@ def restore(
         arch = f"--arch {entries.get('metadata', {}).get('arch', '')}".rstrip()
         raise UserError(
             f"--resume {path}: it does not fit this model and optimizer; resume with the {arch}, "
-            "the classes, the --freeze, the --decay-weights-only and the --layer-decay that it was "
-            f"made with ({reason})"
+            "the classes, the task.py, the --freeze, the --decay-weights-only and the "
+            f"--layer-decay that it was made with ({reason})"
         ) from None
     return _describe_missing_moments(state.optimizer) if entries["step"] else ""
 

@@ -116,12 +116,14 @@ def mix(images: Tensor, labels: Tensor, extra: list[Tensor]) -> tuple[Tensor, Te
     if not extra:
         return images, labels
     weights, *drawn = extra
-    is_weight = weights.dtype == torch.float32 and weights.shape == labels.shape[:1]
-    if not is_weight or any(numbers.shape[1:] != (9,) for numbers in drawn) or len(drawn) > 1:
-        found = ", ".join(f"{one.dtype} of shape {tuple(one.shape[1:])}" for one in extra)
+    tensors = [one for one in extra if isinstance(one, Tensor)]
+    is_weight = len(tensors) == len(extra) and weights.dtype == torch.float32
+    fits = is_weight and weights.shape == labels.shape[:1] and len(drawn) <= 1
+    if not fits or any(numbers.shape[1:] != (9,) for numbers in drawn):
+        found = ", ".join(f"{one.dtype} of shape {tuple(one.shape[1:])}" for one in tensors)
         raise UserError(
             "a training sample is (image, label), perhaps with the weight of its loss, a float32 "
-            f"scalar such as torch.tensor(1.0); after the label, these have {found}"
+            f"scalar such as torch.tensor(1.0); after the label, these have {found or 'no tensor'}"
         )
     if not drawn:
         return images, [(labels, weights)]
