@@ -163,6 +163,7 @@ class WithConstants(nn.Linear):
         self.register_buffer("grid", torch.arange(3.0).expand(4, 3), persistent=False)
         self.register_buffer("view", torch.full((6,), value)[::2])
         self.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
+        self.register_buffer("count", torch.tensor(int(value), dtype=torch.int16))
 
     def get_extra_state(self) -> torch.Tensor:
         return torch.tensor(1)
@@ -205,12 +206,13 @@ def test_an_extra_state_that_is_no_tensor_is_not_averaged() -> None:
 def buffers_after_a_broadcast() -> list[torch.Tensor]:
     model = WithConstants(float(dist.get_rank()))
     distributed.broadcast_buffers(model)
-    return [model.grid.contiguous(), model.view.contiguous()]
+    return [model.grid.contiguous(), model.view.contiguous(), model.count]
 
 
-def test_views_are_broadcast(two_processes: Processes) -> None:
+def test_views_and_types_without_a_collective_are_broadcast(two_processes: Processes) -> None:
     """The memory beside a buffer that is a view stays as it is."""
-    for grid, view in two_processes(buffers_after_a_broadcast):
+    for grid, view, count in two_processes(buffers_after_a_broadcast):
+        assert count == 0
         assert torch.equal(grid, torch.arange(3.0).expand(4, 3))
         assert torch.equal(view, torch.zeros(3))
 

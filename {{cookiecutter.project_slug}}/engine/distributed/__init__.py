@@ -265,7 +265,7 @@ def broadcast_buffers(model: nn.Module) -> None:
     for buffer in model.buffers():
         if not is_expanded(buffer):
             values = buffer.contiguous()  # torch would send other memory than that of a view
-            dist.broadcast(values, src=0)
+            dist.broadcast(values.flatten().view(torch.uint8), src=0)  # gloo and NCCL lack int16
             buffer.copy_(values)
 
 

@@ -90,7 +90,7 @@ class Sharding:
         for name, buffer in buffers.items():
             # Contiguous: torch would send other memory than that of a view.
             value = placed.setdefault(id(buffer), self._on_device(buffer).contiguous())
-            dist.broadcast(value, src=0)
+            dist.broadcast(value.flatten().view(torch.uint8), src=0)  # gloo and NCCL lack int16
             prefix, _, own_name = name.rpartition(".")
             setattr(model.get_submodule(prefix), own_name, value)
         total = sum(parameter.numel() for parameter in model.parameters())
