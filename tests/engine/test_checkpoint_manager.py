@@ -1125,6 +1125,73 @@ def test_run_that_is_stopped_after_a_failed_write_saves_again(
     assert said[-1] == expected
 
 
+def error_of(call: Callable, *args: object) -> str:
+    """Return the message of rank 0's UserError, or "" if there is none."""
+    try:
+        call(*args)
+    except UserError as error:
+        return distributed.all_gather(str(error), dist.group.WORLD)[0]
+    return distributed.all_gather("", dist.group.WORLD)[0]
+
+
+def saved_with_nan(folder: str, steps: set[int]) -> tuple[str, int]:
+    """Return the error of saves with nan at `steps`, and the number of warnings."""
+    model = nn.BatchNorm1d(3)
+    manager = manager_of(folder, model)
+    error = ""
+    for step in range(1, 5):
+        manager.state.progress.step = step
+        model.running_mean.fill_(math.nan if step in steps else 0.0)
+        error = error_of(manager.save) or error_of(manager.save, {"val_accuracy": 0.5})
+        if error:
+            break
+    return error or error_of(manager.finish), len(set(manager.logger))
+
+
+@pytest.mark.parametrize(
+    ("steps", "last_good", "refused"),
+    [
+        pytest.param({2}, 4, 0, id="once"),
+        pytest.param({1, 3}, 4, 0, id="twice"),
+        pytest.param({2, 3}, 1, 3, id="in-a-row"),
+        pytest.param({1, 2}, 0, 2, id="without-a-checkpoint"),
+        pytest.param({4}, 3, 4, id="at-the-end"),
+    ],
+)
+def test_nan_in_two_saves_in_a_row_ends_the_run(
+    two_processes: Processes, tmp_path: Path, steps: set[int], last_good: int, refused: int
+) -> None:
+    """Saves before and after a validation are of the same tensors."""
+    (error, warnings), _ = two_processes(saved_with_nan, str(tmp_path), steps)
+    assert warnings == (2 if steps == {1, 3} else 1)
+    reason = f"{tmp_path}/step-{refused}.pt could not be written (model.running_mean is not finite)"
+    good = f"resume from {tmp_path}/step-{last_good}.pt, the last good checkpoint"
+    assert error.startswith(reason if refused else "") and bool(error) == bool(refused)
+    assert error.endswith((good if last_good else "start again") if refused else "")
+    assert (tmp_path / "last.pt").exists() == bool(last_good)
+
+
+def stopped_with_nan(folder: str) -> tuple[int, str]:
+    """Return the status and the last message of a run that a signal stops after such a save."""
+    model = nn.BatchNorm1d(3)
+    model.running_mean.fill_(math.nan)
+    manager = manager_of(folder, model)
+    manager.save()
+    manager.state.progress.step = 1
+    leave = mock.Mock(side_effect=SystemExit)
+    with mock.patch.object(watchdog, "exit_process", leave), pytest.raises(SystemExit):
+        manager.save_and_exit(15)
+    return leave.call_args.args[0], manager.logger[-1]
+
+
+def test_signal_after_a_save_with_nan_keeps_its_status(
+    two_processes: Processes, tmp_path: Path
+) -> None:
+    expected = (143, "warning: stopped after step 1, which could not be saved")
+    (found, (status, _)) = two_processes(stopped_with_nan, str(tmp_path))
+    assert (found, status) == (expected, 143)
+
+
 def better_weights(folder: str) -> tuple[int, str, dict]:
     """Return the step, the weights and the results of best.pt, where lower is better."""
     manager = manager_of(folder, logger=Messages(MonitoredMetric("mae", "min")))

@@ -364,18 +364,37 @@ def test_usage_error_is_not_restarted(project, tmp_path):
 
 
 @pytest.mark.slow
-def test_nan_weights_stop_the_run_and_keep_the_last_checkpoint(project, breaking, tmp_path):
+@pytest.mark.parametrize(
+    ("save_every", "status", "saved", "error"),
+    [
+        (
+            11,
+            1,
+            [],
+            r"losses in a row, up to step \d+, are not finite. The first layer that is not finite "
+            r"is features.0",
+        ),
+        (
+            3,
+            2,
+            [3],
+            r"step-9.pt could not be written \(model.features.0.0.weight is not finite\), probably "
+            r".* resume from \S*step-3.pt, the last good checkpoint$",
+        ),
+    ],
+    ids=["losses", "checkpoints"],
+)
+def test_nan_weights_stop_the_run_and_keep_the_last_checkpoint(
+    project, breaking, tmp_path, save_every, status, saved, error
+):
     breaking("next(self.state.model.parameters()).data.fill_(float('nan'))")
-    flags = (*SMALL, "--output", tmp_path / "run", "--save-every", 3)
+    flags = (*SMALL, "--output", tmp_path / "run", "--save-every", save_every)
     done = run_two(project, *flags)
-    assert done.returncode == 1
-    assert re.search(
-        r"losses in a row, up to step \d+, are not finite. The first layer that is not finite is "
-        r"features.0",
-        done.stderr,
-    )
-    assert "could not be written" in done.stdout
-    assert torch.load(tmp_path / "run" / "last.pt", weights_only=True)["step"] == 3
+    assert done.returncode == status
+    assert re.search(error, done.stderr, re.MULTILINE)
+    assert done.stdout.count("could not be written") == 1
+    last = (tmp_path / "run").glob("last.pt")
+    assert [torch.load(path, weights_only=True)["step"] for path in last] == saved
 
 
 @pytest.mark.slow

@@ -98,12 +98,12 @@ def to_cpu(value: Any) -> Any:
 def write(path: Path, entries: dict[str, Any]) -> None:
     """Write a checkpoint to `path` atomically; torch adds a checksum for each tensor.
 
-    Raises ValueError if the weights or the optimizer hold nan, and OSError for a full disk and the
-    like.
+    Raises FloatingPointError if the weights or the optimizer hold nan, and OSError for a full disk
+    and the like.
     """
     bad = first_nan(entries)
     if bad:
-        raise ValueError(f"{bad} is not finite")
+        raise FloatingPointError(f"{bad} is not finite")
     archive.write(path, {"format_version": FORMAT_VERSION} | entries)
 
 

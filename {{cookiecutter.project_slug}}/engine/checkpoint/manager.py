@@ -164,6 +164,7 @@ class CheckpointManager:
                 f"--resume {source.path}: the state of its processes, or its average of the "
                 f"weights, is altered ({reason}); use another one"
             ) from None
+        self._writer.newest = source.path
         notes += "" if required else moments_note + ranks_note  # which are about training
         self.logger.info(message + notes + format.describe_origin(entries["origin"]))
         if is_own and not required:
@@ -341,6 +342,7 @@ class CheckpointManager:
 
         Waits for the device, and until the checkpoint before this one is written. If that is of the
         same step, as after a validation, its thread writes the new values later; nothing waits.
+        Raises UserError if the tensors hold nan, and those of the save before did at another step.
 
         Args:
             results: of the validation of this state, which is ``best.pt`` if its metric is the
@@ -363,8 +365,7 @@ class CheckpointManager:
         if names := format.trained_settings(self._fresh_groups, self.state.optimizer):
             self.metadata["trained_settings"] = names
         # Copies: the training goes on, and changes them, while a thread writes.
-        values = vars(progress) | {"metadata": self.metadata}
-        values["history"] = self.logger.rows
+        values = vars(progress) | {"metadata": self.metadata, "history": self.logger.rows}
         if self.logger.run_id:
             values["run_id"] = self.logger.run_id
         values |= {"results": results or {}, "best": best.score}  # CheckpointWriter compares it
@@ -372,6 +373,10 @@ class CheckpointManager:
         if not self._writer.amend(values):
             self.wait()
             self._writer.start(format.to_cpu(format.collect(self.state)) | values)
+            if self._writer.nan_steps:
+                self.wait()
+            if len(self._writer.nan_steps) > 1:  # it stays, as in batch norm's statistics
+                raise self._writer.error()
 
     def _sums(self) -> Sums:
         """Return the sums of this rank's meter, which matter within an epoch."""
@@ -392,6 +397,7 @@ class CheckpointManager:
         self._wait_together()  # in `save`, rank 0 would wait alone
         has_failed = any(all_gather(self._writer.problem, self._group))
         if has_failed or self._saved_step != step:  # an epoch is saved before its validation
+            self._writer.nan_steps.clear()  # to exit with the status of the signal
             self.save()
             self._wait_together()
         if self._writer.problem:
@@ -414,7 +420,7 @@ class CheckpointManager:
         """
         self._wait_together()
         if self._writer.problem:
-            raise UserError(f"{self._writer.problem}: fix that, and add --resume auto")
+            raise self._writer.error()
 
     def _wait_together(self) -> None:
         """Wait as `wait` does, for all ranks and without a limit, at the end of the run."""

@@ -96,8 +96,8 @@ def write(path: Path, entries: dict[str, Any], group: dist.ProcessGroup) -> None
         entries: tensors in the CPU's memory; those of rank 0 are complete.
         group: of gloo, which nothing else uses at the same time.
 
-    Raises ValueError if the weights or the optimizer hold nan, UserError if other values could not
-    be resumed, and OSError if a rank cannot write, all on all ranks. Nothing is left then.
+    Raises FloatingPointError if the weights or the optimizer hold nan, UserError if other values
+    can't be resumed, and OSError if a rank cannot write, all on all ranks. Nothing is left then.
     """
     temporary = path.with_name(path.name + SUFFIX)
     try:
@@ -114,9 +114,10 @@ def _write(path: Path, temporary: Path, entries: dict[str, Any], group: dist.Pro
     rank = dist.get_rank(group)
     tensors = flatten(entries)
     with _together(group):
-        bad = next((name for name, value in tensors.items() if _has_nan(value)), None)
+        named = tensors.items()
+        bad = next((name for name, one in named if validation.has_nan(local_shard(one))), None)
         if bad:
-            raise ValueError(f"{bad} is not finite")
+            raise FloatingPointError(f"{bad} is not finite")
         if rank == 0:
             validation.check_savable(path, entries)  # or the checkpoint could not be resumed
             shutil.rmtree(temporary, ignore_errors=True)
@@ -275,11 +276,6 @@ def _place(entries: dict[str, Any], name: str, value: Tensor) -> None:
         entries.setdefault(part, {})[rest] = value
     else:
         raise ValueError(f"{name} is no tensor of a checkpoint")
-
-
-def _has_nan(value: Tensor) -> bool:
-    local = local_shard(value)
-    return bool(local.is_floating_point() and local.isnan().any())
 
 
 @contextmanager

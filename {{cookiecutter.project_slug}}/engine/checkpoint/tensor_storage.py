@@ -24,7 +24,7 @@ from torch.futures import Future
 
 from engine import MAX_TABLE_BYTES, read_text, replacing
 from engine.checkpoint.archive import read
-from engine.checkpoint.validation import check_sizes, first_nan
+from engine.checkpoint.validation import check_sizes, has_nan
 
 INDEX = "index.json"
 DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
@@ -210,7 +210,7 @@ class _Reader(dcp.FileSystemReader):
         check_sizes(path, {key.fqn: values})
         if values.dtype != self.index[key.fqn].dtype:
             raise ValueError(f"{key.fqn} is altered")
-        if first_nan({"model": values}):
+        if has_nan(values):
             raise ValueError(f"{key.fqn} is not finite")
         return values
 

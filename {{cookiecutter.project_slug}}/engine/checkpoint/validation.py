@@ -294,12 +294,14 @@ def _kind(dtype: torch.dtype) -> tuple[bool, bool, bool]:
 def first_nan(entries: dict[str, Any]) -> str | None:
     """Return the name of the first tensor of model, average or optimizer that holds nan."""
     parts = {key: entries.get(key) for key in ("model", "ema", "optimizer")}
-    for name, tensor in _distinct_tensors(parts):
-        is_number = tensor.is_floating_point() or tensor.is_complex()
-        values = tensor.float() if is_number and tensor.itemsize == 1 else tensor
-        if is_number and values.isnan().any():
-            return name
-    return None
+    return next((name for name, tensor in _distinct_tensors(parts) if has_nan(tensor)), None)
+
+
+def has_nan(tensor: Tensor) -> bool:
+    """Return whether a tensor of any type, such as float8, holds nan."""
+    is_number = tensor.is_floating_point() or tensor.is_complex()
+    values = tensor.float() if is_number and tensor.itemsize == 1 else tensor
+    return bool(is_number and values.isnan().any())
 
 
 def _distinct_tensors(value: Any) -> Iterator[tuple[str, Tensor]]:

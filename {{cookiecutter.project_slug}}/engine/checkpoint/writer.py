@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from engine import SUFFIX
+from engine import SUFFIX, UserError
 from engine.checkpoint import files, manifest, validation
 from engine.checkpoint.files import BEST, LAST
 from engine.checkpoint.format import Progress
@@ -31,6 +31,8 @@ class CheckpointWriter:
     group: dist.ProcessGroup | None
     main_group: dist.ProcessGroup  # of all ranks, for their main threads
     problem: str = field(default="", init=False)  # with the last write
+    nan_steps: set[int] = field(default_factory=set, init=False)  # of the last writes, with nan
+    newest: Path | None = field(default=None, init=False)  # written, or resumed from
     written_step: int = field(default=-1, init=False)  # of the last folder written, or resumed from
     rewind: files.Rewind | None = field(default=None, init=False)  # until a resumed run saves
 
@@ -108,12 +110,28 @@ class CheckpointWriter:
                 self.progress.best = entries["best"]
             if dist.get_rank() == 0:
                 files.prune(self.folder, self.keep)
+            self.newest = path
+            self.nan_steps = set()
             self.problem = ""
         except Exception as error:  # the training goes on without this checkpoint
             text = getattr(error, "strerror", None) or str(error) or type(error).__name__
             reason = text.splitlines()[0]
+            is_nan = isinstance(error, FloatingPointError)
+            self.nan_steps = self.nan_steps | {entries["step"]} if is_nan else set()
             self.problem = f"{path} could not be written ({reason})"
-            self.warn(f"{self.problem}; the run goes on, the checkpoints before it are kept")
+            if len(self.nan_steps) < 2:  # else, the run ends with this problem
+                ends = "; nan in the next one, too, ends the run" if is_nan else ""
+                kept = f"the run goes on, the checkpoints before it are kept{ends}"
+                self.warn(f"{self.problem}; {kept}")
+
+    def error(self) -> UserError:
+        """Return the error of a run that ends with `problem`."""
+        if not self.nan_steps:
+            return UserError(f"{self.problem}: fix that, and add --resume auto")
+        cause = "nan in the images of a batch, an overflow in half precision, or too high a --lr"
+        good = f"resume from {self.newest}, the last good checkpoint"
+        then = good if self.newest else "start again"
+        return UserError(f"{self.problem}, probably due to {cause}: fix this first, then {then}")
 
     def _forget_missing_best(self) -> None:
         """Have the next validation replace best.pt, if it is gone, such as with the folder."""
