@@ -168,13 +168,13 @@ def test_what_could_not_be_resumed_is_not_written(two_processes: Processes, tmp_
     assert not list(tmp_path.iterdir())
 
 
-def save_nan_twice(folder: str) -> tuple[str, list[str]]:
+def save_nan_twice(folder: str, dtype: torch.dtype) -> tuple[str, list[str]]:
     """Return the error and the warnings of a rank of a resumed run; only rank 1 holds nan."""
     train_a_step(manager_of(Path(folder)))
     manager = manager_of(Path(folder))
     manager.resume(AUTO, 1)
-    if dist.get_rank() == 1:
-        manager.state.model[1].running_mean.fill_(float("nan"))
+    value = float("nan") if dist.get_rank() == 1 else 0.0
+    manager.state.model[1].register_buffer("mean", torch.full((2,), value, dtype=dtype))
     manager.state.progress.step = 2
     manager.save()
     manager.state.progress.step = 3
@@ -183,13 +183,14 @@ def save_nan_twice(folder: str) -> tuple[str, list[str]]:
     return str(caught.value), [text for text in manager.logger if text.startswith("warning")]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
 def test_nan_in_two_saves_in_a_row_ends_the_run_on_all_ranks(
-    two_processes: Processes, tmp_path: Path
+    two_processes: Processes, tmp_path: Path, dtype: torch.dtype
 ) -> None:
-    for error, warnings in two_processes(save_nan_twice, str(tmp_path)):
-        assert "step-3 could not be written (model.1.running_mean is not finite)" in error
+    for error, warnings in two_processes(save_nan_twice, str(tmp_path), dtype):
+        assert "step-3 could not be written (model.1.mean is not finite)" in error
         assert error.endswith(f"resume from {tmp_path}/step-1, the last good checkpoint")
-        assert len(warnings) == 1 and "step-2 could not be written (model.1.running" in warnings[0]
+        assert len(warnings) == 1 and "step-2 could not be written (model.1.mean" in warnings[0]
     assert sorted(one.name for one in tmp_path.iterdir()) == ["best", "last", "step-1"]
 
 
