@@ -42,7 +42,14 @@ number() { # name, value, lowest, highest
 
 count_gpus() {
     if [ -z "${CUDA_VISIBLE_DEVICES+set}" ]; then
-        nvidia-smi -L 2>/dev/null | grep -c '^GPU [0-9]' || true
+        limit=60 # loading a driver that is not kept loaded takes seconds
+        [ "$module" = engine.launch ] || limit=7 # that of the check of the driver
+        timeout=$(command -v timeout || :)
+        gpus=$(${timeout:+"$timeout" "$limit"} nvidia-smi -L 2>/dev/null) || case $? in
+            124 | 143) fail "nvidia-smi does not answer within $limit s: search dmesg for errors, \
+and reboot, or set NPROC to the number of processes." ;;
+        esac
+        printf '%s\n' "$gpus" | grep -c '^GPU [0-9]' || true
         return
     fi
     # As CUDA reads it: the list ends at the first entry that is no device.
@@ -158,8 +165,10 @@ else
     set -- "--nnodes=$hosts" --rdzv-backend=c10d "--rdzv-conf=is_host=false,$waits" \
         "--rdzv-endpoint=$MASTER_ADDR:${MASTER_PORT:-29500}" "$@"
     if [ "$module" = engine.diagnostics.preflight ]; then # checks the least number of hosts
-        [ -n "${NODE_RANK:-}" ] ||
-            fail "--check on several hosts: set NODE_RANK to this one's number, from 0 to $((least - 1))"
+        if [ -z "${NODE_RANK:-}" ] || [ "$NODE_RANK" -ge "$least" ]; then
+            fail "NODE_RANK is \"${NODE_RANK:-}\", but --check of NNODES=$hosts, which checks the \
+least number of hosts, needs this one's number, from 0 to $((least - 1))."
+        fi
         NNODES=$least
     fi
 fi

@@ -192,11 +192,12 @@ def test_number_of_hosts_may_be_a_range_and_needs_no_rank(machine, shell, hosts)
 
 def test_a_check_of_several_hosts_is_of_the_least_number_and_needs_a_rank(machine):
     env = {"NNODES": "2:4", "MASTER_ADDR": "a"}
+    for rank in ("", "2"):
+        message = machine.refuses("--check", NODE_RANK=rank, **env)
+        assert f'NODE_RANK is "{rank}", but --check of NNODES=2:4' in message
+        assert "needs this one's number, from 0 to 1." in message
     _, seen = machine.run("--check", NODE_RANK="1", **env)
     assert (seen["NNODES"], seen["NODE_RANK"]) == ("2", "1")
-    done = machine.start("--check", **env)
-    assert done.returncode == 2
-    assert "set NODE_RANK to this one's number, from 0 to 1" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -229,6 +230,21 @@ def test_two_processes_without_a_gpu(machine):
     assert value(machine.run()[0], "nproc-per-node") == "2"
     machine.command("nvidia-smi", "#!/bin/sh\necho 'NVIDIA-SMI has failed'\nexit 9\n")
     assert value(machine.run()[0], "nproc-per-node") == "2"
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+@pytest.mark.parametrize(("flags", "limit"), [((), 60), (("--check",), 7)])
+def test_nvidia_smi_that_does_not_answer_is_reported(machine, shell, flags, limit):
+    """In a tenth of a second here; without `timeout`, as in the other tests, there is no limit."""
+    machine.gpus(4)
+    real = shutil.which("timeout")
+    machine.command("timeout", f'#!/bin/sh\n[ "$1" = {limit} ] && shift && exec {real} 9 "$@"\n')
+    assert value(machine.run(*flags, shell=shell)[0], "nproc-per-node") == "4"
+    Path(machine.env["RECORD"]).unlink()
+    machine.command("timeout", f'#!/bin/sh\nshift && exec {real} 0.1 "$@"\n')
+    machine.command("nvidia-smi", f"#!/bin/sh\nexec {shutil.which('sleep')} 50\n")
+    message = machine.refuses(*flags, shell=shell)
+    assert f"nvidia-smi does not answer within {limit} s: search dmesg" in message
 
 
 def test_nproc_is_taken_as_it_is(machine):

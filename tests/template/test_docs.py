@@ -243,7 +243,7 @@ def defined_flags():
 
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
 PAGES_OF_FLAGS = ["../README.md", "faq.md", *(f"guides/{path.name}" for path in GUIDES)]
-OTHERS = {"--ipc", "--build-arg", "--gpus-per-node", "--no-NAME"}  # Docker's and SLURM's
+OTHERS = {"--ipc", "--user", "--build-arg", "--gpus-per-node", "--no-NAME"}  # Docker's and SLURM's
 
 
 @pytest.mark.parametrize("page", PAGES_OF_FLAGS)
