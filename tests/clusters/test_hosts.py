@@ -14,6 +14,7 @@ import time
 import pytest
 import root
 import torch
+from engine.distributed import network
 from running import SCREENED, Run, assert_same_run, best_accuracy, metrics, run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformer import with_transformer
@@ -664,6 +665,32 @@ def test_signal_on_one_host_stops_the_run_on_all(hosts, project, tmp_path):
         os.kill(runs[1].process.pid, signal.SIGTERM)
         assert [one.end()[0] for one in runs] == [128 + signal.SIGTERM] * 2
     assert "stopped after step" in runs[0].said
+
+
+@pytest.mark.weekly
+def test_host_whose_processes_were_killed_by_its_launcher_joins_again(hosts, project, tmp_path):
+    """They did not save in time; the launcher that waits took its announcement for a later one."""
+    flags = (*SMALL, "--epochs", 50, "--save-every", 4, "--log-every", 1, "--output")
+
+    def start(host):
+        return host.start(project, *flags, tmp_path / f"{host.number}", MAX_RESTARTS="2")
+
+    with contextlib.ExitStack() as stack:
+        first, second = [stack.enter_context(start(host)) for host in hosts[:2]]
+        first.wait_until((tmp_path / "0" / "step-4.pt").exists, 120)
+        os.kill(second.ranks()[1], signal.SIGSTOP)
+        os.kill(second.process.pid, signal.SIGTERM)
+        time.sleep(1.5)
+        os.kill(second.process.pid, signal.SIGTERM)
+        assert second.end(30)[0] == 128 + signal.SIGTERM
+        second = stack.enter_context(start(hosts[1]))
+        first.wait_for("resumed")
+        time.sleep(network.FAILURE_S + 5)
+        os.kill(second.process.pid, signal.SIGTERM)
+        assert [one.end()[0] for one in (first, second)] == [128 + signal.SIGTERM] * 2
+    assert "stopped after step" in first.said
+    assert first.said.count("restarted: ") == 1
+    assert "error: the job has failed" not in first.said + second.said
 
 
 @pytest.mark.weekly

@@ -13,8 +13,10 @@ import textwrap
 import threading
 import time
 from datetime import timedelta
+from functools import partial
 from multiprocessing.synchronize import Semaphore
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -386,6 +388,74 @@ def test_different_host_is_refused_by_the_launcher(monkeypatch, settings, ahead,
         network.join_hosts("2")
     is_refused_early = message and "torch" in message
     assert is_refused_early or variables[LAUNCH_ID] == "that of the first host"
+
+
+@pytest.fixture
+def slept(monkeypatch):
+    """Return the list of how long a thread of the launcher sleeps; it ends by SystemExit.
+
+    The list's `events` are called, one in each sleep.
+    """
+
+    class Slept(list):
+        events = iter(())
+
+        def sleep(self, seconds: float) -> None:
+            self.append((seconds, network.HAS_FAILED.is_set()))
+            next(self.events, int)()
+
+    slept = Slept()
+    monkeypatch.setattr(network, "time", SimpleNamespace(sleep=slept.sleep, time=time.time))
+    monkeypatch.setattr(network, "HAS_FAILED", threading.Event())
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    return slept
+
+
+def test_launcher_exits_if_its_processes_outlast_a_failure_elsewhere(
+    monkeypatch, slept, capsys
+) -> None:
+    """Not after one from before it joined, nor if others have been started since."""
+    store, processes, killed = dist.HashStore(), {1}, []
+    fail = partial(network.announce_failure, store)
+    restart = partial(processes.symmetric_difference_update, {1, 2})
+    slept.events = iter([fail, restart, fail])
+    monkeypatch.setattr(network, "running_processes", lambda *_: processes.copy())
+    monkeypatch.setattr(network, "kill_processes", killed.append)
+    fail()
+    with pytest.raises(SystemExit, match="1"):
+        network._exit_after_failure(store)
+    assert slept == [(1.0, False), (30.0, True)] * 2
+    assert killed == [{2}]
+    assert capsys.readouterr().err == f"error: {network.ELSEWHERE}\n"
+
+
+@pytest.mark.parametrize(("has_failed", "seconds"), [(False, 10), (True, 310)])
+def test_lost_store_ends_a_launcher_that_waits_for_hosts_after_a_failure(
+    monkeypatch, slept, capsys, has_failed, seconds
+) -> None:
+    """Only after torchrun's own wait for hosts, if its processes may have ended well."""
+    monkeypatch.setattr(network, "kill_processes", int)
+    if has_failed:
+        network.HAS_FAILED.set()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        connection = socket.create_connection(server.getsockname())
+        server.accept()[0].close()
+    with connection, pytest.raises(SystemExit, match="1"):
+        network._exit_without_store(connection, "10.0.0.1")
+    assert sum(length for length, _ in slept) == seconds
+    assert "error: the store at MASTER_ADDR=10.0.0.1 is lost" in capsys.readouterr().err
+
+
+def test_failure_has_no_traceback_if_the_store_is_lost(monkeypatch) -> None:
+    """As when the launchers of two hosts are stopped one after the other."""
+
+    def lost(*_: str) -> None:
+        raise dist.DistNetworkError("Broken pipe")
+
+    uncaught = []
+    monkeypatch.setattr(threading, "excepthook", uncaught.append)
+    network.announce_failure(SimpleNamespace(set=lost))
+    assert not uncaught
 
 
 def test_port_in_use_is_reported() -> None:

@@ -219,18 +219,22 @@ def _reap_orphans(children: list[int]) -> None:
             os.waitpid(child, os.WNOHANG)
 
 
-def kill_processes(known: Collection[int] = ()) -> bool:
-    """Kill the processes that torchrun has started on this host; return whether there were any.
+def running_processes(known: Collection[int] = ()) -> set[int]:
+    """Return the processes that torchrun has started on this host, and of `known`, that run."""
+    return set(filter(_is_running, {*known, *_processes(_children())}))
+
+
+def kill_processes(known: Collection[int] = ()) -> None:
+    """Kill the processes that torchrun has started on this host.
 
     Waits for their end, but not for long: those that write hold their locks until then.
     """
-    running = set(filter(_is_running, {*known, *_processes(_children())}))
+    running = running_processes(known)
     _send(signal.SIGKILL, running)
     deadline = time.monotonic() + KILL_S
     while any(map(_is_running, running)) and time.monotonic() < deadline:
         time.sleep(0.05)
     _send(signal.SIGKILL, _processes(_children()))  # torchrun may have been starting them
-    return bool(running)
 
 
 def _is_running(process: int) -> bool:

@@ -16,13 +16,15 @@ from torch.torch_version import TorchVersion
 
 from engine import UserError, log_line, print_error
 from engine.distributed.consistency import clock_problem
-from engine.launch import LAUNCH_ID, kill_processes
+from engine.launch import LAUNCH_ID, kill_processes, running_processes
 
 SIOCGIFADDR = 0x8915  # Linux's request for the address of an interface
 MESSAGE_BYTES = 500  # at most
 LINGER_S = 10.0  # for the other launchers to end after the one that serves the store
 FAILURE_S = 30.0  # for them to end after one whose processes have failed; some may be writing
-FAILED, HAS_FAILED = "failed", threading.Event()  # key of the store; this launcher has read it
+FINISHED_S = 300.0  # for those whose processes have ended well to wait for the others, in torchrun
+FAILED = "failed"  # key of the store, with the time of the last failure
+HAS_FAILED = threading.Event()  # less than FAILURE_S ago, on another host
 RESUME = "start ./run.sh on all hosts again, with --resume auto"
 ELSEWHERE = f"the job has failed on another host, which logs why: {RESUME}"
 STORE_TIMEOUT = timedelta(seconds=20)  # for an answer of a store
@@ -157,6 +159,7 @@ def join_hosts(nodes: str) -> tuple[dist.Store | None, dist.Store | None, list[s
         server = serve_store(address, port)
         server.set("launch", os.environ[LAUNCH_ID])
         server.set("settings", settings)
+        server.set(FAILED, "")
         threading.Thread(target=_publish_time, args=(server,), daemon=True).start()
     log_line(f"waiting for {nodes} hosts at {address}, port {port}")
     store = dist.TCPStore(address, port, timeout=timedelta(seconds=wait), wait_for_workers=False)
@@ -188,37 +191,50 @@ def _exit_without_store(connection: socket.socket, address: str) -> None:
     keep_alive(connection)
     read_words(connection)
     time.sleep(LINGER_S)  # if the job has ended, so will this process
-    if HAS_FAILED.is_set():  # which ends it, with that message
-        return
+    if HAS_FAILED.is_set():  # which ends it, with that message, or its processes have ended well
+        time.sleep(FINISHED_S)
     kill_processes()
     print_error(f"the store at MASTER_ADDR={address} is lost: {RESUME}")
     os._exit(1)
 
 
 def announce_failure(store: dist.Store | None) -> None:
-    """Make the launchers of all hosts end: processes of this one may have failed unconnected.
+    """Make all launchers whose processes do not end exit: those here may have failed unconnected.
 
     Args:
         store: that `join_hosts` has returned; None if there is one host.
     """
     if store is None:
         return
-    thread = threading.Thread(target=store.set, args=(FAILED, "1"), daemon=True)
+
+    def announce() -> None:
+        with contextlib.suppress(dist.DistError):  # its launcher has ended
+            store.set(FAILED, str(time.time()))
+
+    thread = threading.Thread(target=announce, daemon=True)
     thread.start()
     thread.join(1.0)  # its host may be lost
 
 
 def _exit_after_failure(store: dist.Store) -> None:
-    """Exit the launcher after another one has announced a failure, unless its processes end it."""
+    """Exit the launcher if its processes do not end after another one has announced a failure.
+
+    If they have ended, torchrun waits for other hosts, or has started others with them.
+    """
     with contextlib.suppress(dist.DistError):  # the store is lost
-        while not store.check([FAILED]):
-            time.sleep(1.0)
-        HAS_FAILED.set()
-        time.sleep(FAILURE_S)
-        if not kill_processes():  # they have ended well, and torchrun waits for other hosts
-            return
-        print_error(ELSEWHERE)
-        os._exit(1)
+        last = store.get(FAILED)  # from before this launcher joined
+        while True:
+            while store.get(FAILED) == last:
+                time.sleep(1.0)
+            last = store.get(FAILED)
+            HAS_FAILED.set()
+            known = running_processes()
+            time.sleep(FAILURE_S)
+            if known & running_processes(known):
+                kill_processes(known)
+                print_error(ELSEWHERE)
+                os._exit(1)
+            HAS_FAILED.clear()
 
 
 def keep_alive(connection: socket.socket) -> None:
