@@ -312,9 +312,12 @@ def test_a_tensor_that_is_no_buffer_is_not_left_on_the_meta_device() -> None:
 
 @pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format])
 def test_weights_of_convolutions_get_the_format(layout: torch.memory_format) -> None:
-    model = nn.Sequential(nn.Conv3d(2, 2, 3), weight_norm(nn.Conv2d(2, 4, 3)), nn.Linear(2, 2))
+    conv = weight_norm(nn.Conv2d(2, 4, 3))
+    model = nn.Sequential(nn.Conv3d(2, 2, 3), conv, nn.Linear(2, 2), nn.Conv2d(4, 2, 1))
     parameters = list(model.parameters())
     optim.place(model, torch.device("cpu"), layout)
     assert list(map(id, model.parameters())) == list(map(id, parameters))
     assert model[1].parametrizations.weight.original1.is_contiguous(memory_format=layout)
     assert model[0].weight.is_contiguous()
+    # is_contiguous holds for a 1 × 1 kernel in either format; DDP compares strides.
+    assert model[3].weight.stride() == torch.empty(2, 4, 1, 1, memory_format=layout).stride()

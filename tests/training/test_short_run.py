@@ -50,6 +50,7 @@ class ShortRun:
     metric: str
     output: Path
     stdout: str
+    stderr: str
     seen: list[list[list[int]]]  # by each rank: the size of a dataset, and the index
 
     @property
@@ -88,7 +89,7 @@ def whole(request, bake, shared_project, tmp_path_factory) -> ShortRun:
     pictured = [0, 1, 2, 3] if segments else [*range(0, sizes["val"], sizes["val"] // 8)[:8]]
     return ShortRun(
         *(project, flags, processes, sizes, pictured),
-        *(task.METRIC, folder / "run", done.stdout, seen),
+        *(task.METRIC, folder / "run", done.stdout, done.stderr, seen),
     )
 
 
@@ -105,6 +106,7 @@ def test_run_writes_its_files(whole):
     assert len(lines) == len(set(lines))
     assert lines[0].startswith(f"{whole.processes} process")
     assert " on the CPU (gloo)" in lines[0]
+    assert "Warning" not in whole.stderr
 
 
 def test_checkpoint_holds_tensors_and_plain_types(whole):

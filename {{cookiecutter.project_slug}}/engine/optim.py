@@ -185,7 +185,7 @@ def place(model: nn.Module, device: torch.device, memory_format: torch.memory_fo
     model.to(device)
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.dim() == 4:
-            tensor.data = tensor.data.contiguous(memory_format=memory_format)
+            tensor.data = tensor.data.to(memory_format=memory_format)
 
 
 def has_fused_sgd(model: nn.Module) -> bool:
