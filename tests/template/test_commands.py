@@ -10,7 +10,8 @@ from fnmatch import fnmatchcase
 
 import pytest
 from fresh import ROOT
-from test_readme import execute, failures, fill_hub, save_old_checkpoint
+from test_readme import commands as commands_of_readme
+from test_readme import execute, failures, fill_hub, save_old_checkpoint, trains
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -80,6 +81,18 @@ def test_every_command_is_executed_or_listed():
     assert not missing, f"add to {LISTED.name}:\n" + "\n".join(missing)
     unused = [name for name in patterns if not any(fnmatchcase(line, name) for line in ALL)]
     assert not unused, f"{LISTED.name} lists commands that no page has: {unused}"
+
+
+def test_commands_that_train_name_a_folder(shared_project):
+    """The default one is not free after ./run.sh, the first of Get started and the READMEs."""
+    found = {*ALL}
+    for page in PAGES:
+        for row in re.findall(r"^\|.*", page.read_text(encoding="utf-8"), re.MULTILINE):
+            found |= {text for text in re.findall(r"`([^`]+)`", row) if IN_PROJECT.match(text)}
+    for task in ("classification", "segmentation", "contrastive"):
+        found |= {*commands_of_readme(shared_project(task=task))}
+    names_folder = re.compile(r"--output|--config \S+\.json|^\./run\.sh$")  # or a file names it
+    assert [line for line in found if trains(line) and not names_folder.search(line)] == []
 
 
 def test_listed_tests_exist():

@@ -42,6 +42,11 @@ def commands(project: Path) -> list[str]:
     return sorted(command for command in unique if "NNODES=" not in command)
 
 
+def trains(line: str) -> bool:
+    """Return whether a command trains a run, for which `failures` selects a folder of its own."""
+    return "./run.sh" in line and not any(word in line for word in NO_TRAINING)
+
+
 def execute(project: Path, command: str, **variables: str) -> subprocess.CompletedProcess:
     folder = os.path.dirname(sys.executable)
     env = SCREENED | {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"} | variables
@@ -80,8 +85,7 @@ def failures(project: Path, lines: list[str], images: Path, hub: Path) -> list[s
         command = re.sub(r"\bDIR\b|\bFILES_OR_FOLDERS\b", str(images), line)
         if "--epochs" in line:
             command += " --epochs 3 --output runs/a"
-        trains = not any(word in line for word in NO_TRAINING)
-        if trains:
+        if trains(line):
             small = " --batch-size 4" if "--data" in line or "deeplab" in line else ""
             command += f"{small} --steps 1 --output {output}"
         done = execute(project, command, NPROC="1", TORCH_HOME=str(hub))
@@ -89,7 +93,7 @@ def failures(project: Path, lines: list[str], images: Path, hub: Path) -> list[s
             fine = done.returncode == 2 and "this run is on the CPU" in done.stderr
         else:
             fine = done.returncode == 0 and not (
-                trains and not (project / output / "last.pt").exists()
+                trains(line) and not (project / output / "last.pt").exists()
             )
         return None if fine else f"{command}\n{done.stdout}{done.stderr}"
 
