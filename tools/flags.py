@@ -22,9 +22,9 @@ INTRODUCTION = """# Flags
 
 `./run.sh [flags]` accepts these flags; `./run.sh --help` prints those of your project, whose
 answers decide some defaults and flags. The tables are those of a default project.
-`--config FILE.json` sets defaults, which the command line overrides. A flag without a value also
-has a form that begins with `--no-`. Projects with `ddp: fsdp` also have `--cpu-offload` and
-`--reshard-after-forward`, see [large models](../large_models.md).
+`--config FILE.json` sets defaults, which the command line overrides. A flag without a value, other
+than `--json`, also has a form that begins with `--no-`. Projects with `ddp: fsdp` also have
+`--cpu-offload` and `--reshard-after-forward`, see [large models](../large_models.md).
 """
 # Runs in a project: prints the flags of its parser as JSON, {group: [[names, default, help], …]}.
 READER = """
