@@ -5,12 +5,11 @@ from argparse import BooleanOptionalAction
 from importlib.util import find_spec
 from pathlib import Path
 
+from apex_native.amp.frontend import OPT_LEVELS
 from engine import cli, distributed, protect_compiled_code, require_traceable
 from engine.data.remote import RemoteFolder
 from engine.monitoring.trackers import NAMES as TRACKERS
 from engine.monitoring.trackers import TENSORBOARD
-
-LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 
 
 def add_data_arguments(parser: cli.ArgumentParser, layout: str) -> None:
@@ -31,7 +30,7 @@ def add_data_arguments(parser: cli.ArgumentParser, layout: str) -> None:
 
 
 def add_model_arguments(parser: cli.ArgumentParser, ddp: str) -> None:
-    """Add --weights, --freeze and --channels-last, which FSDP does not have."""
+    """Add the flags of the model; FSDP's help does not list --channels-last."""
     add = parser.group("model").add_argument
     add(
         "--weights",
@@ -101,7 +100,9 @@ def add_optimization_arguments(parser: cli.ArgumentParser, warmup_epochs: float)
 def add_precision_arguments(parser: cli.ArgumentParser, opt_level: str, backend: str) -> None:
     """Add --backend and the flags of amp.initialize, with these defaults."""
     add = parser.group("precision").add_argument
-    add("--opt-level", choices=LEVELS, default=opt_level, help="Apex's mixed-precision level")
+    add(
+        "--opt-level", choices=[*OPT_LEVELS], default=opt_level, help="Apex's mixed-precision level"
+    )
     add("--loss-scale", type=cli.loss_scale, help="dynamic, or a number (default: the level's)")
     yes_or_no = BooleanOptionalAction
     add(
@@ -159,13 +160,13 @@ def complete_arguments(
         output: default of --output; --eval-only writes to the folder of its checkpoint instead.
     """
     args.model_options = {}  # which the task may set
+    args.static_shapes = False  # likewise: compile for each input shape on its own
     _report_without_effect(args)
     if isinstance(args.data, str):
         args.data = RemoteFolder(args.data, Path(args.cache_dir).expanduser(), args.cache_size)
-    args.static_shapes = False  # likewise: compile for each input shape on its own
     if ddp == "fsdp":
         _check_sharding_arguments(parser, args)
-    if args.keep_batchnorm_fp32 is not None and args.opt_level in ("O1", "O4"):
+    if args.keep_batchnorm_fp32 is not None and OPT_LEVELS[args.opt_level].patch_torch_functions:
         parser.error(f"--keep-batchnorm-fp32 is for cast weights; {args.opt_level} casts none")
     if ddp == "dataparallel" and args.opt_level == "O4":
         parser.error(

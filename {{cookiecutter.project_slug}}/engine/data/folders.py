@@ -44,7 +44,7 @@ class Scan:
     def read(self, folder: str) -> tuple[list[os.DirEntry], list[os.DirEntry]]:
         """Return the subfolders and the files of a folder by name, without hidden ones.
 
-        None if it can't be read.
+        Both are empty if it can't be read.
         """
         self._report_progress(folder)
         try:

@@ -16,10 +16,9 @@ from engine import UserError, backend, distributed, is_directly_in
 from engine.checkpoint import format as checkpoint
 from engine.checkpoint.selection import newest
 from engine.diagnostics import data_checks, preflight
-from engine.diagnostics.preflight import ERROR, OK, WARNING, Results
+from engine.diagnostics.preflight import ERROR, GIB, OK, WARNING, Results
 from engine.monitoring.logger import has_checkpoints
 
-GIB = 2**30
 CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")  # of a container, in which all cores are visible
 
 

@@ -20,10 +20,8 @@ from engine import UserError
 from engine.data import SizedDataset, select_batch
 from engine.data.loading import prepare_worker
 from engine.diagnostics.first_step import tensors_in
-from engine.diagnostics.preflight import ERROR, OK, WARNING, Results
+from engine.diagnostics.preflight import ERROR, GIB, MIB, OK, WARNING, Results
 
-MIB = 2**20
-GIB = 2**30
 SHARED_MEMORY = Path("/dev/shm")
 SECONDS = 4.0  # for reading samples
 MAX_SAMPLES = 10_000

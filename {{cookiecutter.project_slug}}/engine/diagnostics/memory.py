@@ -7,13 +7,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
+from apex_native.amp.frontend import OPT_LEVELS
 from engine.blocks import find_blocks
-from engine.diagnostics.preflight import OK, WARNING, Results, num_hosts
+from engine.diagnostics.preflight import GIB, OK, WARNING, Results, num_hosts
 from engine.optim import build_on_meta
-
-GIB = 2**30
-CASTS_WEIGHTS = ("O2", "O3", "O5")
-HAS_MASTERS = ("O2", "O5")
 
 
 def persistent_bytes(args: Namespace, ddp: str) -> int:
@@ -21,13 +18,14 @@ def persistent_bytes(args: Namespace, ddp: str) -> int:
 
     FSDP divides them by the number of processes; DDP's buckets hold another copy of gradients.
     """
-    is_half = ddp != "fsdp" and args.opt_level in CASTS_WEIGHTS
+    level = OPT_LEVELS[args.opt_level]
+    is_half = ddp != "fsdp" and level.cast_model_type in (torch.float16, torch.bfloat16)
     weight = 2 if is_half else 4
     moments = 1 if hasattr(args, "momentum") else 2  # of SGD, of Adam
     total = 2 * weight + 4 * (moments + bool(args.ema))
     if ddp in ("apex", "torch"):
         total += weight
-    if is_half and args.opt_level in HAS_MASTERS:
+    if is_half and level.master_weights:
         total += 8  # fp32 weights and their gradients
     return total
 

@@ -33,6 +33,8 @@ Results = Iterator[tuple[str, str]]  # status and text; the last one counts
 Report = dict[tuple[str, str], tuple[str, str]]  # the same, by child and check
 Commands = dict[str, tuple[list[str], dict[str, str]]]  # with the environment, by child
 
+MIB = 2**20
+GIB = 2**30
 OK = "ok"
 WARNING = "warning"
 ERROR = "error"

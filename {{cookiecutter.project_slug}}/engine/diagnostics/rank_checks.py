@@ -17,13 +17,11 @@ import torch.distributed as dist
 from engine import UserError, distributed, summarize
 from engine.diagnostics import preflight
 from engine.diagnostics.first_step import device_identity, find_shared_gpu
-from engine.diagnostics.preflight import ERROR, OK, WARNING, Results
+from engine.diagnostics.preflight import ERROR, GIB, MIB, OK, WARNING, Results
 from engine.distributed import consistency
 from engine.distributed.network import serve_store
 
 MIN_TORCH = (2, 6)
-MIB = 2**20
-GIB = 2**30
 ALL_REDUCE_BYTES = 16 * MIB
 MIN_BANDWIDTH = 1e9  # bytes/s of NCCL on each link
 TIMEOUT_S = preflight.TIMEOUT_S - 10  # for the other ranks; the import of torch takes the rest
