@@ -159,7 +159,7 @@ def test_table_without_a_step_in_its_epoch_has_all_columns(logger):
 
 def test_picture_of_an_evaluation_takes_no_lock(logger, monkeypatch):
     """A training may be running in the folder of the checkpoint."""
-    logger.folder_lock.release()
+    logger.folder_lock.file.close()
     logger.folder_lock.file = None
     monkeypatch.setattr(logger.folder_lock, "acquire", pytest.fail)
     written = []
@@ -196,15 +196,15 @@ def test_validation_that_writes_a_text_file_ends_no_events(logger, tmp_path, cap
 def test_resume_auto_restarts_a_run_without_a_checkpoint(logger):
     """Its row is written before the checkpoint."""
     logger.log_epoch(row(1))
-    logger.folder_lock.release()
+    logger.folder_lock.file.close()
     with pytest.raises(UserError, match="already holds a run: add --resume auto"):
         open_logger(logger.output)
     again = open_logger(logger.output, flag=Path("auto"))
     assert not epochs_in_table(logger.output)
-    again.folder_lock.release()
+    again.folder_lock.file.close()
     incomplete = logger.output / "step-1.tmp"
     incomplete.mkdir()
-    open_logger(logger.output).folder_lock.release()
+    open_logger(logger.output).folder_lock.file.close()
     for create in (incomplete.with_suffix(".pt").touch, incomplete.with_suffix("").mkdir):
         create()
         with pytest.raises(UserError, match="already holds a run"):
@@ -400,7 +400,7 @@ def test_epoch_that_is_validated_again_has_one_point(tmp_path):
     first = open_logger(tmp_path)
     for epoch in (1, 2):
         first.log_epoch(row(epoch))
-    first.folder_lock.release()
+    first.folder_lock.file.close()
     again = Logger(tmp_path, 0, ACCURACY)
     again.rows = first.rows[:1]
     again.open({"resume": Path("auto")}, tmp_path / "step-20.pt", Progress(epoch=2, step=20))
@@ -500,7 +500,7 @@ def test_row_of_an_epoch_in_which_steps_ended_is_kept(logger):
     for epoch in (1, 2):
         logger.log_epoch(row(epoch))
     last = logger.output / "last.pt"
-    open_logger(logger.output, Progress(epoch=1, step=20), last).folder_lock.release()
+    open_logger(logger.output, Progress(epoch=1, step=20), last).folder_lock.file.close()
     assert epochs_in_table(logger.output) == [1, 2]
     open_logger(logger.output, Progress(epoch=1, step=18), last)  # an earlier checkpoint
     assert epochs_in_table(logger.output) == [1]
@@ -516,7 +516,7 @@ def test_rows_of_the_checkpoint_complete_the_table(tmp_path, clock):
     history = first.rows[:2]
     lines = table.splitlines(keepends=True)
     (first.output / "metrics.csv").write_text("".join([lines[0], lines[2], lines[3]]))
-    first.folder_lock.release()
+    first.folder_lock.file.close()
     for output in (first.output, tmp_path / "other host"):
         again = Logger(output, 0, ACCURACY)
         again.rows = [dict(one) for one in history]  # as the checkpoint manager restores them
@@ -534,7 +534,7 @@ def test_events_are_complete_when_rank_0_returns_to_a_host_with_its_own_disk(tmp
     first, progress = open_logger(tmp_path / "host 0"), Progress(epoch=1, step=15)
     for epoch in (1, 2):
         first.log_epoch(row(epoch))
-    first.folder_lock.release()
+    first.folder_lock.file.close()
     other = Logger(tmp_path / "host 1", 0, ACCURACY)
     other.rows = first.rows[:1]
     other.open({"resume": Path("auto")}, other.output / "step-15.pt", progress)
@@ -545,7 +545,7 @@ def test_events_are_complete_when_rank_0_returns_to_a_host_with_its_own_disk(tmp
         again.rows = other.rows
         progress = Progress(epoch=3, step=35)
         again.open({"resume": Path("auto")}, first.output / "step-35.pt", progress)
-        again.folder_lock.release()
+        again.folder_lock.file.close()
         assert events(first.output)["epoch/val_loss"] == [10, 20, 30]
     again.log_step(again.progress_bar((), "epoch"), meter, 40, lr=0.1, loss_scale=1.0)
     shown = EventAccumulator(str(first.output)).Reload().Scalars("epoch/val_loss")
@@ -664,7 +664,7 @@ def test_run_continues_if_stdout_can_not_be_written(tmp_path, monkeypatch):
     ],
 )
 def test_metrics_in_another_format_are_an_error_and_kept(logger, table):
-    logger.folder_lock.release()
+    logger.folder_lock.file.close()
     (logger.output / "metrics.csv").write_bytes(table)
     with pytest.raises(
         UserError, match=r"metrics\.csv is not in the format of this program: move it away"
@@ -780,14 +780,14 @@ def test_impossible_output_is_an_error(tmp_path, name):
 
 def test_huge_metrics_are_an_error(logger, monkeypatch):
     """Such as a sparse file, whose only line takes all memory."""
-    logger.folder_lock.release()
+    logger.folder_lock.file.close()
     monkeypatch.setattr(run_files, "MAX_TABLE_BYTES", 50)
     with pytest.raises(UserError, match=r"it has \d+ bytes, more than 50"):
         open_logger(logger.output, Progress(epoch=1, step=10), logger.output / "last.pt")
 
 
 def test_metrics_in_a_fifo_are_an_error(logger):
-    logger.folder_lock.release()
+    logger.folder_lock.file.close()
     table = logger.output / "metrics.csv"
     table.unlink()
     os.mkfifo(table)

@@ -125,7 +125,7 @@ def test_disk_space_for_the_output(run_check, tmp_path, free, size, status, word
 
 def test_unwritable_output_is_an_error(run_check):
     status, text = run_check(check_output, settings(output=Path("/proc/runs")))
-    assert status == ERROR and "choose another --output" in text
+    assert status == ERROR and "choose another folder for --output" in text
 
 
 def test_output_with_a_run_is_a_warning(run_check, tmp_path):

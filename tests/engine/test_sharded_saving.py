@@ -183,7 +183,7 @@ def save_nan_twice(folder: str, dtype: torch.dtype) -> tuple[str, list[str]]:
     return str(caught.value), [text for text in manager.logger if text.startswith("warning")]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64, torch.float8_e4m3fn])
 def test_nan_in_two_saves_in_a_row_ends_the_run_on_all_ranks(
     two_processes: Processes, tmp_path: Path, dtype: torch.dtype
 ) -> None:

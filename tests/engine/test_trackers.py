@@ -91,7 +91,7 @@ def test_mlflow_has_all_of_a_resumed_run(mlflow, tracked, tmp_path):
     first.finish_tracking("KILLED")
     run = the_run(mlflow, tracked)
     assert (run.info.status, run.data.tags["run_id"]) == ("KILLED", first.run_id)
-    first.folder_lock.release()
+    first.folder_lock.file.close()
 
     again = open_logger(output, 10, first.run_id, output / "last.pt")
     for step in (11, 12, 13):
@@ -297,7 +297,7 @@ def test_run_without_a_checkpoint_is_continued_by_resume_auto_only(tmp_path):
         ids.append(logger.run_id)
         with (tmp_path / FOLDER / QUEUE).open("a") as file:
             file.write('{"group": "st')
-        logger.folder_lock.release()
+        logger.folder_lock.file.close()
     assert ids[0] == ids[1] != ids[2]
 
 
@@ -324,7 +324,7 @@ def test_torn_line_is_removed(tmp_path):
         path = tmp_path / FOLDER / QUEUE
         text = path.read_text()
         path.write_text(text + '{"group": "st')
-        logger.folder_lock.release()
+        logger.folder_lock.file.close()
     path.write_text(text)
     kinds = [next(iter(record)) for record in queue_of(tmp_path)]
     assert kinds == ["start", "group", "start", "group"]
@@ -341,7 +341,7 @@ def test_epochs_that_were_trained_without_a_tracker_are_queued_later(tmp_path, m
         logger.log_epoch(row(epoch))
         logger._write_rows()
         run_id, checkpoint = logger.run_id, tmp_path / "last.pt"
-        logger.folder_lock.release()
+        logger.folder_lock.file.close()
     points = [record["step"] for record in queue_of(tmp_path) if record.get("group") == "epoch"]
     assert points == [10, 10, 20, 30]
 
@@ -413,7 +413,7 @@ def run_with(tracker, output):
     first.log_image(10, lambda: picture)
     log_step(first, 11)
     first.finish_tracking("KILLED")
-    first.folder_lock.release()
+    first.folder_lock.file.close()
     again = open_logger(output, 10, first.run_id, output / "last.pt", [tracker])
     for step in (11, 12):
         log_step(again, step)

@@ -67,11 +67,9 @@ class _DistributedOptimizer(ZeroRedundancyOptimizer):
         self._divisor = torch.ones((), device=self.parameters()[0].device)
         self._is_syncing = True
         self._unsynced: set[Tensor] = set()
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._on_gradient)
-            for parameter in self.parameters()
-            if parameter.requires_grad
-        ]
+        for parameter in self.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._on_gradient)
 
     def parameters(self) -> list[Tensor]:
         """Return the parameters of all groups."""

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from engine import SUFFIX, UserError, exists, link, replacing
+from engine import SUFFIX, UserError, exists, is_directly_in, link, replacing
 from engine.checkpoint import format, manifest, sharded
 from engine.checkpoint.archive import UnreadableError, reason_of
 
@@ -239,7 +239,7 @@ class Rewind:
             if not aside.exists():
                 link(best, aside)
         elif best.resolve() != aside.resolve():
-            is_own = best.resolve().parent == folder.resolve()
+            is_own = is_directly_in(best, folder)
             (best.resolve() if is_own else best).rename(aside)  # a link to elsewhere stays one
             _link_folder(aside, best)
 

@@ -24,12 +24,11 @@ from torch.futures import Future
 
 from engine import MAX_TABLE_BYTES, read_text, replacing
 from engine.checkpoint.archive import read
-from engine.checkpoint.validation import check_sizes, has_nan
+from engine.checkpoint.manifest import INDEX
+from engine.checkpoint.validation import MAX_DIMS, check_sizes, has_nan
 
-INDEX = "index.json"
 DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 SWITCH_INTERVAL_S = 1e-4  # of threads, while tensors are written
-MAX_DIMENSIONS = 64  # as in most of torch's functions
 
 
 class Chunk(NamedTuple):
@@ -59,7 +58,7 @@ class Entry:
         numbers += [one.num_rows for one in self.chunks]
         if not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
             raise ValueError("a size is no count")
-        if len(self.shape) > MAX_DIMENSIONS:
+        if len(self.shape) > MAX_DIMS:
             raise ValueError("it has too many dimensions")
         num_rows = math.prod(self.shape[:1]) if math.prod(self.shape) else 0
         if sum(one.num_rows for one in self.chunks) != num_rows:

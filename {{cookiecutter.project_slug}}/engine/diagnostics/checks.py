@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import torch
 
-from engine import UserError, backend, distributed, is_directly_in
+from engine import OUTPUT_FIX, UserError, backend, distributed, is_directly_in
 from engine.checkpoint import format as checkpoint
 from engine.checkpoint.selection import newest
 from engine.diagnostics import data_checks, preflight
@@ -124,8 +124,7 @@ def check_output(settings: Namespace) -> Results:
         with tempfile.TemporaryFile(dir=existing):
             free = shutil.disk_usage(existing).free
     except OSError as error:
-        fix = "choose another --output, or correct its permissions"
-        raise UserError(f"{output} can't be written ({error.strerror}): {fix}") from None
+        raise UserError(f"{output} can't be written ({error.strerror}): {OUTPUT_FIX}") from None
     text = f"{output} can be written, {free / GIB:.1f} GiB free"
     if free < GIB:
         yield ERROR, f"{text}, too little for checkpoints: free space, or choose another --output"

@@ -86,11 +86,6 @@ class FolderLock:
         os.close(self._directory)
         self._directory = directory
 
-    def release(self) -> None:
-        """Unlock the folder, if this process has locked it."""
-        if self.file:
-            self.file.close()
-
     def _holds(self, path: Path) -> bool:
         """Return whether the file at `path` is locked, and not one that it has replaced."""
         if self.file is None:

@@ -24,7 +24,7 @@ from engine import OUTPUT_FIX, UserError, cli, distributed, is_directly_in, repl
 from engine.monitoring import curves, run_files
 from engine.monitoring.console import Console, has_terminal
 from engine.monitoring.curves import PICTURE
-from engine.monitoring.events import EventWriter
+from engine.monitoring.events import PREFIX, EventWriter
 from engine.monitoring.lock import FolderLock
 from engine.monitoring.meter import LogRecord, Meter
 from engine.monitoring.metric import COLUMNS, MonitoredMetric
@@ -186,7 +186,7 @@ class Logger(Console):
         These are the rows from the first one that is not in the folder's `table`, or all if the
         folder has no events. Older events of these steps are hidden.
         """
-        has_events = any(self.output.glob("events.out.tfevents.*"))
+        has_events = any(self.output.glob(f"{PREFIX}.*"))
         known = {_as_text(row) for row in table if has_events}
         rows = list(dropwhile(lambda row: _as_text(row) in known, self.rows))
         before_rows = int(rows[0]["step"]) - 1 if rows else step

@@ -52,8 +52,7 @@ class Rewrite(cst.CSTTransformer):
 
     def _name(self, node: cst.CSTNode) -> str:
         names = self.get_metadata(QualifiedNameProvider, node, set())
-        name = apex_name(names, self.usage.fallbacks)
-        return name
+        return apex_name(names, self.usage.fallbacks)
 
     def _after(self, lines: list[Any], result: Any) -> Any:
         """Return `lines`, followed by what a statement became."""
