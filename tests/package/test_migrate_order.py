@@ -128,6 +128,20 @@ LEFT = {
         f"{OTHER}{LOOP}{BACKWARD}{STEP}{OTHER_BACKWARD}    noise(optimizer)\n{OTHER_STEP}",
         "noise is given the parameters before the step",
     ),
+    "step of an object that clips": (
+        f"clipper = Clipper(optimizer)\n{LOOP}{BACKWARD}    clipper.step()\n{STEP}",
+        "clipper.step is a method of an object that has the parameters",
+    ),
+    "parameters and their number": (
+        "params, num = [*model.parameters()], sum(p.numel() for p in model.parameters())\n"
+        + f"{LOOP}{BACKWARD}    noise(params)\n{STEP}",
+        "noise is given the parameters before the step",
+    ),
+    "large parameters": (
+        "params = [p for p in model.parameters() if p.dim() + p.numel() > 9]\n"
+        + f"{LOOP}{BACKWARD}    noise(params)\n{STEP}",
+        "noise is given the parameters before the step",
+    ),
     "two losses": (f"{LOOP}{BACKWARD}{CLIP}{BACKWARD}{STEP}", BETWEEN),
     "continue": (
         f"{LOOP}{BACKWARD}{CLIP}{SKIP.replace('JUMP', 'continue')}{STEP}",
@@ -198,6 +212,9 @@ CONVERTED = {
     + f"    optimizer.get_lr()\n    optimizer.print_groups()\n    ema.restore()\n{STEP}",
     "number of parameters": "num = sum(p.numel() for p in model.parameters())\n"
     + f"meter = Meter(num)\n{LOOP}{BACKWARD}    meter.add(loss.item())\n{STEP}",
+    "sum of numbers of parameters": "num = 0\nfor p in model.parameters():\n"
+    + f"    num = num + p.numel()\nnum = torch.tensor(num / 1e6)\n{LOOP}{BACKWARD}    noise(num)\n"
+    + STEP,
     "penalty of a model's gradients": f"{LOOP}{BACKWARD}    gradient_penalty(model)\n{STEP}",
     "step of another optimizer": f"{OTHER}ema = Average(model.parameters())\n{LOOP}{BACKWARD}{STEP}"
     + f"    ema.apply_shadow()\n{OTHER_BACKWARD}{OTHER_STEP}",

@@ -26,7 +26,8 @@ ORDINARY = re.compile(
 )
 # In the name of a function or class that may change the gradients of a model that it is given.
 CHANGING = re.compile(r"clip|grad(?!\w*penalty)", re.IGNORECASE)
-COUNT = re.compile(r"(\bsum\(|\+ ).*\.numel\(\)", re.DOTALL)  # of a model's parameters
+# A call that returns the size of a parameter, or a sum of sizes.
+COUNT = re.compile(r".*\.numel\(\)$|(\w+\.)?sum\(.*\.numel\(\)", re.DOTALL)
 CLASS = re.compile(r"(^|\.)[A-Z]\w*$")
 SCHEDULE = re.compile(
     r"LR|Lr[A-Z]|(^|\W|_)lr|[Ll]earning_?[Rr]ate|[Ss]ched|[Ww]arm|[Aa]nneal|[Cc]ycl"
@@ -44,10 +45,18 @@ def _is_property(function: cst.CSTNode) -> bool:
     return any("property" in source(each) for each in decorators)
 
 
-def _is_computed_from(node: cst.CSTNode, parameters: set[str]) -> bool:
-    """Return whether parameters are in `node`, of a model or under these names."""
-    code = source(node)
-    return bool(PARAMETERS.search(code) or names_in(node) & parameters) and not COUNT.search(code)
+class _Counts(cst.CSTTransformer):
+    """Replacement of numbers of parameters by 0."""
+
+    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
+        is_count = len(original_node.args) <= 1 and COUNT.match(source(original_node))
+        return cst.Integer("0") if is_count else updated_node
+
+
+def _is_computed_from(value: cst.BaseExpression, parameters: set[str]) -> bool:
+    """Return whether parameters are in `value`, of a model or under these names."""
+    rest = cst.ensure_type(value.visit(_Counts()), cst.BaseExpression)
+    return bool(PARAMETERS.search(source(rest)) or names_in(rest) & parameters)
 
 
 class Gradients(Tree):
@@ -130,10 +139,13 @@ class Gradients(Tree):
                     f"{access}, and may read their gradients, which GradScaler scales"
                 )
 
-    def _access(self, name: str, call: cst.Call, parameters: set[str], holders: set[str]) -> str:
+    def _access(
+        self, name: str, call: cst.Call, parameters: set[str], holders: dict[str, str]
+    ) -> str:
         """Return how a call has the parameters, or "" if it has not.
 
-        By its arguments, or as an object that has them or one of its methods that is not ORDINARY.
+        By its arguments, or as an object that has them or one of its methods that is not ORDINARY,
+        or of a class that is CHANGING.
         """
         code = source(call.func)
         owner, _, method = code.rpartition(".")
@@ -141,7 +153,8 @@ class Gradients(Tree):
             return f"{name} is given the parameters before the step"
         if code in holders:
             return f"{code} has the parameters"
-        if owner in holders and not (ORDINARY.search(method) or SCHEDULE.search(code)):
+        is_ordinary = ORDINARY.search(method) or SCHEDULE.search(code)
+        if owner in holders and (CHANGING.search(holders[owner]) or not is_ordinary):
             return f"{code} is a method of an object that has the parameters"
         return ""
 
@@ -180,10 +193,11 @@ class Gradients(Tree):
             for arg in call.args
         )
 
-    def _holders(self, parameters: set[str]) -> set[str]:
-        """Return the optimizers, and the objects that are given an optimizer or parameters.
+    def _holders(self, parameters: set[str]) -> dict[str, str]:
+        """Return the objects that are given an optimizer or parameters, with their class's name.
 
-        Except objects of this file's classes, and learning rate schedules.
+        Except objects of this file's classes, and learning rate schedules. And the optimizers, with
+        no name.
         """
         made = [
             (source(target), source(value.func), value)
@@ -191,14 +205,15 @@ class Gradients(Tree):
             if isinstance(value, cst.Call)
         ]
         given = {
-            target
+            target: code.rpartition(".")[2]
             for target, code, call in made
             if CLASS.search(code)
             and not any(each.search(code) for each in (OPTIMIZER, SCHEDULE))
             and self._is_given(call, parameters)
         }
         own = {target for target, code, _ in made if code in self.classes}
-        return {*self.usage.scalers, *given} - own
+        holders = given | dict.fromkeys(self.usage.scalers, "")
+        return {owner: code for owner, code in holders.items() if owner not in own}
 
     def beside(self, node: cst.CSTNode, others: list[Any]) -> list[cst.CSTNode]:
         """Return those of `others` in the function of a node, and the calls of their functions."""
