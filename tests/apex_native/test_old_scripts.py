@@ -430,3 +430,10 @@ def test_fp16_utils_keep_batch_norms_in_fp32():
         assert converted[0].weight.dtype == torch.float16
         assert converted[1].weight.dtype == torch.float32
         assert converted[1].running_var.tolist() == [1e5] * 2
+
+
+def test_network_to_half_casts_batch_norms_of_half_networks_to_fp32():
+    network = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).half()
+    converted = fp16_utils.network_to_half(network)[1]
+    assert converted[0].weight.dtype == torch.float16
+    assert converted[1].weight.dtype == converted[1].running_var.dtype == torch.float32

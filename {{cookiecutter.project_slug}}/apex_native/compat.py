@@ -30,7 +30,7 @@ def BN_convert_float(module: nn.Module) -> nn.Module:  # noqa: N802, Apex's name
 
 def network_to_half(network: nn.Module) -> nn.Module:
     """Cast `network` to fp16 except for its batch norms; wrap it so that inputs are cast too."""
-    return nn.Sequential(tofp16(), convert_network(network, torch.float16))
+    return nn.Sequential(tofp16(), BN_convert_float(convert_network(network, torch.float16)))
 
 
 def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
