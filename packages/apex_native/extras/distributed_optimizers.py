@@ -49,6 +49,9 @@ class _DistributedOptimizer(ZeroRedundancyOptimizer):
     same parameters must take part in the backward pass of all processes. Apex also shards gradients
     (stage 2). Half parameters have fp32 masters in the state. Their gradients are averaged in fp32,
     but accumulated in half.
+
+    What the next step divides half gradients by is forgotten in ``step`` and ``zero_grad`` of the
+    optimizer, as in Apex, and not if a script that skips a step sets ``grad`` to None itself.
     """
 
     _step_supports_amp_scaling = True  # read by GradScaler.step, which leaves gradients scaled
