@@ -665,6 +665,32 @@ def test_settings_that_training_has_changed_are_resumed(
     assert two_processes(resumed_settings, str(tmp_path)) == [expected] * 2
 
 
+def resume_without_added_group(folder: str) -> tuple[int, str]:
+    """Return the number of groups in a checkpoint, and the error of a resume without one of them.
+
+    A resume that has added the group succeeds.
+    """
+    model, optimizer = two_layers(frozen=0)
+    manager = manager_of(folder, model, optimizer)
+    optimizer.add_param_group({"params": model[0].requires_grad_(True).parameters()})
+    manager.save()
+    manager.finish()
+    dist.barrier()
+    again = manager_of(folder, *two_layers(frozen=0))
+    with pytest.raises(UserError) as error:
+        again.resume(Path("auto"), 10)
+    optimizer = again.state.optimizer
+    optimizer.add_param_group({"params": again.state.model[0].parameters()})
+    again.resume(Path("auto"), 10)
+    return len(optimizer.state_dict()["param_groups"]), str(error.value)
+
+
+def test_groups_that_training_has_added_are_saved(two_processes: Processes, tmp_path: Path) -> None:
+    for count, message in two_processes(resume_without_added_group, str(tmp_path)):
+        assert count == 2
+        assert "it has 2 parameter groups and not 1" in message
+
+
 def resumed_with_other_metric(folder: str, saved: dict, own: dict) -> tuple:
     """Return the best score and the scores after a resume, the warnings, and what best.pt is of."""
     manager = manager_of(folder, metadata=saved)

@@ -68,9 +68,9 @@ def collect(state: TrainingState) -> dict[str, Any]:
 
 def trained_settings(fresh: list[dict[str, Any]], optimizer: Optimizer) -> list[str]:
     """Return the settings that training has changed since the groups were `fresh`: Prodigy's d."""
-    changed = {
+    changed = {  # in these groups; training may add others
         name
-        for before, group in zip(fresh, optimizer.param_groups, strict=True)
+        for before, group in zip(fresh, optimizer.param_groups, strict=False)
         for name, value in before.items()
         if isinstance(value, float | int) and value != group.get(name)
     }
@@ -101,8 +101,7 @@ def write(path: Path, entries: dict[str, Any]) -> None:
     Raises FloatingPointError if the weights or the optimizer hold nan, and OSError for a full disk
     and the like.
     """
-    bad = first_nan(entries)
-    if bad:
+    if bad := first_nan(entries):
         raise FloatingPointError(f"{bad} is not finite")
     archive.write(path, {"format_version": FORMAT_VERSION} | entries)
 
@@ -138,8 +137,7 @@ def check(path: Path, entries: Any) -> dict[str, Any]:
     parts = entries if isinstance(entries, dict) else {}
     if "model" not in parts and "state_dict" in parts:  # as Apex's ImageNet example saves it
         parts["model"] = parts.pop("state_dict")
-    missing = [key for key in KEYS[:2] if not isinstance(parts.get(key), dict)]
-    if missing:
+    if missing := [key for key in KEYS[:2] if not isinstance(parts.get(key), dict)]:
         raise UserError(
             f"{path}: it is not a checkpoint, a dict of model, optimizer and amp "
             f"(it has no {' and no '.join(missing)})"
@@ -154,8 +152,7 @@ def check(path: Path, entries: Any) -> dict[str, Any]:
     if any(key not in entries for key in KEYS):
         _complete(entries)
     check_sizes(path, entries)
-    bad = first_nan(entries)
-    if bad:
+    if bad := first_nan(entries):
         raise UserError(f"{path}: {bad} is not finite; use an earlier one")
     entries["metadata"] = entries.pop("about", entries.get("metadata", {}))
     entries.setdefault("history", [])

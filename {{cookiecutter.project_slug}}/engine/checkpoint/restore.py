@@ -107,9 +107,8 @@ def _describe_missing_moments(optimizer: Optimizer) -> str:
         return ""
     parameters = [one for group in optimizer.param_groups for one in group["params"]]
     missing = sum(not optimizer.state.get(one) for one in parameters)
-    if not missing:
-        return ""
-    return f", without the optimizer's moments of {missing} of {len(parameters)} parameters"
+    note = f", without the optimizer's moments of {missing} of {len(parameters)} parameters"
+    return note if missing else ""
 
 
 def restore_average(average: dict[str, Tensor] | None, state: TrainingState) -> str:
@@ -198,6 +197,8 @@ def _restore_optimizer(optimizer: Optimizer, saved: dict[str, Any], trained: set
     ours = _kind(optimizer.param_groups[0])
     if theirs != ours:  # torch's SGD would load the state of Adam
         raise ValueError(f"an optimizer with {theirs} saved it, and this one has {ours}")
+    if len(saved["param_groups"]) != (own := len(optimizer.param_groups)):
+        raise ValueError(f"it has {len(saved['param_groups'])} parameter groups and not {own}")
     groups = []
     for theirs, group in zip(saved["param_groups"], optimizer.param_groups, strict=True):
         groups.append(group | {"params": theirs["params"]})
