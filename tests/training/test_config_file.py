@@ -77,8 +77,8 @@ def test_own_flags_may_be_required_beside_a_file(monkeypatch, file):
     add("--width", type=int, default=3)
     add("--tags", nargs="+", action="extend")
     path = str(file({"width": 4, "note": "b", "tags": ["c"]}))
-    given = parser.parse_args(["--note", "a", "--tags", "d", "--config", path])
-    assert (given.note, given.width, given.tags) == ("a", 4, ["c", "d"])
+    given = parser.parse_args(["--note", "a", "--tags", "d", "--tags", "e", "--config", path])
+    assert (given.note, given.width, given.tags) == ("a", 4, ["c", "d", "e"])
 
 
 @pytest.mark.parametrize("flags", [(), SOME])

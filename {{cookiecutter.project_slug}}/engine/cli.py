@@ -235,9 +235,11 @@ class ConfigurableParser(ArgumentParser):
     def _reject_repeated(self, words: Sequence[str]) -> None:
         """Stop if a flag with several values, or --config, is repeated; others are overridden."""
         flags = Counter(word.partition("=")[0] for word in words)
+        store = next(type(action) for action in self.actions if action.dest == "config")
         for action in self.actions:
             name = action.option_strings[0] if action.option_strings else ""
-            if flags[name] > 1 and (action.nargs in ("+", "*") or name == "--config"):
+            is_list = action.nargs in ("+", "*") and type(action) is store  # not "extend"
+            if flags[name] > 1 and (is_list or name == "--config"):
                 self.error(f"{name} is given {flags[name]} times: give it once, with all values")
 
     def _read(self, path: Path) -> dict[str, object]:
@@ -262,8 +264,7 @@ class ConfigurableParser(ArgumentParser):
         return values
 
     def _reject_duplicates(self, pairs: list[tuple[str, object]]) -> dict[str, object]:
-        names = Counter(name for name, _ in pairs)
-        for name, count in names.items():
+        for name, count in Counter(name for name, _ in pairs).items():
             if count > 1:
                 self.error(f"it has {name} twice")
         return dict(pairs)
