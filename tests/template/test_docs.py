@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from difflib import get_close_matches
+from pkgutil import resolve_name
 
 import pytest
 import torch
@@ -230,6 +231,18 @@ def test_links_lead_to_files():
     for page in pages:
         for link in re.findall(r"\]\(([^)#]+)", page.read_text(encoding="utf-8")):
             assert "://" in link or (page.parent / link).is_file(), f"{page.name}: {link}"
+
+
+def test_names_to_update_to_exist():
+    """The changelog's tables of modules and their names, for owners of projects of 0.9."""
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    tables = rows(changelog.partition("\nModules:\n")[2].partition("\n## ")[0])
+    assert len(tables) > 15
+    for _, own in tables:
+        module, *names = re.findall(r"`([\w.]+)[`(]", own)
+        resolve_name(module)
+        for name in names:  # of modules, or beside the first name
+            resolve_name(name if "." in name else f"{module.rpartition('.')[0]}.{name}")
 
 
 def defined_flags():
