@@ -103,12 +103,14 @@ def test_processes_are_found_wherever_their_environment_has_the_rank(names):
     """It is the first variable if a launcher that another one has started got it so."""
     from engine.launch import _children, _processes  # here, since the launchers run the module
 
-    child = subprocess.Popen([shutil.which("sleep"), "60"], env=dict.fromkeys(names, "0"))
-    other = subprocess.Popen([shutil.which("sleep"), "60"], env={"NO_LOCAL_RANK": "0"})
+    sleep = [shutil.which("sleep"), "60"]
+    child = subprocess.Popen(sleep, env=dict.fromkeys(names, "0"), start_new_session=True)
+    other = subprocess.Popen(sleep, env={"NO_LOCAL_RANK": "0"}, start_new_session=True)
+    fork = subprocess.Popen(sleep, env=dict.fromkeys(names, "0"))  # as in a session of another
     try:
-        assert _processes(_children()) & {child.pid, other.pid} == {child.pid}
+        assert _processes(_children()) & {child.pid, other.pid, fork.pid} == {child.pid}
     finally:
-        for process in (child, other):
+        for process in (child, other, fork):
             process.kill()
             process.wait()
 
@@ -280,8 +282,15 @@ def test_signal_to_an_orphan_does_not_end_the_job(tmp_path):
         os.environ["ENGINE_IN_RANK"] = "1"
         command = "sleep 60 >/dev/null 2>&1 & echo $!"
         orphan = int(subprocess.run(["sh", "-c", command], capture_output=True).stdout)
+        reader, writer = os.pipe()
+        if not os.fork():
+            if not os.fork():  # its environment in /proc has no ENGINE_IN_RANK
+                os.write(writer, str(os.getpid()).encode())
+                time.sleep(60)
+            os._exit(0)
         time.sleep(1)
         os.kill(orphan, 15)
+        os.kill(int(os.read(reader, 9)), 15)
         time.sleep(1)
         print("done")
         """,
@@ -304,7 +313,7 @@ def test_processes_are_found_while_threads_end() -> None:
     """The files of a thread in /proc vanish when it ends."""
     from engine.launch import _children, _processes  # here, since the launchers run the module
 
-    child = subprocess.Popen(["sleep", "60"], env={"LOCAL_RANK": "0"})
+    child = subprocess.Popen(["sleep", "60"], env={"LOCAL_RANK": "0"}, start_new_session=True)
     is_over = threading.Event()
 
     def start_threads() -> None:

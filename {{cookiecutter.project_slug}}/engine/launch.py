@@ -94,8 +94,7 @@ def _run(nodes: str, signals: "SignalThread") -> tuple[int, str]:
         rank, failure = error.get_first_failure()
         if failure.exitcode > 0:
             return failure.exitcode, ""
-        name = _name_signal(-failure.exitcode)
-        return 128 - failure.exitcode, f"rank {rank} was ended by {name}"
+        return 128 - failure.exitcode, f"rank {rank} was ended by {_name_signal(-failure.exitcode)}"
     except rendezvous.RendezvousTimeoutError:
         wait = f"{os.environ.get('NODE_WAIT') or 600} s (NODE_WAIT)"
         return 1, f"fewer than NNODES={nodes} hosts joined within {wait}: {RESUME}"
@@ -193,28 +192,30 @@ class SignalThread(threading.Thread):
         os._exit(EXIT_USAGE if number == USAGE_SIGNAL else 128 + number)
 
 
-def _children() -> list[int]:
+def _children() -> dict[int, list[bytes]]:
+    """Return what follows the name in /proc/PID/stat, for each child: [0] state, [3] session."""
     threads = os.listdir("/proc/self/task")
-    return [*map(int, b"".join(_read(f"self/task/{one}/children") for one in threads).split())]
+    children = map(int, b"".join(_read(f"self/task/{one}/children") for one in threads).split())
+    return {child: _read(f"{child}/stat").rpartition(b")")[2].split() for child in children}
 
 
-def _processes(children: list[int]) -> set[int]:
+def _processes(children: dict[int, list[bytes]]) -> set[int]:
     """Return those of the children that torchrun has started, as processes of the training.
 
-    The launcher of a container is also the parent of what a training process has left behind.
+    What these leave to the launcher of a container is in a session of theirs, or has IN_RANK.
     """
-    variables = {child: b"\0" + _read(f"{child}/environ") for child in children}
+    leaders = [child for child, stat in children.items() if stat[3:4] == [b"%d" % child]]
+    variables = {child: b"\0" + _read(f"{child}/environ") for child in leaders}
     ranks = {child for child, text in variables.items() if b"\0LOCAL_RANK=" in text}
     return {child for child in ranks if f"\0{IN_RANK}=".encode() not in variables[child]}
 
 
-def _reap_orphans(children: list[int]) -> None:
+def _reap_orphans(children: dict[int, list[bytes]]) -> None:
     """Remove ended processes that training processes have left to this one, as PID 1.
 
     They are in the session of a training process, which torchrun starts in one of its own.
     """
-    for child in children:
-        stat = _read(f"{child}/stat").rpartition(b")")[2].split()
+    for child, stat in children.items():
         if stat[:1] == [b"Z"] and int(stat[3]) not in (child, os.getsid(0)):
             os.waitpid(child, os.WNOHANG)
 
@@ -273,8 +274,7 @@ def _is_starting(process: int) -> bool:
 
 def _was_stopped(end: End) -> bool:
     """Return whether a process was ended by a signal to stop."""
-    is_killed = end.si_code == os.CLD_KILLED
-    return is_killed and end.si_status in (signal.SIGTERM, signal.SIGHUP)
+    return end.si_code == os.CLD_KILLED and end.si_status in (signal.SIGTERM, signal.SIGHUP)
 
 
 def _describe_failure(end: End) -> str:
