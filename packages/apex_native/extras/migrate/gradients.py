@@ -55,7 +55,8 @@ class _Counts(cst.CSTTransformer):
 
 def _is_computed_from(value: cst.BaseExpression, parameters: set[str]) -> bool:
     """Return whether parameters are in `value`, of a model or under these names."""
-    rest = cst.ensure_type(value.visit(_Counts()), cst.BaseExpression)
+    rest = value.visit(_Counts())
+    assert isinstance(rest, cst.BaseExpression)
     return bool(PARAMETERS.search(source(rest)) or names_in(rest) & parameters)
 
 
