@@ -30,6 +30,7 @@ def migrate(code: bytes, level: str = "", loss_scale: str = "") -> tuple[bytes, 
 
     from .amp import Analysis
     from .imports import STILL_USED, apex_imports, clean, note_imports
+    from .references import References
     from .rewrite import Rewrite
 
     with warnings.catch_warnings():
@@ -39,13 +40,19 @@ def migrate(code: bytes, level: str = "", loss_scale: str = "") -> tuple[bytes, 
     wrapper = MetadataWrapper(cst.parse_module(code))
     analysis = Analysis(level, loss_scale)
     wrapper.visit(analysis)
-    module = clean(wrapper.visit(Rewrite(analysis.usage, report)))
-    positions, remaining = wrapper.resolve(PositionProvider), apex_imports(module)
-    imports = apex_imports(wrapper.module)
+    references = References(analysis.usage.fallbacks)
+    wrapper.visit(references)
+    analysis.usage.referenced, analysis.usage.compared = references.found, references.compared
+    rewrite = Rewrite(analysis.usage, report)
+    module = clean(wrapper.visit(rewrite))
+    positions, imports = wrapper.resolve(PositionProvider), apex_imports(wrapper.module)
+    # The reports of calls that are left explain the imports of what they call.
+    explained = {name for name in imports if name[-1].split(".")[0] in rewrite.left_names}
+    silent = apex_imports(module).keys() - explained
     lines = {name: positions[node].start.line for name, node in imports.items()}
-    if remaining and not report.left:
-        report.left += [(line, STILL_USED) for name, line in lines.items() if name in remaining]
-        module = note_imports(module)
+    if silent:
+        report.left += [(line, STILL_USED) for name, line in lines.items() if name in silent]
+        module = note_imports(module, silent)
     elif not report.changed and not report.left:
         report.changed += [(line, "import removed: nothing uses it") for line in lines.values()]
     return module.bytes, report

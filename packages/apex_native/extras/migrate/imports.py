@@ -73,12 +73,15 @@ def apex_imports(module: cst.CSTNode) -> dict[tuple[str, ...], cst.CSTNode]:
 
 
 class _Note(cst.CSTTransformer):
-    """Adds a comment above each import of Apex, unless an earlier migration did."""
+    """Adds a comment above each of these imports of Apex, unless an earlier migration did."""
+
+    def __init__(self, imports: set[tuple[str, ...]]) -> None:
+        self.imports = imports
 
     def leave_SimpleStatementLine(
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
     ) -> Any:
-        if not apex_imports(original_node):
+        if not self.imports & set(apex_imports(original_node)):
             return updated_node
         lines = [*_without_note(updated_node.leading_lines), cst.EmptyLine(comment=NOTE)]
         return updated_node.with_changes(leading_lines=lines)
@@ -164,10 +167,10 @@ def _is_harmless(line: cst.CSTNode) -> bool:
     return all(isinstance(each, plain) for each in small) or bool(_flags(line))
 
 
-def note_imports(module: cst.Module) -> cst.Module:
-    """Return `module` with a comment above each import of Apex."""
+def note_imports(module: cst.Module, imports: set[tuple[str, ...]]) -> cst.Module:
+    """Return `module` with a comment above each of these imports of Apex."""
     # The comments above the first statement are the module's.
-    return module.with_changes(header=_without_note(module.header)).visit(_Note())
+    return module.with_changes(header=_without_note(module.header)).visit(_Note(imports))
 
 
 def clean(module: cst.Module) -> cst.Module:

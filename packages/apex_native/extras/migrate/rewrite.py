@@ -22,6 +22,8 @@ from .tree import STATEMENTS
 from .usage import Usage
 
 HALF_MOMENTS = "the script casts to half; torch's moments of half parameters are not fp32"
+REFERENCED = "the file uses {} without calling it, as isinstance() does; torch's is another class"
+COMPARED = "isinstance(…, {}), which the file has, is true of it, and was not of Apex's"
 NO_SYNC = "torch's has no disable_allreduce() and enable_allreduce(), but no_sync()"
 PARENTHESES = str.maketrans("[]", "()")
 
@@ -35,6 +37,7 @@ class Rewrite(cst.CSTTransformer):
         super().__init__()
         self.usage, self.report = usage, report
         self.notes: dict[cst.CSTNode, list[str]] = {}
+        self.left_names: set[str] = set()  # by which calls that are left begin, as imported
         self.results: dict[cst.CSTNode, Any] = {}
 
     def on_leave(self, original_node: cst.CSTNode, updated_node: cst.CSTNode) -> Any:
@@ -73,8 +76,10 @@ class Rewrite(cst.CSTTransformer):
     def _line(self, node: cst.CSTNode) -> int:
         return int(self.get_metadata(PositionProvider, node).start.line)
 
-    def _leave_as_is(self, node: cst.CSTNode, why: str) -> None:
-        self.report.left.append((self._line(node), why))
+    def _leave_as_is(self, call: cst.Call, why: str) -> None:
+        self.report.left.append((self._line(call), why))
+        self.left_names.add(source(call.func).split(".")[0].strip())
+        node: cst.CSTNode = call
         while not isinstance(node, STATEMENTS):
             node = self.get_metadata(ParentNodeProvider, node)
         notes = self.notes.setdefault(node, [])
@@ -98,18 +103,28 @@ class Rewrite(cst.CSTTransformer):
         if name not in RULES:
             self._leave_as_is(original_node, f"torch has no {short}; apex_native has it")
             return updated_node
-        result = RULES[name](updated_node)
-        if self.usage.has_half and name == "apex.optimizers.FusedAdam":
-            result = HALF_MOMENTS
-        if self.usage.has_allreduce and name == "apex.parallel.DistributedDataParallel":
-            result = NO_SYNC
+        result = self._converted(name, updated_node)
         if isinstance(result, str):
             self._leave_as_is(original_node, f"{short}: {result}")
             return updated_node
         self._changed(original_node, f"{short} → {source(result.func)}")
         if name in NOTES:
             self._changed(original_node, NOTES[name])
+        for part in self.usage.compared.intersection(source(result.func).split(".")):
+            if part[0].isupper():
+                self._changed(original_node, COMPARED.format(part))
         return result
+
+    def _converted(self, name: str, call: cst.Call) -> cst.Call | str:
+        """Return torch's call in place of one in RULES, or the reason why there is none."""
+        usage, last = self.usage, name.rpartition(".")[2]
+        if usage.has_half and last == "FusedAdam":
+            return HALF_MOMENTS
+        if usage.has_allreduce and last == "DistributedDataParallel":
+            return NO_SYNC
+        if last in usage.referenced:
+            return REFERENCED.format(usage.referenced[last])
+        return RULES[name](call)
 
     def _amp_call(self, original: cst.Call, updated: cst.Call, short: str) -> Any:
         if self.usage.reasons:

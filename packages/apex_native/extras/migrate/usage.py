@@ -27,6 +27,8 @@ class Usage:
     has_allreduce: bool = False  # a method of Apex's DDP without an equivalent is used
     has_half: bool = False  # something is cast to half without amp, such as a model
     reasons: list[str] = field(default_factory=list)
+    referenced: dict[str, str] = field(default_factory=dict)  # classes used without a call
+    compared: set[str] = field(default_factory=set)  # classes that isinstance() is given
     fallbacks: set[str] = field(default_factory=set)  # names with None in place of Apex
     flags: set[str] = field(default_factory=set)  # names that are True if Apex can be imported
     init_scale: str = ""  # to which the script sets the scale of amp

@@ -1,0 +1,56 @@
+"""Uses of Apex's classes other than calls, such as ``isinstance(module, FusedLayerNorm)``."""
+
+import libcst as cst
+from libcst.metadata import QualifiedNameProvider
+
+from .places import NONE, apex_name, source
+from .tree import Tree
+
+MADE_BY = {"SyncBatchNorm": "convert_syncbn_model"}  # classes, and functions that create them
+# Around a name that gets another value, is asked for its truth, or states a type.
+HARMLESS = (cst.AssignTarget, cst.NameItem, cst.If, cst.Assert, cst.UnaryOperation, cst.Annotation)
+
+
+class References(Tree):
+    """Collects the classes of Apex that a module uses without calling them.
+
+    A class of torch in their place would not be the one that these uses compare with or change.
+    """
+
+    def __init__(self, fallbacks: set[str]) -> None:
+        super().__init__()
+        self.fallbacks = fallbacks
+        self.found: dict[str, str] = {}  # the class, by the name of it or of what creates it
+        self.compared: set[str] = set()  # classes of torch that isinstance() is given
+
+    def visit_Import(self, node: cst.Import) -> bool:  # noqa: ARG002
+        return False
+
+    def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:  # noqa: ARG002
+        return False
+
+    def visit_Arg(self, node: cst.Arg) -> bool:
+        node.value.visit(self)  # not the keyword
+        return False
+
+    def visit_Attribute(self, node: cst.Attribute) -> bool:
+        self._add(node)
+        node.value.visit(self)  # not the attribute's own name
+        return False
+
+    def visit_Name(self, node: cst.Name) -> None:
+        self._add(node)
+
+    def _add(self, node: cst.Attribute | cst.Name) -> None:
+        names = self.get_metadata(QualifiedNameProvider, node, set())
+        name = apex_name(names, self.fallbacks).removesuffix(" or another").rpartition(".")[2]
+        calls = (each for each in self.parents(node) if isinstance(each, cst.Call))
+        if any(source(call.func) in ("isinstance", "issubclass") for call in calls):
+            self.compared |= {each.name.rpartition(".")[2] for each in names}
+        parent = self.parent(node)
+        is_call = isinstance(parent, cst.Call) and parent.func is node
+        is_test = isinstance(parent, cst.Comparison) and (
+            source(parent.comparisons[0].comparator) == NONE
+        )
+        if name and not (is_call or is_test or isinstance(parent, HARMLESS)):
+            self.found |= {name: name, MADE_BY.get(name, name): name}
