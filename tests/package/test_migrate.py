@@ -274,6 +274,31 @@ def test_imports_alone_are_removed(tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    ("arguments", "is_kept"),
+    [
+        ("opt_level='O3'", True),
+        ("opt_level=args.level", True),
+        ("**options", True),
+        ("True, 'O3'", True),
+        ("opt_level='O2', master_weights=False", True),
+        ("opt_level='O0', cast_model_type=torch.float16", True),
+        ("opt_level='O2', master_weights=True", False),
+        ("opt_level='O5'", False),
+        ("opt_level='O1', loss_scale=128", False),
+    ],
+)
+def test_fused_adam_is_kept_where_amp_is_left_at_a_level_of_half_parameters(
+    tmp_path, arguments, is_kept
+):
+    script = "from apex import amp\nfrom apex.optimizers import FusedAdam\no = FusedAdam(p)\n"
+    code, report = migrate(
+        tmp_path, f"{script}m, o = amp.initialize(m, o, {arguments})\n", status=1
+    )
+    assert ("optimizers.FusedAdam: amp, which is left, may cast" in report) == is_kept
+    assert ("o = FusedAdam(p)" in code) == is_kept
+
+
 @pytest.mark.parametrize(("script", "why"), LEFT)
 def test_unsure_case_is_left_below_a_comment(tmp_path, script, why):
     code, report = migrate(tmp_path, script + "\n", status=1)

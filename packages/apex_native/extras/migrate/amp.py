@@ -45,6 +45,17 @@ def models_and_optimizers(call: cst.Call) -> list[cst.BaseExpression]:
     return given + [keywords[name] for name in names if name in keywords]
 
 
+def _leaves_half(parts: tuple[list[cst.Arg], dict[str, cst.Arg]] | str) -> bool:
+    """Return whether ``amp.initialize`` with these arguments may leave parameters half."""
+    if isinstance(parts, str) or len(parts[0]) > 2:
+        return True
+    given = {name: source(arg.value).strip("\"'") for name, arg in parts[1].items()}
+    level = given.get("opt_level", "O1")
+    if level in ("O2", "O5"):
+        return given.get("master_weights", "None") not in ("True", "None")
+    return level not in ("O0", "O1", "O4") or given.get("cast_model_type", "None") != "None"
+
+
 def _line(node: cst.CSTNode) -> str:
     body = node.body if isinstance(node, cst.SimpleStatementLine) else []
     return source(body[0]) if len(body) == 1 else ""
@@ -195,6 +206,7 @@ class Analysis(Order):
     def _initialize(self, node: cst.Call) -> None:
         usage, parts = self.usage, split(expand(self, node))
         self.starts.append(node)
+        usage.may_cast |= _leaves_half(parts)
         line = self.parent(self.parent(node))
         if len(getattr(line, "body", [])) != 1 or isinstance(line, cst.SimpleStatementSuite):
             usage.reasons.append("amp.initialize shares its line with another statement")

@@ -23,6 +23,7 @@ from .usage import Usage
 
 HALF_MOMENTS = "the script casts to half; torch's moments of half parameters are not fp32"
 REFERENCED = "the file uses {} without calling it, as isinstance() does; torch's is another class"
+HALF_LEVEL = "amp, which is left, may cast its parameters; torch's moments would be half"
 COMPARED = "isinstance(…, {}), which the file has, is true of it, and was not of Apex's"
 NO_SYNC = "torch's has no disable_allreduce() and enable_allreduce(), but no_sync()"
 PARENTHESES = str.maketrans("[]", "()")
@@ -120,6 +121,8 @@ class Rewrite(cst.CSTTransformer):
         usage, last = self.usage, name.rpartition(".")[2]
         if usage.has_half and last == "FusedAdam":
             return HALF_MOMENTS
+        if usage.reasons and usage.may_cast and last == "FusedAdam":
+            return HALF_LEVEL
         if usage.has_allreduce and last == "DistributedDataParallel":
             return NO_SYNC
         if last in usage.referenced:
