@@ -38,6 +38,13 @@ class AmpStash:
     delayed: tuple[LossScaler, Tensor | float] | None = None
     open_blocks: int = 0  # of ``scale_loss``, which may be nested
 
+    # Names of Apex's stash, which scripts with an overflow check of their own read.
+    all_fp16_params = property(
+        lambda self: list(self.masters) or [p for p in self.plain if p.dtype in HALF_TYPES]
+    )
+    all_fp32_from_fp16_params = property(lambda self: list(self.masters.values()))
+    already_patched = property(lambda self: bool(self.found_inf))  # the next step is skipped
+
 
 def master_pairs(optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:
     """Return the model's half parameters and their fp32 masters, if `optimizer` steps any."""
@@ -66,7 +73,7 @@ def scale_loss(
         model: accepted as in Apex, and unused.
         delay_unscale: leave the gradients scaled; a later block without it unscales them all.
             This is implied after a forward pass in this DistributedDataParallel's ``no_sync()``.
-        delay_overflow_check: leave the scale unchanged, and skip no step.
+        delay_overflow_check: leave the scale to its ``update_scale()``, and skip no step.
 
     Raises RuntimeError if ``initialize`` was not called, or not with one of `optimizers`, or before
     the models were moved to a GPU; and FloatingPointError, where Apex halves the scale for ever, if
@@ -102,7 +109,9 @@ def scale_loss(
             stash.delayed = scaler, factor
         return
     found: list[Any] = [_after_backward(stash, factor) for stash in stashes]
-    if scaler.dynamic and not delay_overflow_check:
+    if scaler.dynamic and delay_overflow_check:
+        scaler._overflow_buf = reduce(torch.maximum, found).int().reshape(1)
+    elif scaler.dynamic:
         _check_overflow(stashes, scaler, reduce(torch.maximum, found))
 
 
@@ -212,7 +221,7 @@ def prepare_optimizer(optimizer: Any, master_weights: bool) -> None:
     optimizer.zero_grad = types.MethodType(zero_grad, optimizer)
     optimizer.add_param_group = types.MethodType(add_param_group, optimizer)
     # Scripts call this before they load an optimizer, because Apex creates masters late.
-    optimizer._lazy_init_maybe_master_weights = lambda: None
+    optimizer._lazy_init_maybe_master_weights = optimizer._amp_lazy_init = lambda: None
 
 
 def _adopt(optimizer: Any, group: dict, master_weights: bool) -> None:

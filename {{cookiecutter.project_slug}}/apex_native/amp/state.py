@@ -24,17 +24,27 @@ class LossScaler:
     Source: Micikevicius et al., "Mixed Precision Training", ICLR 2018; the constants are Apex's.
     """
 
-    INITIAL, FACTOR, WINDOW = 2.0**16, 2.0, 2000
     LOWEST = 2.0**-64  # far below it, 1 / scale is more than fp32 holds
     PATIENCE = 32  # overflows in a row that a scale can cause; from 2^16, it is then 2^-16
 
-    def __init__(
-        self, loss_scale: float | str, device: torch.device, index: int, limits: tuple[float, float]
+    def __init__(  # noqa: PLR0913, Apex's signature, and two arguments of ``initialize``
+        self,
+        loss_scale: float | str,
+        init_scale: float = 2.0**16,
+        scale_factor: float = 2.0,
+        scale_window: int = 2000,
+        min_loss_scale: float | None = None,
+        max_loss_scale: float = 2.0**24,
+        device: torch.device | None = None,
+        index: int = 0,
     ) -> None:
         self.dynamic = loss_scale == "dynamic"
         self.index = index
-        self.limits = (max(limits[0], self.LOWEST), limits[1])
-        start = min(self.INITIAL, limits[1]) if self.dynamic else float(loss_scale)
+        self.growth = scale_factor
+        self.window = scale_window
+        self.limits = (max(min_loss_scale or 0.0, self.LOWEST), max_loss_scale)
+        start = min(init_scale, max_loss_scale) if self.dynamic else float(loss_scale)
+        device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         # Of the loss; on the device if dynamic. Blocks of ``scale_loss`` and their graphs keep this
         # tensor, so a change of the scale replaces it.
         self.factor: Tensor | float = start
@@ -42,6 +52,8 @@ class LossScaler:
             self.factor = torch.full((), start, dtype=torch.float32, device=device)
         self.overflows_in_a_row = 0
         self._unskipped = torch.zeros((), dtype=torch.int32, device=device)
+        self._found_inf = self._unskipped.float()  # of the last update
+        self._overflow_buf = self._unskipped.new_zeros(1)  # for `update_scale`; scripts set it
         self._pending: list[tuple[torch.cuda.Event | None, Tensor]] = []
 
     def loss_scale(self) -> float:
@@ -88,9 +100,10 @@ class LossScaler:
     def update_(self, found_inf: Tensor) -> None:
         """Update a dynamic scale after a backward pass, with the result of `unscale_`."""
         assert isinstance(self.factor, Tensor)
+        self._found_inf = found_inf
         self.factor = self.factor.clone()
         torch._amp_update_scale_(
-            self.factor, self._unskipped, found_inf, self.FACTOR, 1.0 / self.FACTOR, self.WINDOW
+            self.factor, self._unskipped, found_inf, self.growth, 1.0 / self.growth, self.window
         )
         self.factor.clamp_(*self.limits)
         event: torch.cuda.Event | None = None
@@ -100,6 +113,14 @@ class LossScaler:
             event.record(torch.cuda.current_stream(found_inf.device))
         self._pending.append((event, outcome))
         self.report()
+
+    def update_scale(self) -> bool:
+        """Update a dynamic scale after a delayed check; return whether to skip the step."""
+        if isinstance(self.factor, Tensor):
+            self.update_(self._overflow_buf.to(self.factor).amax())
+        return bool(self._found_inf)
+
+    _has_overflow = property(lambda self: bool(self._found_inf))  # scripts for Apex read it
 
     def report(self) -> None:
         """Log the overflows whose record has arrived from the device; wait for nothing."""
@@ -126,7 +147,7 @@ class LossScaler:
             restored = torch.full_like(self.factor, state["loss_scale"])
             self.factor = restored.clamp_(*self.limits)
             # Apex counts for a static scale too, past where a dynamic one would have doubled.
-            self._unskipped.fill_(state["unskipped"] % self.WINDOW)
+            self._unskipped.fill_(state["unskipped"] % self.window)
 
 
 class AmpState:
