@@ -6,6 +6,8 @@ import signal
 import sys
 
 import pytest
+import torch
+from fresh import ROOT
 from migrated_scripts import COMMAND, losses, migrate
 
 pytest.importorskip("libcst", reason="needs libcst, which the extra `migrate` installs")
@@ -618,3 +620,34 @@ def test_diff_into_a_closed_pipe(run, tmp_path):
     program += "; done.stdout.close(); print(done.stderr.read().decode(), done.wait())"
     done = run("-c", program, sys.executable, *COMMAND, "migrate", "script.py")
     assert done.stdout == f" {-signal.SIGPIPE}\n"
+
+
+def test_states_of_earlier_checkpoints_are_converted_as_documented():
+    """Apex's FusedAdam counts its steps in the groups."""
+    text = (ROOT / "docs" / "migration.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```python\n(old = .*?)```", text, re.DOTALL)
+    scaler, layer = torch.amp.GradScaler("cpu"), torch.nn.Linear(2, 1)
+    state = {"exp_avg": torch.ones(1, 2), "exp_avg_sq": torch.ones(1, 2)}
+    group = {"lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "step": 7}
+    checkpoint = {
+        "amp": {"loss_scaler0": {"loss_scale": 128.0, "unskipped": 3}},
+        "optimizer": {"state": {0: state}, "param_groups": [{**group, "params": [0, 1]}]},
+    }
+    exec(block, {"torch": torch, "scaler": scaler, "checkpoint": checkpoint})
+    scaler.load_state_dict(checkpoint["amp"])
+    assert (scaler.get_scale(), scaler.state_dict()["_growth_tracker"]) == (128.0, 3)
+    optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
+    optimizer.load_state_dict(checkpoint["optimizer"])
+    layer(torch.ones(2)).sum().backward()
+    optimizer.step()
+    assert optimizer.state[layer.weight]["step"] == 8
+
+
+def test_report_says_that_earlier_checkpoints_need_a_conversion(tmp_path):
+    script = f"{START}optimizer = {OPTIMIZERS[0]}{ACCUMULATE}".replace("LEVEL", "O1")
+    lines = [line for line in migrate(tmp_path, script)[1].splitlines() if "convert" in line]
+    assert "states that Apex's FusedAdam saved lack torch's step" in lines[0]
+    assert "an earlier checkpoint has amp's state, which GradScaler cannot load" in lines[1]
+    assert len(lines) == 2
+    script = f"{START}optimizer = {OPTIMIZERS[0]}{TRAIN}".replace("LEVEL", "O1")
+    assert "convert" not in migrate(tmp_path, script)[1]

@@ -81,6 +81,7 @@ class Analysis(Order):
         attribute = node.func.attr.value if isinstance(node.func, cst.Attribute) else ""
         self.calls.append((attribute or source(node.func), node))
         self.usage.has_half |= bool(HALF.search(source(node)))
+        self.usage.has_load |= attribute == "load_state_dict"
         if attribute == "step" and isinstance(node.func, cst.Attribute):
             self.steps.append((source(node.func.value), node))
         elif attribute == "add_argument" and "store_true" in source(node):

@@ -24,6 +24,9 @@ from .usage import Usage
 HALF_MOMENTS = "the script casts to half; torch's moments of half parameters are not fp32"
 REFERENCED = "the file uses {} without calling it, as isinstance() does; torch's is another class"
 HALF_LEVEL = "amp, which is left, may cast its parameters; torch's moments would be half"
+# Of checkpoints that the script saved before; the documentation has the conversion.
+OLD_SCALES = "an earlier checkpoint has amp's state, which GradScaler cannot load: convert it"
+OLD_STATES = "states that Apex's FusedAdam saved lack torch's step of each parameter: convert them"
 COMPARED = "isinstance(…, {}), which the file has, is true of it, and was not of Apex's"
 NO_SYNC = "torch's has no disable_allreduce() and enable_allreduce(), but no_sync()"
 PARENTHESES = str.maketrans("[]", "()")
@@ -109,12 +112,18 @@ class Rewrite(cst.CSTTransformer):
             self._leave_as_is(original_node, f"{short}: {result}")
             return updated_node
         self._changed(original_node, f"{short} → {source(result.func)}")
-        if name in NOTES:
-            self._changed(original_node, NOTES[name])
-        for part in self.usage.compared.intersection(source(result.func).split(".")):
-            if part[0].isupper():
-                self._changed(original_node, COMPARED.format(part))
+        self._add_notes(original_node, name, set(source(result.func).split(".")))
         return result
+
+    def _add_notes(self, call: cst.Call, name: str, parts: set[str]) -> None:
+        """Report what differs after the conversion of a call; `parts` are of torch's name."""
+        if name in NOTES:
+            self._changed(call, NOTES[name])
+        if self.usage.has_load and name == "apex.optimizers.FusedAdam":
+            self._changed(call, OLD_STATES)
+        for part in self.usage.compared & parts:
+            if part[0].isupper():
+                self._changed(call, COMPARED.format(part))
 
     def _converted(self, name: str, call: cst.Call) -> cst.Call | str:
         """Return torch's call in place of one in RULES, or the reason why there is none."""
@@ -148,6 +157,7 @@ class Rewrite(cst.CSTTransformer):
             return cst.parse_expression(f"{scaler}.state_dict()" if scaler else "{}")
         if short == "amp.load_state_dict" and scaler:
             self._changed(original, f"{short} → {scaler}.load_state_dict")
+            self._changed(original, OLD_SCALES)
             return updated.with_changes(func=cst.parse_expression(f"{scaler}.load_state_dict"))
         return updated
 
