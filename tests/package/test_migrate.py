@@ -423,6 +423,22 @@ def test_helper_that_grad_scaler_would_change_is_left(tmp_path, helper, line, wh
     assert "with amp.scale_loss(loss, optimizer)" in code
 
 
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n    log.info('%s', norm)",
+        "norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()\n    log.info(norm)",
+        "norm = float(nn.utils.clip_grad_norm_(model.parameters(), 1.0))\n    log.info(norm)",
+        "math.isnan(nn.utils.clip_grad_norm_(model.parameters(), 1.0))",
+    ],
+)
+def test_norm_of_clipped_gradients_is_no_parameter(tmp_path, lines):
+    script = f"{START}optimizer = {OPTIMIZERS[0]}{TRAIN.replace(CLIP, '    ' + lines)}"
+    code, _ = migrate(tmp_path, script.replace("LEVEL", "O1"))
+    unscaled = code.index("    scaler.unscale_(optimizer)\n")
+    assert code.index("scaler.scale(loss).backward()") < unscaled < code.index("clip_grad_norm_")
+
+
 def test_clipping_in_a_loop_without_the_step_is_left(tmp_path):
     loop = """
 for step in range(5):

@@ -28,6 +28,7 @@ ORDINARY = re.compile(
 CHANGING = re.compile(r"clip|grad(?!\w*penalty)", re.IGNORECASE)
 # A call that returns the size of a parameter, or a sum of sizes.
 COUNT = re.compile(r".*\.numel\(\)$|(\w+\.)?sum\(.*\.numel\(\)", re.DOTALL)
+NORM = re.compile(r"(^|\.)clip_grad_norm_?$")  # a function that returns the norm
 CLASS = re.compile(r"(^|\.)[A-Z]\w*$")
 SCHEDULE = re.compile(
     r"LR|Lr[A-Z]|(^|\W|_)lr|[Ll]earning_?[Rr]ate|[Ss]ched|[Ww]arm|[Aa]nneal|[Cc]ycl"
@@ -45,17 +46,18 @@ def _is_property(function: cst.CSTNode) -> bool:
     return any("property" in source(each) for each in decorators)
 
 
-class _Counts(cst.CSTTransformer):
-    """Replacement of numbers of parameters by 0."""
+class _Numbers(cst.CSTTransformer):
+    """Replacement of numbers of parameters, and of norms of gradients, by 0."""
 
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
         is_count = len(original_node.args) <= 1 and COUNT.match(source(original_node))
-        return cst.Integer("0") if is_count else updated_node
+        is_norm = NORM.search(source(original_node.func))
+        return cst.Integer("0") if is_count or is_norm else updated_node
 
 
 def _is_computed_from(value: cst.BaseExpression, parameters: set[str]) -> bool:
     """Return whether parameters are in `value`, of a model or under these names."""
-    rest = value.visit(_Counts())
+    rest = value.visit(_Numbers())
     assert isinstance(rest, cst.BaseExpression)
     return bool(PARAMETERS.search(source(rest)) or names_in(rest) & parameters)
 
