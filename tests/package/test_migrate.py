@@ -198,6 +198,15 @@ LEFT = [
     ),
     ("from apex.optimizers import FusedAdam\no = FusedAdam(p, **options)", "unpacked"),
     *(
+        (f"import apex\nm = apex.{name}(8)", f"migrate does not convert {name}; use {other}, or")
+        for name, other in {
+            "parallel.SyncBatchNorm": "torch.nn.SyncBatchNorm",
+            "optimizers.FusedAdagrad": "torch.optim.Adagrad",
+            "contrib.xentropy.SoftmaxCrossEntropyLoss.apply": "torch.nn.functional.cross_entropy",
+        }.items()
+    ),
+    ("import apex\nm = apex.RNN.LSTM(8)", "migrate does not convert RNN.LSTM"),
+    *(
         (
             f"from apex.optimizers import FusedAdam\nimport torch\n{cast}\no = FusedAdam(p)",
             "torch's moments of half parameters are not fp32",
@@ -611,6 +620,14 @@ def test_nothing_to_migrate(run, tmp_path, content, message):
     assert done.returncode == 2
     assert message in done.stderr
     assert content is None or (tmp_path / "script.py").read_text() == content
+
+
+def test_notebook_is_refused(run, tmp_path):
+    """Its JSON may be valid Python."""
+    (tmp_path / "n.ipynb").write_text('{"cells": [{"source": ["from apex import amp"]}]}')
+    done = run(*COMMAND, "migrate", "n.ipynb")
+    assert done.returncode == 2
+    assert "n.ipynb is a notebook: convert it to a script first (jupyter nbconv" in done.stderr
 
 
 def test_name_of_the_script_is_escaped(run, tmp_path):

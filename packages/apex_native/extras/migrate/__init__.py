@@ -90,6 +90,9 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--write", action="store_true", help="write the file, not a diff")
     args = parser.parse_args(arguments)
+    if args.script.suffix == ".ipynb":
+        convert = f"jupyter nbconvert --to script {args.script}"
+        return _fail(f"{args.script} is a notebook: convert it to a script first ({convert})")
     try:
         import libcst as cst
     except ImportError:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import libcst as cst
 
+from ..covered import COVERED
+
 Rule = Callable[[cst.Call], cst.Call | str]
 
 
@@ -160,3 +162,30 @@ RULES: dict[str, Rule] = {
     "apex.parallel.DistributedDataParallel": distributed,
     "apex.parallel.convert_syncbn_model": sync_batch_norm,
 }
+# What torch has in the place of other names of Apex, whose arguments or defaults differ.
+SIMILAR = {
+    "FastLayerNorm": "torch.nn.LayerNorm",
+    "FusedAdagrad": "torch.optim.Adagrad",
+    "GroupNorm": "torch.nn.GroupNorm",
+    "MixedFusedLayerNorm": "torch.nn.LayerNorm",
+    "MixedFusedRMSNorm": "torch.nn.RMSNorm",
+    "SoftmaxCrossEntropyLoss": "torch.nn.functional.cross_entropy",
+    "SyncBatchNorm": "torch.nn.SyncBatchNorm",
+    "clip_grad_norm": "torch.nn.utils.clip_grad_norm_",
+    "clip_grad_norm_": "torch.nn.utils.clip_grad_norm_",
+    "fused_layer_norm_affine": "torch.nn.functional.layer_norm",
+    "fused_rms_norm_affine": "torch.nn.functional.rms_norm",
+}
+
+
+def unconverted(name: str) -> str:
+    """Return why a call of a name of Apex that is not in RULES stays."""
+    parts, short = name.split("."), name.removeprefix("apex.")
+    for part in parts[-2:]:  # the name, or the class of a method
+        if part in SIMILAR:
+            return f"migrate does not convert {short}; use {SIMILAR[part]}, or apex_native's"
+    for index, part in enumerate(parts):
+        sources = COVERED.get(".".join(parts[:index]), {})
+        if any(part in names.split() for names in sources.values()):
+            return f"torch has no {short}; apex_native has it"
+    return f"migrate does not convert {short}"

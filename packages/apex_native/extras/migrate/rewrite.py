@@ -6,7 +6,7 @@ import libcst as cst
 from libcst.metadata import ParentNodeProvider, PositionProvider, QualifiedNameProvider
 
 from .amp import REGISTERED, models_and_optimizers
-from .calls import NOTES, RULES
+from .calls import NOTES, RULES, unconverted
 from .places import (
     apex_name,
     computes,
@@ -105,7 +105,7 @@ class Rewrite(cst.CSTTransformer):
             self._leave_as_is(original_node, f"{short.split()[0]}, or what another import provides")
             return updated_node
         if name not in RULES:
-            self._leave_as_is(original_node, f"torch has no {short}; apex_native has it")
+            self._leave_as_is(original_node, unconverted(name))
             return updated_node
         result = self._converted(name, updated_node)
         if isinstance(result, str):
