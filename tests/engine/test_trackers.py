@@ -602,6 +602,30 @@ def test_wandb_follows_no_link_out_of_the_folder(tmp_path):
         trackers.ADAPTERS["wandb"](tmp_path)
 
 
+def test_wandb_reads_settings_in_the_folder_of_the_project_only(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    for name in ("project", "current"):
+        settings = tmp_path / name / "wandb" / "settings"
+        settings.parent.mkdir(parents=True)
+        settings.write_text(f"[default]\nbase_url = http://{name}.example\n")
+    current = tmp_path / "current"
+    monkeypatch.chdir(current)
+    monkeypatch.setattr(trackers, "PROJECT", tmp_path / "project")
+    monkeypatch.delenv("WANDB_BASE_URL", raising=False)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", "elsewhere")
+    wandb.teardown()  # of the settings that another test has read
+    tracker = trackers.Wandb(Path("run"))
+    start = {"run_id": "0123456789abcdef", "name": "run", "project": "p"}
+    tracker.start(start | {"parameters": {}, "environment": {}})
+    base_url = tracker.run.settings.base_url
+    tracker.finish("FINISHED")
+    wandb.teardown()
+    assert base_url == "http://project.example"
+    assert Path.cwd() == current
+    assert list(current.glob("run/trackers/wandb/offline-run-*"))
+
+
 def is_running(pid):
     """Return whether a process has not ended. Its parent may not have waited for it."""
     with suppress(OSError):

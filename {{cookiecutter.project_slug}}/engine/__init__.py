@@ -16,6 +16,7 @@ from itertools import chain
 from pathlib import Path
 
 VERSION = "1.0.0"
+PROJECT = Path(__file__).resolve().parents[1]
 EXIT_USAGE = 2  # exit status of the program after a UserError
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 MAX_BYTES = 2**26  # of a text file, but for tables

@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
-from engine import UserError, distributed, summarize
+from engine import PROJECT, UserError, distributed, summarize
 from engine.backend import is_sharded, local_shard, unwrap
 from engine.data.loading import TrainLoader
 from engine.optim import eval_mode, without_compilation
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from engine.monitoring.meter import LogRecord
 
 INTEGER_TYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
-PROJECT = Path(__file__).resolve().parents[2]
 # Of a model or a loss that does not fit the batch.
 ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AssertionError, AttributeError)
 # In training they do not read their statistics.

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from engine import MAX_BYTES, read_text
+from engine import MAX_BYTES, PROJECT, read_text
 
 TENSORBOARD = "tensorboard"  # which has no adapter: see events.py
 FOLDER = "trackers"  # in a run's output folder
@@ -148,7 +148,7 @@ class Wandb(Tracker):
         import wandb
 
         self.wandb = wandb
-        self.folder = output / FOLDER
+        self.folder = output.absolute() / FOLDER
         if (self.folder / "wandb").is_symlink():  # W&B would write to its target
             raise OSError(0, f"{self.folder / 'wandb'} is a link")
         self.run: Any = None
@@ -161,18 +161,22 @@ class Wandb(Tracker):
         self.run.config.update(_config(run), allow_val_change=True)
 
     def _init(self, run: Mapping[str, Any]) -> Any:
+        current = os.getcwd()
+        os.chdir(PROJECT)  # W&B reads a settings file, with its server's address, in this folder
         try:
             return self.wandb.init(
                 project=os.environ.get("WANDB_PROJECT") or run["project"],
                 id=run["run_id"],
                 name=run["name"],
                 resume="allow",
-                dir=self.folder,
+                dir=str(self.folder),
                 settings=self.wandb.Settings(silent=True, console="off", init_timeout=WANDB_INIT_S),
             )
         except Exception:
             self.wandb.teardown()  # its process would take the id for one in use
             raise
+        finally:
+            os.chdir(current)  # MLflow's local store is there
 
     def log(self, points: Sequence[Mapping[str, Any]]) -> None:
         for point in points:

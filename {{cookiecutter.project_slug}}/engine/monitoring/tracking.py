@@ -24,11 +24,10 @@ from shlex import quote
 import torch
 import torch.distributed as dist
 
-from engine import MAX_BYTES, regular_only
+from engine import MAX_BYTES, PROJECT, regular_only
 from engine.monitoring.events import append
 from engine.monitoring.trackers import FOLDER, LOG, QUEUE, complete_lines, is_run_id, read_state
 
-PROJECT = Path(__file__).resolve().parents[2]
 CHECK_EVERY_S = 60.0  # between looks at the state of the trackers
 EXIT_S = 10.0  # for the trackers at the end of a run
 GIT_S = 5.0
