@@ -825,6 +825,43 @@ def test_best_is_the_best_checkpoint_on_the_disk(two_processes: Processes, tmp_p
     )
 
 
+def best_after_a_failed_link(folder: str, name: str, loses_best: bool) -> tuple[int, list[str]]:
+    """Return the step of best.pt after an error as the best step's checkpoint gets a name."""
+    manager = manager_of(folder, keep=1)
+
+    def fail_once(path: Path, other: Path) -> None:
+        if (path.name, other.name) == ("step-2.pt", name) and not failures:
+            failures.append(other)
+            raise OSError(errno.EIO, "broken")
+        link(path, other)
+
+    failures, link = list[Path](), files.link
+    with mock.patch.object(files, "link", fail_once):
+        for step, metric in enumerate((0.1, 0.9, 0.5, 0.4), 1):
+            manager.state.progress.step = step
+            manager.save({"val_accuracy": metric})
+            manager.wait()
+            if loses_best and failures and step == 2:
+                Path(folder, "step-2.pt").unlink()
+    manager.finish()
+    dist.barrier()
+    assert {path.name for path in files.numbered(Path(folder))} == {"step-4.pt"}
+    return torch.load(Path(folder, "best.pt"), weights_only=True)["step"], manager.logger
+
+
+@pytest.mark.parametrize(
+    ("name", "loses_best", "step"),
+    [("best.pt", False, 2), ("last.pt", False, 2), ("best.pt", True, 3)],
+)
+def test_best_checkpoint_gets_its_name_later_after_an_error(
+    two_processes: Processes, tmp_path: Path, name: str, loses_best: bool, step: int
+) -> None:
+    (found, said), _ = two_processes(best_after_a_failed_link, str(tmp_path), name, loses_best)
+    assert found == step
+    assert "step-2.pt was written, but files can't be renamed or removed (broken)" in said[0]
+    assert len(said) == 1 + loses_best
+
+
 def best_after_the_folder_was_removed(folder: str) -> tuple[float, int, list[str]]:
     manager = manager_of(folder)
     for step, metric in enumerate((0.9, 0.5, 0.4), 1):

@@ -471,10 +471,10 @@ def test_epoch_without_a_validation_has_empty_cells(logger, capsys):
 
 @pytest.mark.usefixtures("no_curves")
 @pytest.mark.parametrize(
-    ("best", "origin"), [(0.75, "within an epoch"), (0.5, ""), (0.25, "after the resumption")]
+    ("best", "origin"), [(0.75, "within an epoch"), (0.5, ""), (0.25, "another validation")]
 )
 def test_summary_has_the_score_of_another_best_checkpoint(logger, capsys, best, origin):
-    """The row of an epoch that was resumed is gone; the best row may be another folder's."""
+    """The row of an epoch that was resumed is gone; the best row may have no checkpoint here."""
     logger.log_epoch(row(1))
     logger.close(best)
     said = "best val_accuracy 0.5000 in epoch 1, "

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from engine import SUFFIX, UserError
+from engine import SUFFIX, UserError, exists
 from engine.checkpoint import files, manifest, validation
 from engine.checkpoint.files import BEST, LAST
 from engine.checkpoint.format import Progress
@@ -38,6 +38,7 @@ class CheckpointWriter:
 
     def __post_init__(self) -> None:
         self._stuck: set[Path] = set()  # incomplete folders that can't be removed
+        self._best: Path | None = None  # what is to become best.pt
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._pending: list[dict[str, Any]] = []  # what the thread writes, and next, at that step
@@ -90,6 +91,7 @@ class CheckpointWriter:
         self._forget_missing_best()
         # One before, which may have been written only after this was saved, may be better.
         entries["best"] = max(entries["best"], self.progress.best)
+        failed = f"{path} could not be written"
         try:
             if copied:
                 copied.synchronize()
@@ -99,16 +101,19 @@ class CheckpointWriter:
                 validation.check_savable(path, entries)  # or the file could not be resumed
                 self._prepare()
                 files.write_or_make_room(path, entries, self.warn)
+            failed = f"{path} was written, but files can't be renamed or removed"
             if dist.get_rank() == 0:
                 rewind = self.rewind or files.Rewind(entries["step"])
                 rewind.finish(self.folder, path)
-                files.alias(path, LAST)
             self.rewind = None
             if entries["best"] > self.progress.best:
-                if dist.get_rank() == 0:
-                    files.alias(path, BEST)
                 self.progress.best = entries["best"]
+                self._best = path
             if dist.get_rank() == 0:
+                files.alias(path, LAST)
+                if self._best:
+                    files.alias(self._best, BEST)
+                    self._best = None
                 files.prune(self.folder, self.keep)
             self.newest = path
             self.nan_steps = set()
@@ -118,7 +123,7 @@ class CheckpointWriter:
             reason = text.splitlines()[0]
             is_nan = isinstance(error, FloatingPointError)
             self.nan_steps = self.nan_steps | {entries["step"]} if is_nan else set()
-            self.problem = f"{path} could not be written ({reason})"
+            self.problem = f"{failed} ({reason})"
             if len(self.nan_steps) < 2:  # else, the run ends with this problem
                 ends = "; nan in the next one, too, ends the run" if is_nan else ""
                 kept = f"the run goes on, the checkpoints before it are kept{ends}"
@@ -137,9 +142,9 @@ class CheckpointWriter:
         """Have the next validation replace best.pt, if it is gone, such as with the folder."""
         is_expected = dist.get_rank() == 0 and self.progress.best > -math.inf and not self.rewind
         with suppress(OSError):  # the disk does not answer just now: it may be there
-            if is_expected and not files.best_of(self.folder):
-                self.progress.best = -math.inf
-                best = (self.folder / BEST).with_suffix("" if self.group else ".pt")
+            best = self._best or (self.folder / BEST).with_suffix("" if self.group else ".pt")
+            if is_expected and not (exists(best) if self._best else files.best_of(self.folder)):
+                self._best, self.progress.best = None, -math.inf
                 self.warn(f"{best} was removed: the next validation replaces it")
 
     def _prepare(self) -> None:

@@ -404,7 +404,7 @@ class Logger(Console):
         """Finish the curves; print the run's best result, its duration and its folder.
 
         `best` is the score of best.pt, perhaps from within an epoch whose row was dropped later, or
-        less than that of an epoch before a resumption from another folder.
+        less than that of an epoch whose checkpoint is in another folder, or could not be written.
         """
         if not self.active:
             return
@@ -421,7 +421,7 @@ class Logger(Console):
             facts.append(run.describe_best())
             score = run.best[0].score
             if math.isfinite(best) and best != score:
-                origin = "within an epoch" if best > score else "after the resumption"
+                origin = "within an epoch" if best > score else "another validation"
                 facts.append(f"best.pt has {self.monitored.value(best):.4f} from {origin}")
         facts.append(f"took {timedelta(seconds=round(time.monotonic() - self.started_at))}")
         if self.throughputs:
