@@ -215,7 +215,7 @@ def test_flip_average_is_the_mean_of_both_predictions(
         (("--image-size", "32:64"), "are for --data"),
         (("--dummy", "--eval-size", 64), "are for --data"),
         (("--data", "IDX", "--image-size", "28:32"), "are not for IDX files"),
-        (("--data", "IDX", "--eval-size", 20_000), "--eval-size 20000: use at most 16384"),
+        (("--data", "IDX", "--eval-size", 20_000), "--eval-size 20000: use at most 4096"),
         (("--data", "IDX", "--interpolation", "bicubic"), "are not for IDX files"),
         (("--data", "IDX", "--decode", "gpu"), "--decode gpu is for the JPEG files"),
         (
@@ -223,6 +223,7 @@ def test_flip_average_is_the_mean_of_both_predictions(
             "--skip-broken needs files that the CPU decodes; leave out --decode gpu",
         ),
         (("--image-size", "64:32"), "'64:32' is not a number of pixels"),
+        (("--image-size", "4097"), "'4097' is not a number of pixels up to 4096"),
     ],
 )
 def test_contradicting_flags_are_refused(parse, idx_folder: Path, flags, message: str) -> None:

@@ -48,7 +48,7 @@ def size_range(text: str) -> str:
     """Check the argument of --image-size: a size, such as 224, or two, such as 128:224."""
     first, last = parse_size(text) if re.fullmatch(r"0*[1-9]\d*(:0*[1-9]\d*)?", text) else (1, 0)
     if not 0 < first <= last <= MAX_SIZE:
-        expected = "a number of pixels, such as 224, or the first and the last, such as 128:224"
+        expected = f"a number of pixels up to {MAX_SIZE}, such as 224, or a range, such as 128:224"
         raise argparse.ArgumentTypeError(f"{text!r} is not {expected}")
     return text
 

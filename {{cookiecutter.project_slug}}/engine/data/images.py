@@ -58,7 +58,7 @@ PARTS = {b"P1": b"#", b"P2": b"#", b"P3": b"#", b"\xff\xd8": b"\xff\xe1"}
 MAX_RATIO = 64  # of the sides of an image that is resized, see `trim`
 MAX_PIXELS = 2**30 // 12  # of an image that is read: PIL warns of more
 MAX_SIDE = 4096  # of an image that the GPU decodes
-MAX_SIZE = 2**14  # height and width of a model's images
+MAX_SIZE = 2**12  # height and width of a model's images: a checkpoint may be anyone's
 INTERPOLATIONS = ("bilinear", "bicubic")
 
 
@@ -87,9 +87,7 @@ class ImageSpec(NamedTuple):
 
     def describe(self) -> str:
         """Return a text for the log."""
-        mean, std = (
-            ", ".join(f"{value:g}" for value in values) for values in (self.mean, self.std)
-        )
+        mean, std = (", ".join(f"{one:g}" for one in values) for values in (self.mean, self.std))
         return (
             f"images of {self.size} × {self.size} pixels, {self.interpolation}, "
             f"crop {self.crop_fraction:g}, mean {mean}, standard deviation {std}"
@@ -110,7 +108,7 @@ def is_image_spec(fields: Any) -> bool:
         and spec.interpolation in INTERPOLATIONS
         and all(type(number) in (int, float) and abs(number) <= MAX_SIZE for number in numbers)
         and 0.01 <= spec.crop_fraction <= 1
-        and max(sizes) / spec.crop_fraction <= MAX_SIZE
+        and max(sizes) / spec.crop_fraction <= 2 * MAX_SIZE
     )
 
 
