@@ -120,10 +120,9 @@ class CheckpointWriter:
             self.problem = ""
         except Exception as error:  # the training goes on without this checkpoint
             text = getattr(error, "strerror", None) or str(error) or type(error).__name__
-            reason = text.splitlines()[0]
             is_nan = isinstance(error, FloatingPointError)
             self.nan_steps = self.nan_steps | {entries["step"]} if is_nan else set()
-            self.problem = f"{failed} ({reason})"
+            self.problem = f"{failed} ({text.splitlines()[0]})"
             if len(self.nan_steps) < 2:  # else, the run ends with this problem
                 ends = "; nan in the next one, too, ends the run" if is_nan else ""
                 kept = f"the run goes on, the checkpoints before it are kept{ends}"

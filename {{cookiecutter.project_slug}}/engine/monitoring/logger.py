@@ -412,8 +412,7 @@ class Logger(Console):
         self.curves.finish()
         if self.tracking and self.rows:
             with self._errors_as_warning("the trackers do not have the curves"):
-                step = int(self.rows[-1]["step"])
-                self.tracking.add_image("curves", self.output / PICTURE, step)
+                self.tracking.add_image("curves", self.output / PICTURE, int(self.rows[-1]["step"]))
         self.finish_tracking("FINISHED")
         facts = []
         with contextlib.suppress(UserError):  # no finished epoch, or no room for its row

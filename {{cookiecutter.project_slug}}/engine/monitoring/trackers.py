@@ -134,8 +134,7 @@ class MLflow(Tracker):
             self.client.log_batch(self.run_id, metrics[first : first + MAX_METRICS])
 
     def image(self, name: str, path: Path, step: int) -> None:
-        folder = None if path.stem == name else name
-        self.client.log_artifact(self.run_id, str(path), folder)
+        self.client.log_artifact(self.run_id, str(path), None if path.stem == name else name)
 
     def finish(self, status: str) -> None:
         self.client.set_terminated(self.run_id, status)
