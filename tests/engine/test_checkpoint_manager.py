@@ -1335,6 +1335,11 @@ def files_after_writes(folder: str, errors: list[OSError | None]) -> list[list[s
             manager.save()
             manager.wait()
         found.append(sorted(path.name for path in Path(folder).iterdir()))
+        if error and dist.get_rank() == 0:
+            with pytest.raises(UserError, match="fix that, and start again with the same --resume"):
+                manager.finish()
+        elif error:
+            manager.finish()
     dist.barrier()
     return found
 
@@ -1349,6 +1354,13 @@ def test_later_checkpoints_are_kept_until_a_new_one_is_complete(
     found, _ = two_processes(files_after_writes, str(tmp_path), errors)
     assert found[0] == ["last.pt", "step-10.pt", "step-20.pt"]
     assert found[1] == ["last.pt", "step-10.pt", "step-13.pt"]
+
+
+def test_full_disk_keeps_the_resumed_checkpoint(two_processes: Processes, tmp_path: Path) -> None:
+    """Rather than a later one, also if that is of the step that is written."""
+    prepared(tmp_path, {10: 0.0, 12: 0.0})
+    found, _ = two_processes(files_after_writes, str(tmp_path), [None])
+    assert found == [["last.pt", "step-10.pt", "step-12.pt"]]
 
 
 def saved_once(folder: str, step: int) -> None:

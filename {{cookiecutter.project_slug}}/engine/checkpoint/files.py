@@ -33,14 +33,17 @@ def write_or_make_room(
     path: Path,
     entries: dict[str, Any],
     warn: Callable[[str], None],
+    rewind: "Rewind | None" = None,
     writers: dist.ProcessGroup | None = None,
 ) -> None:
     """Write a checkpoint; on a full disk, remove the oldest ones and retry.
 
     Args:
+        rewind: of a run that has not saved yet: later ones make room first, even of this step.
         writers: group of all ranks, which call this together, for a sharded checkpoint. Without it,
             rank 0 replaces the entries of one other than tensors.
     """
+    step = rewind.step if rewind else step_of(path)
     while True:
         try:
             if writers:
@@ -51,21 +54,22 @@ def write_or_make_room(
                 format.write(path, entries)
         except OSError as error:
             is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            if not (is_full and _make_room(path, warn, writers)):
+            if not (is_full and _make_room(path, step, warn, writers)):
                 raise
         else:
             return
 
 
-def _make_room(path: Path, warn: Callable[[str], None], writers: dist.ProcessGroup | None) -> bool:
+def _make_room(
+    path: Path, step: int, warn: Callable[[str], None], writers: dist.ProcessGroup | None
+) -> bool:
     """Remove the oldest checkpoint to write `path`; return whether there is one on rank 0.
 
-    Checkpoints of later steps, which `path` replaces, are removed before the oldest. The newest of
+    Checkpoints after `step`, which `path` replaces, are removed before the oldest. The newest of
     the others stays. The best one does, too: to remove another name of a file makes no room.
     """
     removed = [""]
     if dist.get_rank() == 0:
-        step = step_of(path)
         with suppress(OSError, UnreadableError):  # the other ranks are waiting for this one
             found = sorted(numbered(path.parent), key=lambda one: step_of(one) > step)
             for oldest in [one for one in found[1:] if not _is_kept(one)][-1:]:

@@ -100,7 +100,7 @@ class CheckpointWriter:
             else:
                 validation.check_savable(path, entries)  # or the file could not be resumed
                 self._prepare()
-                files.write_or_make_room(path, entries, self.warn)
+                files.write_or_make_room(path, entries, self.warn, self.rewind)
             failed = f"{path} was written, but files can't be renamed or removed"
             if dist.get_rank() == 0:
                 rewind = self.rewind or files.Rewind(entries["step"])
@@ -131,7 +131,9 @@ class CheckpointWriter:
     def error(self) -> UserError:
         """Return the error of a run that ends with `problem`."""
         if not self.nan_steps:
-            return UserError(f"{self.problem}: fix that, and add --resume auto")
+            is_back = self.rewind is not None and self.rewind.has_later  # the newest ones still
+            fix = "start again with the same --resume" if is_back else "add --resume auto"
+            return UserError(f"{self.problem}: fix that, and {fix}")
         cause = "nan in the images of a batch, an overflow in half precision, or too high a --lr"
         good = f"resume from {self.newest}, the last good checkpoint"
         then = good if self.newest else "start again"
@@ -172,7 +174,7 @@ class CheckpointWriter:
             except OSError as error:  # the other ranks are waiting for this one
                 self.warn(f"{self.folder}: files can't be removed or renamed ({error})")
         if not is_written:
-            files.write_or_make_room(path, entries, self.warn, group)
+            files.write_or_make_room(path, entries, self.warn, self.rewind, group)
             self.written_step = entries["step"]
         elif dist.get_rank() == 0:
             files.write_or_make_room(path, entries, self.warn)
