@@ -719,6 +719,7 @@ def main() -> None:
         train(run, resumed)
         return
     run.watchdog.start()
+    run.logger.check_folder()
     results = evaluate(run, run.data.val_loader)
     run.logger.log_evaluation(
         results,

@@ -452,6 +452,18 @@ def test_evaluation_is_written_as_json(tmp_path, capsys):
     assert capsys.readouterr().out == f"{path}: val_accuracy 0.5000 val_iou nan\n"
 
 
+def test_evaluation_is_printed_although_it_cannot_be_written(tmp_path, capsys):
+    logger = Logger(tmp_path / "new", 0, ACCURACY)
+    logger.check_folder()
+    assert not list(logger.output.iterdir())
+    with disk_space(tmp_path, -tmp_path.stat().st_size):
+        with pytest.raises(UserError, match="can't be written .*choose another folder"):
+            logger.check_folder()
+        with pytest.raises(UserError, match="can't be written"):
+            logger.log_evaluation({METRIC: 0.5})
+    assert "val_accuracy 0.5000" in capsys.readouterr().out
+
+
 @pytest.mark.usefixtures("no_curves")
 def test_epoch_without_a_validation_has_empty_cells(logger, capsys):
     """The table has the metric's column from the start, which the curves need."""

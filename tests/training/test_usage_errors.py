@@ -92,6 +92,13 @@ def test_invalid_flag_is_a_usage_error(project, flags, saying):
     assert flags[0] in sentence
 
 
+def test_evaluation_that_cannot_be_written_ends_before_the_validation(project, checkpoint):
+    flags = ("--eval-only", "--resume", checkpoint, "--output", "/proc/runs", "--log-every", 1)
+    done = run(project, *SMALL, *flags, nproc=0)
+    assert done.returncode == 2 and "choose another folder for --output" in done.stderr
+    assert "resumed" in done.stdout and "validating" not in done.stdout
+
+
 def test_empty_data_folder_is_an_error(project, tmp_path):
     refused(project, "--data", tmp_path, saying=(tmp_path / "train", "train/CLASS/IMAGE"))
 

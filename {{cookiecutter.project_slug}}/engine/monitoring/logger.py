@@ -7,6 +7,7 @@ import csv
 import math
 import re
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -353,18 +354,26 @@ class Logger(Console):
             if path.suffix == ".png":
                 self._write_event(lambda events: events.add_image(path.parent.name, path, step))
 
+    def check_folder(self) -> None:
+        """Create the folder; raise UserError, before an evaluation, if it can't be written."""
+        if self.active:
+            with writing(self.output, OUTPUT_FIX):
+                self.output.mkdir(parents=True, exist_ok=True)
+                with tempfile.TemporaryFile(buffering=0, dir=self.output) as file:
+                    file.write(bytes(4096))  # not on a full disk
+
     def log_evaluation(self, results: Mapping[str, float], **facts: object) -> None:
-        """Write the results of a checkpoint, and `facts` about it, to eval.json; print them."""
+        """Print the results of a checkpoint; write them, and `facts` about it, to eval.json."""
         if not self.active:
             return
         path = self.output / EVALUATION
+        text = " ".join(f"{name} {value:.4f}" for name, value in results.items())
+        self.info(f"{path}: {text}")
         finite = {name: value if math.isfinite(value) else None for name, value in results.items()}
         with writing(self.output, OUTPUT_FIX):
             self.output.mkdir(parents=True, exist_ok=True)
             with replacing(path) as temporary:
                 temporary.write_text(cli.as_json({"metrics": finite, **facts}))
-        text = " ".join(f"{name} {value:.4f}" for name, value in results.items())
-        self.info(f"{path}: {text}")
 
     def _write_rows(self) -> None:
         """Write the rows that are due, and those that an error has held up, in their order."""
