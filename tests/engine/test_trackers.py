@@ -316,6 +316,46 @@ def test_folder_of_the_trackers_is_removed_during_the_run(tmp_path, capsys):
     assert "mlflow: its process can't be started (No such file or directory)" in error
 
 
+def resumed_id(output, run_id):
+    """Return the id of a run that resumes from a checkpoint in `output` with the id `run_id`."""
+    logger = open_logger(output, 10, run_id, output / "last.pt", ["mlflow"])
+    logger.folder_lock.release()
+    return logger.run_id
+
+
+@pytest.mark.usefixtures("idle", "clock")
+def test_copied_folder_is_a_run_of_its_own(tmp_path, capsys):
+    first, copy, another = (tmp_path / name for name in ("first", "copy", "another"))
+    logger = open_logger(first, trackers=["mlflow"])
+    log_step(logger, 5)
+    logger.folder_lock.release()
+    shutil.copytree(first, copy)
+    copy_id = resumed_id(copy, logger.run_id)
+    assert copy_id != logger.run_id
+    assert f"{copy} is a copy of {first}: a new run" in capsys.readouterr().out
+    assert [next(iter(record)) for record in queue_of(copy)] == ["start"]
+    assert resumed_id(copy, logger.run_id) == copy_id  # killed before its first checkpoint
+    shutil.copytree(copy, another)
+    another_id = resumed_id(another, logger.run_id)
+    assert another_id not in (copy_id, logger.run_id)
+    assert resumed_id(another, copy_id) == resumed_id(another, another_id) == another_id
+    assert resumed_id(first, logger.run_id) == logger.run_id
+
+
+@pytest.mark.usefixtures("idle", "clock")
+def test_folder_that_was_moved_or_has_two_paths_continues_its_run(tmp_path):
+    first, mounted, moved = (tmp_path / name for name in ("first", "mounted", "moved"))
+    logger = open_logger(first, trackers=["mlflow"])
+    logger.folder_lock.release()
+    (mounted / FOLDER).mkdir(parents=True)
+    (mounted / FOLDER / QUEUE).hardlink_to(first / FOLDER / QUEUE)
+    assert resumed_id(mounted, logger.run_id) == logger.run_id
+    shutil.rmtree(mounted)
+    assert resumed_id(first, logger.run_id) == logger.run_id
+    first.rename(moved)
+    assert resumed_id(moved, logger.run_id) == logger.run_id
+
+
 @pytest.mark.usefixtures("idle", "clock")
 def test_torn_line_is_removed(tmp_path):
     for _ in range(2):
@@ -350,7 +390,7 @@ def test_queue_that_is_a_fifo_blocks_nothing(tmp_path):
     os.mkfifo(tmp_path / "queue.jsonl")
     descriptor = os.open(tmp_path / "queue.jsonl", os.O_RDWR)  # else a failure would never end
     os.write(descriptor, b'{"start": {"run_id": "0123456789abcdef"}}\n')
-    assert tracking._queued_run_id(tmp_path / "queue.jsonl") == ""
+    assert tracking._queued_start(tmp_path / "queue.jsonl") == {}
     os.close(descriptor)
 
 

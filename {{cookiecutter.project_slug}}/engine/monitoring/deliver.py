@@ -211,7 +211,7 @@ def read_start(queue: Path, offset: int = 0) -> dict[str, Any]:
         start = file.readline(MAX_BYTES)
         while file.tell() < offset:
             line = file.readline(MAX_BYTES)
-            if line.startswith(b'{"start"'):
+            if line.startswith(b'{"start"') and line.endswith(b"\n"):
                 start = line
     try:
         found = dict(json.loads(start)["start"])

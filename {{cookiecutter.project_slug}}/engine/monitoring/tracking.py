@@ -20,13 +20,15 @@ from dataclasses import dataclass, field
 from io import BufferedReader, FileIO
 from pathlib import Path
 from shlex import quote
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from engine import MAX_BYTES, PROJECT, regular_only
+from engine import PROJECT, UserError, regular_only
+from engine.monitoring.deliver import read_start
 from engine.monitoring.events import append
-from engine.monitoring.trackers import FOLDER, LOG, QUEUE, complete_lines, is_run_id, read_state
+from engine.monitoring.trackers import FOLDER, LOG, QUEUE, complete_lines, read_state
 
 CHECK_EVERY_S = 60.0  # between looks at the state of the trackers
 EXIT_S = 10.0  # for the trackers at the end of a run
@@ -64,14 +66,22 @@ class Tracking:
         path.parent.mkdir(exist_ok=True)
         if path.parent.is_symlink():
             raise OSError(0, f"{path.parent} is a link")
-        queued_id = "" if is_new else _queued_run_id(path)
-        self.run_id = run_id or queued_id or uuid.uuid4().hex[:16]
+        queued = {} if is_new else _queued_start(path)
+        queued_id = queued.get("run_id", "")
+        replaced = list(queued.get("replaced", []))  # ids of the runs that this is a copy of
+        if queued_id and _is_copy(path, queued):
+            self.info(f"{self.output} is a copy of {queued['folder']}: a new run of the trackers")
+            replaced.append(queued_id)
+            queued_id = ""
+        own_id = "" if run_id in replaced else run_id
+        self.run_id = own_id or queued_id or uuid.uuid4().hex[:16]
         mode = "r+b" if queued_id == self.run_id else "w+b"
         self._queue = FileIO(path, mode, opener=regular_only)
         _remove_torn_line(self._queue)
         texts = {name: str(value) for name, value in parameters.items() if value is not None}
         start = {"run_id": self.run_id, "step": step, "name": self.output.name}
         start |= {"project": PROJECT.name, "trackers": self.names}
+        start |= {"folder": str(self.output.resolve()), "replaced": replaced}
         self._append({"start": start | {"parameters": texts, "environment": _environment()}})
         for name in self.names:
             self._start_process(name)
@@ -146,15 +156,21 @@ class Tracking:
             )
 
 
-def _queued_run_id(path: Path) -> str:
-    """Return the id of the run whose points are in a queue, or "" if there is none."""
-    with (
-        suppress(OSError, ValueError, LookupError, TypeError, RecursionError),
-        open(path, "rb", opener=regular_only) as file,
-    ):
-        run_id = json.loads(file.readline(MAX_BYTES))["start"]["run_id"]
-        return run_id if is_run_id(run_id) else ""
-    return ""
+def _queued_start(path: Path) -> dict[str, Any]:
+    """Return the last start of the run whose points are in a queue; nothing if there is none."""
+    with suppress(OSError, UserError):
+        return read_start(path, path.stat().st_size)
+    return {}
+
+
+def _is_copy(path: Path, queued: Mapping[str, Any]) -> bool:
+    """Return whether a queue is a copy of one that is still there, in the folder of its start.
+
+    It is none in a folder that was moved, or has another path in a container or mount point.
+    """
+    other = Path(queued.get("folder", ""), FOLDER, QUEUE)
+    has_other = _queued_start(other).get("run_id") == queued["run_id"]
+    return has_other and path.stat().st_ino != other.stat().st_ino
 
 
 def _remove_torn_line(queue: FileIO) -> None:
