@@ -247,6 +247,10 @@ def test_record_of_an_unknown_kind_is_skipped(queue, tmp_path):
         pytest.param(b'{"group": "st', id="torn"),
         pytest.param(b"[1, 2]", id="list"),
         pytest.param(b"\xff", id="no_utf_8"),
+        pytest.param(b'{"group": "step", "time": 1.0, "values": {"loss": 1.0}}', id="no_step"),
+        pytest.param(b'{"group": "step"}', id="no_kind"),
+        pytest.param(b'{"start": 5}', id="no_start"),
+        pytest.param(b"[" * 10_000, id="nested"),
     ],
 )
 def test_line_that_a_crash_of_the_host_has_damaged_is_skipped(queue, tmp_path, damage):

@@ -39,6 +39,12 @@ SECRET = re.compile("KEY|TOKEN|PASSWORD|SECRET")  # in the name of an environmen
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # a run saves, then ends
 
 Record = Mapping[str, Any]
+FIELDS: dict[str, dict[str, Any]] = {  # of each kind of record
+    "start": {"start": dict},
+    "values": {"values": dict, "group": str, "step": int, "time": (int, float)},
+    "image": {"image": str, "group": str, "step": int},
+    "finish": {"finish": str},
+}
 
 
 class Delivery:
@@ -226,10 +232,12 @@ def read_start(queue: Path, offset: int = 0) -> dict[str, Any]:
 
 def _parse(line: bytes) -> Record:
     """Return the record in a line; an empty one if a crash of the host has damaged the line."""
-    try:
-        return dict(json.loads(line))
-    except (ValueError, TypeError):
-        return {}
+    with suppress(ValueError, TypeError, LookupError, RecursionError):
+        record = dict(json.loads(line))
+        fields = FIELDS[_kind(record)].items()
+        if all(isinstance(record[name], kind) for name, kind in fields):
+            return record
+    return {}
 
 
 def _is_image_of_run(path: Path, output: Path) -> bool:
@@ -248,7 +256,7 @@ def _describe(error: Exception) -> str:
 
 
 def _kind(record: Record) -> str:
-    return next((kind for kind in ("start", "values", "image", "finish") if kind in record), "")
+    return next((kind for kind in FIELDS if kind in record), "")
 
 
 def _replace_resumed(records: list[tuple[int, Record]]) -> list[tuple[int, Record]]:
