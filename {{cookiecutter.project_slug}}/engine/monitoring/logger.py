@@ -185,7 +185,7 @@ class Logger(Console):
         """Return the writer of events after `step`; it starts with those of rows that have none.
 
         These are the rows from the first one that is not in the folder's `table`, or all if the
-        folder has no events. Older events of these steps are hidden.
+        folder has no events. TensorBoard's reader in Python hides older events of these steps.
         """
         has_events = any(self.output.glob(f"{PREFIX}.*"))
         known = {_as_text(row) for row in table if has_events}
