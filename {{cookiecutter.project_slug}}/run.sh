@@ -44,9 +44,10 @@ count_gpus() {
     if [ -z "${CUDA_VISIBLE_DEVICES+set}" ]; then
         limit=60 # loading a driver that is not kept loaded takes seconds
         [ "$module" = engine.launch ] || limit=7 # that of the check of the driver
-        timeout=$(command -v timeout || :)
-        gpus=$(${timeout:+"$timeout" "$limit"} nvidia-smi -L 2>/dev/null) || case $? in
-            124 | 143) fail "nvidia-smi does not answer within $limit s: search dmesg for errors, \
+        timeout="timeout --foreground -k 1 $limit" # in the foreground, Ctrl-C ends both
+        $timeout true 2>/dev/null || timeout=      # there is none, or another
+        gpus=$({ $timeout nvidia-smi -L || exit $?; } 2>/dev/null) || case $? in
+            124 | 137) fail "nvidia-smi does not answer within $limit s: search dmesg for errors, \
 and reboot, or set NPROC to the number of processes." ;;
         esac
         printf '%s\n' "$gpus" | grep -c '^GPU [0-9]' || true

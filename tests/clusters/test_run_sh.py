@@ -237,12 +237,13 @@ def test_two_processes_without_a_gpu(machine):
 def test_nvidia_smi_that_does_not_answer_is_reported(machine, shell, flags, limit):
     """In a tenth of a second here; without `timeout`, as in the other tests, there is no limit."""
     machine.gpus(4)
+    machine.command("true", "#!/bin/sh\n")
     real = shutil.which("timeout")
-    machine.command("timeout", f'#!/bin/sh\n[ "$1" = {limit} ] && shift && exec {real} 9 "$@"\n')
+    machine.command("timeout", f'#!/bin/sh\n[ "$4" = {limit} ] && exec {real} "$@"\n')
     assert value(machine.run(*flags, shell=shell)[0], "nproc-per-node") == "4"
     Path(machine.env["RECORD"]).unlink()
-    machine.command("timeout", f'#!/bin/sh\nshift && exec {real} 0.1 "$@"\n')
-    machine.command("nvidia-smi", f"#!/bin/sh\nexec {shutil.which('sleep')} 50\n")
+    machine.command("timeout", f'#!/bin/sh\nshift 4 && exec {real} -k 0.1 0.1 "$@"\n')
+    machine.command("nvidia-smi", f"#!/bin/sh\ntrap '' TERM\nexec {shutil.which('sleep')} 50\n")
     message = machine.refuses(*flags, shell=shell)
     assert f"nvidia-smi does not answer within {limit} s: search dmesg" in message
 

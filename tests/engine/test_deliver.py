@@ -374,6 +374,14 @@ def test_tracker_that_is_a_path_is_an_error(queue, tmp_path, capsys):
     assert lock.read_text() == "precious"
 
 
+@pytest.mark.parametrize("damaged", [b'{"start": {"run_\0\0\0\0\n', b'{"start": {"run_id": 5}}\n'])
+def test_damaged_start_is_left_out(queue, tmp_path, damaged):
+    """Such as the last one, after a crash of the host: the one before it counts."""
+    path = tmp_path / FOLDER / QUEUE
+    path.write_bytes(json.dumps(start(0)).encode() + b"\n" + damaged)
+    assert deliver.read_start(path, path.stat().st_size)["run_id"] == start(0)["start"]["run_id"]
+
+
 @pytest.mark.parametrize("line", ["", "[1]", '{"start": {}}', '{"start": {"run_id": 1}}', "x"])
 def test_queue_that_is_altered_is_an_error(queue, tmp_path, capsys, line):
     (tmp_path / FOLDER / QUEUE).write_text(line)

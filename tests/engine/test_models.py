@@ -1,8 +1,10 @@
 """timm's models: their images, options and errors, and SyncBN for norms with an activation."""
 
+import argparse
 import copy
 import sys
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -179,3 +181,11 @@ def test_shared_norm_is_converted_once(bare: bool) -> None:
     assert type(converted[0][0]) is SyncBatchNorm
     assert converted[0][0] is converted[1][1]
     torch.testing.assert_close(converted(images), expected)
+
+
+def test_images_that_no_checkpoint_could_have_are_refused():
+    parser = Mock(**{"error.side_effect": UserError})
+    flags = dict.fromkeys(("image_size", "eval_size", "data", "interpolation"))
+    args = argparse.Namespace(arch="resnet18", drop_rate=0, drop_path=0, decode="cpu", **flags)
+    with pytest.raises(UserError, match="out of range: use at most 4096 pixels, and at most 8192"):
+        models.set_model_options(parser, args, {"size": 4096, "crop_fraction": 0.4})

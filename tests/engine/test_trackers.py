@@ -319,7 +319,7 @@ def test_folder_of_the_trackers_is_removed_during_the_run(tmp_path, capsys):
 def resumed_id(output, run_id):
     """Return the id of a run that resumes from a checkpoint in `output` with the id `run_id`."""
     logger = open_logger(output, 10, run_id, output / "last.pt", ["mlflow"])
-    logger.folder_lock.release()
+    logger.folder_lock.file.close()
     return logger.run_id
 
 
@@ -328,7 +328,7 @@ def test_copied_folder_is_a_run_of_its_own(tmp_path, capsys):
     first, copy, another = (tmp_path / name for name in ("first", "copy", "another"))
     logger = open_logger(first, trackers=["mlflow"])
     log_step(logger, 5)
-    logger.folder_lock.release()
+    logger.folder_lock.file.close()
     shutil.copytree(first, copy)
     copy_id = resumed_id(copy, logger.run_id)
     assert copy_id != logger.run_id
@@ -346,7 +346,7 @@ def test_copied_folder_is_a_run_of_its_own(tmp_path, capsys):
 def test_folder_that_was_moved_or_has_two_paths_continues_its_run(tmp_path):
     first, mounted, moved = (tmp_path / name for name in ("first", "mounted", "moved"))
     logger = open_logger(first, trackers=["mlflow"])
-    logger.folder_lock.release()
+    logger.folder_lock.file.close()
     (mounted / FOLDER).mkdir(parents=True)
     (mounted / FOLDER / QUEUE).hardlink_to(first / FOLDER / QUEUE)
     assert resumed_id(mounted, logger.run_id) == logger.run_id

@@ -671,8 +671,8 @@ def test_states_of_earlier_checkpoints_are_converted_as_documented():
     assert (scaler.get_scale(), scaler.state_dict()["_growth_tracker"]) == (128.0, 3)
     optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
     optimizer.load_state_dict(checkpoint["optimizer"])
-    layer(torch.ones(2)).sum().backward()
-    optimizer.step()
+    scaler.scale(layer(torch.ones(2)).sum()).backward()
+    scaler.step(optimizer)
     assert optimizer.state[layer.weight]["step"] == 8
 
 

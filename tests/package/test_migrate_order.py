@@ -232,6 +232,8 @@ CONVERTED = {
     "meter": f"def update(n):\n{BACKWARD}{STEP}\ndef validate():\n    meter.update(model(x))\n\n"
     f"{LOOP}    update(n)\n",
     "size of a layer": f"classes = model.weight.size(0)\n{LOOP}{BACKWARD}{STEP}",
+    "number in parentheses": "num = 3 if(sum(p.numel() for p in model.parameters()))else 4\n"
+    + f"{LOOP}{BACKWARD}{STEP}",
     "penalty": LOOP
     + BACKWARD.replace(
         ".mean()\n", ".mean()\n    for p in model.parameters():\n        loss += p.abs().sum()\n"

@@ -37,7 +37,10 @@ def test_calls_of_a_class_with_other_uses_are_left(tmp_path, script):
     [
         "assert FusedAdam is not None",
         "if not FusedAdam:\n    raise SystemExit",
+        "if FusedAdam and args.fast:\n    pass",
+        "assert 1 if FusedAdam else 0",
         "def f(o: FusedAdam) -> None: ...",
+        "def f(o: Optional[FusedAdam]) -> None: ...",
         "f(FusedAdam=1)",
         "self.FusedAdam()",
     ],
@@ -68,3 +71,5 @@ def test_class_of_torch_in_isinstance_is_reported(tmp_path):
     report = migrate(tmp_path, script)[1]
     assert "2: changed: isinstance(…, LayerNorm), which the file has, is true of it" in report
     assert "RMSNorm)" not in report
+    other = NORM + "from mine import LayerNorm\nx = isinstance(m, LayerNorm)\n"
+    assert "is true of it" not in migrate(tmp_path, other)[1]

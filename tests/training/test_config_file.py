@@ -76,9 +76,11 @@ def test_own_flags_may_be_required_beside_a_file(monkeypatch, file):
     add("--note", required=True)
     add("--width", type=int, default=3)
     add("--tags", nargs="+", action="extend")
-    path = str(file({"width": 4, "note": "b", "tags": ["c"]}))
+    add("--names", nargs="+", action="extend", default=["x"])
+    path = str(file({"width": 4, "note": "b", "tags": ["c"], "names": ["x", "y"]}))
     given = parser.parse_args(["--note", "a", "--tags", "d", "--tags", "e", "--config", path])
     assert (given.note, given.width, given.tags) == ("a", 4, ["c", "d", "e"])
+    assert given.names == ["x", "y"]
 
 
 @pytest.mark.parametrize("flags", [(), SOME])

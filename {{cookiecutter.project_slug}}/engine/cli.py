@@ -294,7 +294,8 @@ class ConfigurableParser(ArgumentParser):
             self.error(f"{action.dest} is {json.dumps(value)}, but must be {expected}")
         if not all(map(_is_argument, words)):
             self.error(f"{action.dest} is {json.dumps(value)}, which no command line can hold")
-        return getattr(self.parse_known_args(words)[0], action.dest)
+        start = argparse.Namespace(**{action.dest: None})  # or "extend" would add to the default
+        return getattr(self.parse_known_args(words, start)[0], action.dest)
 
     def error(self, message: str) -> NoReturn:
         """Stop the program with one error message, which names the file if it is in one."""

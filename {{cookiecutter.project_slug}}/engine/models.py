@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from engine import UserError, cli, distributed
 from engine.data.image_size import parse_size, size_range
-from engine.data.images import INTERPOLATIONS, MAX_SIZE, MEAN, STD, ImageSpec
+from engine.data.images import INTERPOLATIONS, MAX_SIZE, MEAN, STD, ImageSpec, is_image_spec
 
 PREFIX = "timm:"  # of --arch
 
@@ -61,7 +61,13 @@ def set_model_options(
     args.model_options = model_options(
         args.arch, image, drop_rate=args.drop_rate, drop_path=args.drop_path
     )
-    interpolation = args.model_options.get("image", {}).get("interpolation", "bilinear")
+    image = args.model_options.get("image", {})
+    if not is_image_spec(image):  # no checkpoint could be saved
+        parser.error(
+            f"the images, {image}, are out of range: use at most {MAX_SIZE} pixels, and at most "
+            f"{2 * MAX_SIZE} when divided by crop_fraction"
+        )
+    interpolation = image.get("interpolation", "bilinear")
     if args.decode == "gpu" and interpolation != "bilinear":
         parser.error(
             f"--decode gpu resizes bilinearly, where --arch {args.arch} has {interpolation}; add "

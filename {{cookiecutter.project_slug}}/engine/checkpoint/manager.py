@@ -401,7 +401,7 @@ class CheckpointManager:
             self.save()
             self._wait_together()
         if self._writer.problem:
-            self.logger.warning(f"stopped after step {step}, which could not be saved")
+            self.logger.warning(f"stopped after step {step}: {self._writer.problem}")
         else:
             self.logger.finish_tracking("KILLED")
             self.logger.info(f"stopped after step {step}; add --resume auto to continue")
@@ -416,7 +416,7 @@ class CheckpointManager:
     def finish(self) -> None:
         """Have all ranks wait: a launcher whose processes have ended would end the job after 300 s.
 
-        Raises UserError if the run's last state could not be written.
+        Raises UserError if the run's last state could not be written, or not get its names.
         """
         self._wait_together()
         if self._writer.problem:

@@ -120,10 +120,10 @@ def mix(images: Tensor, labels: Tensor, extra: list[Tensor]) -> tuple[Tensor, Te
     is_weight = len(tensors) == len(extra) and weights.dtype == torch.float32
     fits = is_weight and weights.shape == labels.shape[:1] and len(drawn) <= 1
     if not fits or any(numbers.shape[1:] != (9,) for numbers in drawn):
-        found = ", ".join(f"{one.dtype} of shape {tuple(one.shape[1:])}" for one in tensors)
+        found = ", ".join(map(_describe, extra))
         raise UserError(
             "a training sample is (image, label), perhaps with the weight of its loss, a float32 "
-            f"scalar such as torch.tensor(1.0); after the label, these have {found or 'no tensor'}"
+            f"scalar such as torch.tensor(1.0); after the label, these have {found}"
         )
     if not drawn:
         return images, [(labels, weights)]
@@ -134,6 +134,12 @@ def mix(images: Tensor, labels: Tensor, extra: list[Tensor]) -> tuple[Tensor, Te
     images = torch.lerp(previous(images), images, share.to(images.dtype))
     own = share.mean(dim=(1, 2, 3))
     return images, [(labels, own * weights), (previous(labels), (1 - own) * previous(weights))]
+
+
+def _describe(batch: object) -> str:
+    if not isinstance(batch, Tensor):
+        return "no tensor"
+    return f"{batch.dtype} of shape {tuple(batch.shape[1:])}"
 
 
 def previous(batch: Tensor) -> Tensor:

@@ -214,19 +214,19 @@ def read_start(queue: Path, offset: int = 0) -> dict[str, Any]:
     Raises UserError if it is altered, such as one with trackers that become paths of other files.
     """
     with open(queue, "rb", opener=regular_only) as file:
-        start = file.readline(MAX_BYTES)
+        starts = [file.readline(MAX_BYTES)]
         while file.tell() < offset:
             line = file.readline(MAX_BYTES)
-            if line.startswith(b'{"start"') and line.endswith(b"\n"):
-                start = line
-    try:
-        found = dict(json.loads(start)["start"])
-        if trackers.is_run_id(found["run_id"]) and all(
-            name in trackers.NAMES for name in found["trackers"]
-        ):
-            return found
-    except (ValueError, TypeError, LookupError, RecursionError):
-        pass
+            if line.startswith(b'{"start"'):
+                starts.append(line)
+    for line in reversed(starts):  # a crash of the host may have damaged the last ones
+        with suppress(ValueError, TypeError, LookupError, RecursionError):
+            found = dict(json.loads(line)["start"])
+            texts = [found.get("folder", ""), *found.get("replaced", [])]
+            are_texts = all(isinstance(text, str) for text in texts)
+            are_known = all(name in trackers.NAMES for name in found["trackers"])
+            if are_texts and are_known and trackers.is_run_id(found["run_id"]):
+                return found
     raise UserError(f"{queue} is altered: it does not begin with the start of a run")
 
 

@@ -158,7 +158,7 @@ class Tracking:
 
 def _queued_start(path: Path) -> dict[str, Any]:
     """Return the last start of the run whose points are in a queue; nothing if there is none."""
-    with suppress(OSError, UserError):
+    with suppress(OSError, UserError, ValueError):  # for a path that is none
         return read_start(path, path.stat().st_size)
     return {}
 

@@ -52,7 +52,8 @@ class _Numbers(cst.CSTTransformer):
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
         is_count = len(original_node.args) <= 1 and COUNT.match(source(original_node))
         is_norm = NORM.search(source(original_node.func))
-        return cst.Integer("0") if is_count or is_norm else updated_node
+        zero = cst.Integer("0", lpar=updated_node.lpar, rpar=updated_node.rpar)
+        return zero if is_count or is_norm else updated_node
 
 
 def _is_computed_from(value: cst.BaseExpression, parameters: set[str]) -> bool:

@@ -46,11 +46,17 @@ class References(Tree):
         name = apex_name(names, self.fallbacks).removesuffix(" or another").rpartition(".")[2]
         calls = (each for each in self.parents(node) if isinstance(each, cst.Call))
         if any(source(call.func) in ("isinstance", "issubclass") for call in calls):
-            self.compared |= {each.name.rpartition(".")[2] for each in names}
+            torchs = [each.name for each in names if each.name.startswith("torch.")]
+            self.compared |= {each.rpartition(".")[2] for each in torchs}
         parent = self.parent(node)
         is_call = isinstance(parent, cst.Call) and parent.func is node
+        is_type = any(isinstance(each, cst.Annotation) for each in self.parents(node))
         is_test = isinstance(parent, cst.Comparison) and (
             source(parent.comparisons[0].comparator) == NONE
         )
-        if name and not (is_call or is_test or isinstance(parent, HARMLESS)):
+        tested: cst.CSTNode = node
+        while isinstance(parent, cst.BooleanOperation):
+            tested, parent = parent, self.parent(parent)
+        is_test |= isinstance(parent, cst.IfExp) and parent.test is tested
+        if name and not (is_call or is_type or is_test or isinstance(parent, HARMLESS)):
             self.found |= {name: name, MADE_BY.get(name, name): name}
