@@ -232,8 +232,9 @@ CONVERTED = {
     "meter": f"def update(n):\n{BACKWARD}{STEP}\ndef validate():\n    meter.update(model(x))\n\n"
     f"{LOOP}    update(n)\n",
     "size of a layer": f"classes = model.weight.size(0)\n{LOOP}{BACKWARD}{STEP}",
-    "number in parentheses": "num = 3 if(sum(p.numel() for p in model.parameters()))else 4\n"
-    + f"{LOOP}{BACKWARD}{STEP}",
+    "norm in parentheses": LOOP
+    + BACKWARD
+    + f"    size = 1 if(nn.utils.clip_grad_norm_(model.parameters(), 0.1))else 0\n{STEP}",
     "penalty": LOOP
     + BACKWARD.replace(
         ".mean()\n", ".mean()\n    for p in model.parameters():\n        loss += p.abs().sum()\n"
