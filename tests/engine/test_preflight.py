@@ -261,7 +261,8 @@ def test_signal_leaves_no_child(tmp_path, number):
         f"Path('{pid}.tmp').write_text(str(os.getpid()))\n"
         f"os.rename('{pid}.tmp', {str(pid)!r})\ntime.sleep(60)\n"
     )
-    command = [sys.executable, "-m", "engine.diagnostics.preflight", "--nproc-per-node=0"]
+    command = ["env", "--default-signal=INT"]  # which a background job ignores
+    command += [sys.executable, "-m", "engine.diagnostics.preflight", "--nproc-per-node=0"]
     environment = os.environ | {"PYTHONPATH": str(TEMPLATE)}
     with subprocess.Popen([*command, script], env=environment, cwd=tmp_path) as process:
         wait_until(pid.exists)
