@@ -116,8 +116,7 @@ def mix(images: Tensor, labels: Tensor, extra: list[Tensor]) -> tuple[Tensor, Te
     if not extra:
         return images, labels
     weights, *drawn = extra
-    tensors = [one for one in extra if isinstance(one, Tensor)]
-    is_weight = len(tensors) == len(extra) and weights.dtype == torch.float32
+    is_weight = all(isinstance(one, Tensor) for one in extra) and weights.dtype == torch.float32
     fits = is_weight and weights.shape == labels.shape[:1] and len(drawn) <= 1
     if not fits or any(numbers.shape[1:] != (9,) for numbers in drawn):
         found = ", ".join(map(_describe, extra))

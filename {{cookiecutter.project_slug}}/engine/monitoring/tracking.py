@@ -169,8 +169,8 @@ def _is_copy(path: Path, queued: Mapping[str, Any]) -> bool:
     It is none in a folder that was moved, or has another path in a container or mount point.
     """
     other = Path(queued.get("folder", ""), FOLDER, QUEUE)
-    has_other = _queued_start(other).get("run_id") == queued["run_id"]
-    return has_other and path.stat().st_ino != other.stat().st_ino
+    is_other = os.path.exists(other) and path.stat().st_ino != other.stat().st_ino
+    return is_other and _queued_start(other).get("run_id") == queued["run_id"]
 
 
 def _remove_torn_line(queue: FileIO) -> None:
