@@ -4,6 +4,7 @@ import io
 import json
 import os
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from engine import PeerError, UserError, distributed
+from engine import PeerError, UserError, distributed, launch
 from engine.distributed import consistency, network
 from engine.distributed.consistency import collect_facts, find_difference, require_same_facts
 from ports import free_port
@@ -227,6 +228,26 @@ def test_job_that_lacks_a_process_may_be_restarted(monkeypatch, capsys, kind, st
         distributed.run(Mock(side_effect=kind("rank 1 did not come")))
     assert stopped.value.code == status
     assert capsys.readouterr().err == "error: rank 1 did not come\n"
+
+
+@pytest.mark.parametrize("is_zombie", [True, False])
+def test_process_whose_launcher_has_ended_exits(monkeypatch, capsys, is_zombie) -> None:
+    """It is a zombie while its caller reads the output that this process holds open.
+
+    Why the launcher has ended is logged already: another message would hide it.
+    """
+    monkeypatch.setattr(launch, "end_with_parent", Mock())
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    main = Mock()
+    with subprocess.Popen(["true"]) as launcher:
+        monkeypatch.setenv(launch.LAUNCHER, str(launcher.pid))
+        os.waitid(os.P_PID, launcher.pid, os.WEXITED | (os.WNOWAIT if is_zombie else 0))
+        with pytest.raises(SystemExit) as stopped:
+            distributed.run(main)
+    assert stopped.value.code == 1
+    assert capsys.readouterr() == ("", "")
+    main.assert_not_called()
 
 
 def test_ranks_that_do_not_arrive_are_reported() -> None:

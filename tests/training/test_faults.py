@@ -341,7 +341,6 @@ def test_processes_exit_when_the_launcher_dies(project, tmp_path, moment, second
             orphaned.wait_for(STARTED)
         orphaned.wait_until(lambda: len(orphaned.ranks()) == 2)
         os.kill(orphaned.process.pid, signal.SIGKILL)
-        orphaned.process.wait()  # until it is no zombie
         orphaned.wait_until(lambda: not orphaned.ranks(), seconds)
 
 

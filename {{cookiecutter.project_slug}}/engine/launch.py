@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from engine import EXIT_USAGE, UserError, print_error
+from engine import EXIT_USAGE, UserError, end_with_parent, print_error
 
 LAUNCHER = "ENGINE_LAUNCH_PID"  # environment variable with the process id of the launcher
 LAUNCH_ID = "ENGINE_LAUNCH_ID"  # the same with an id that all launchers of a job share
@@ -236,6 +236,16 @@ def kill_processes(known: Collection[int] = ()) -> None:
     while any(map(_is_running, running)) and time.monotonic() < deadline:
         time.sleep(0.05)
     _send(signal.SIGKILL, _processes(_children()))  # torchrun may have been starting them
+
+
+def end_with_launcher() -> None:
+    """Exit when the launcher does, now or later; do nothing in a process without one."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    end_with_parent()
+    state = _read(f"{os.environ.get(LAUNCHER, 'self')}/stat").rpartition(b")")[2].split()[:1]
+    if state in ([], [b"Z"]):  # it has ended while this process started, and has said why
+        os._exit(1)
 
 
 def _is_running(process: int) -> bool:

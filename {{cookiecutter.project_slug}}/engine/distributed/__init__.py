@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from engine import EXIT_USAGE, PeerError, UserError, end_with_parent, log_line, print_error
+from engine import EXIT_USAGE, PeerError, UserError, log_line, print_error
 from engine.distributed import consistency
 from engine.distributed.network import is_loopback, local_address, select_interface, serve_store
 from engine.distributed.peers import PeerMonitor, announce_failure, exit_process, peer_monitor
-from engine.launch import IN_RANK, LAUNCH_ID, LAUNCHER, RESTART, SIGNALS
+from engine.launch import IN_RANK, LAUNCH_ID, RESTART, SIGNALS, end_with_launcher
 from engine.text import one_message
 
 T = TypeVar("T")
@@ -311,11 +311,11 @@ def run(main: Callable[[], None]) -> None:
 
     A UserError becomes one message and its status, any other exception its traceback and status 1.
     The process exits without Python's usual clean-up, in which a process group or a data loader
-    can wait for processes that will never answer.
+    can wait for processes that will never answer. It exits, too, when its launcher does.
     """
     if sys.stdout:
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # not all terminals have all characters
-    _end_with_launcher()
+    end_with_launcher()
     os.environ[IN_RANK] = "1"
     try:
         # The launcher has blocked them; SIGUSR1 can be handled after the first step.
@@ -341,17 +341,6 @@ def run(main: Callable[[], None]) -> None:
     monitor = peer_monitor()
     if monitor:
         monitor.finish()
-
-
-def _end_with_launcher() -> None:
-    """Exit when the launcher does, now or later; do nothing for a process without one."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return
-    end_with_parent()
-    launcher = os.environ.get(LAUNCHER)
-    if launcher and not Path(f"/proc/{launcher}").exists():  # killed while torch was imported
-        print_error("the launcher is gone")
-        exit_process(1)
 
 
 def stop(message: str, status: int = EXIT_USAGE) -> NoReturn:
