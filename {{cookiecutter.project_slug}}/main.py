@@ -5,7 +5,7 @@
     NPROC=1 ./run.sh --dummy --steps 100                 one process, synthetic data
     NNODES=2 MASTER_ADDR=10.0.0.1 ./run.sh               two machines: the same command on both
 
-`build` sets everything up in the order that Apex needs; `main` runs the epochs; `train_step` is
+`build` sets everything up in the order that Apex needs; `train` runs the epochs; `train_step` is
 the part to edit for another kind of training. Model, data, loss and metrics are in task.py.
 """
 
@@ -654,7 +654,7 @@ def validate_epoch(run: Run) -> None:
     progress.pending_row = {}
     progress.scores.append(logger.monitored.best(results).score)
     run.checkpoints.save(results)  # as best.pt too, if the metric is the best yet
-    if progress.samples:  # the end of --steps; more of them end with another one of this epoch
+    if progress.samples:  # --steps ended within the epoch: if it is completed, it gets another one
         progress.scores = progress.scores[:-1]
 
 

@@ -71,8 +71,7 @@ def find_images(paths: list[Path]) -> Iterator[Path]:
 
 def load_model(path: Path) -> tuple[nn.Module, dict]:
     """Return the trained model, in fp32 on the CPU, and the metadata of its checkpoint."""
-    warning = security_warning(path)
-    if warning:
+    if warning := security_warning(path):
         print(f"warning: {warning}", file=sys.stderr)
     state = checkpoint_format.load(path)
     metadata = state["metadata"]

@@ -183,4 +183,4 @@ PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH}
 TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
 export OMP_NUM_THREADS PYTHONPATH TORCH_CPP_LOG_LEVEL
 
-exec "$python" ${option:+"$option"} -m "$module" "$@"
+exec "$python" "$option" -m "$module" "$@"

@@ -238,12 +238,9 @@ def criterion(
     if isinstance(targets, Tensor):
         total = F.cross_entropy(output, targets, reduction="sum", label_smoothing=label_smoothing)
         return total / len(targets)
-    losses = torch.zeros_like(output[:, 0])
-    for labels, weights in targets:
-        losses = losses + weights * F.cross_entropy(
-            output, labels, label_smoothing=label_smoothing, reduction="none"
-        )
-    return losses.mean()
+    options: dict[str, Any] = {"label_smoothing": label_smoothing, "reduction": "none"}
+    losses = [weights * F.cross_entropy(output, labels, **options) for labels, weights in targets]
+    return torch.stack(losses).sum(dim=0).mean()
 
 
 class Metrics:

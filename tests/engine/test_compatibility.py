@@ -14,7 +14,7 @@ from engine.checkpoint.compatibility import (
     compare_validation,
     describe_data,
     describe_difference,
-    is_same_data,
+    is_same_val_data,
     warn_of_changed_data,
 )
 
@@ -122,14 +122,14 @@ def test_another_fingerprint_is_described() -> None:
     ],
 )
 def test_validation_data_is_compared(saved: dict, expected: bool | None) -> None:
-    assert is_same_data(saved, metadata(40, 9, labels="0a"), "val") is expected
+    assert is_same_val_data(saved, metadata(40, 9, labels="0a")) is expected
 
 
 def test_labels_of_a_folder_and_of_a_pack_do_not_tell_whether_the_images_are_the_same() -> None:
     folder = metadata(40, 9, labels="0a", files="2c")
     pack = metadata(40, 9, labels="0a", pack="1b")
-    assert is_same_data(folder, pack, "val") is None
-    assert is_same_data(folder, folder, "val") is True
+    assert is_same_val_data(folder, pack) is None
+    assert is_same_val_data(folder, folder) is True
 
 
 def test_other_images_are_described():

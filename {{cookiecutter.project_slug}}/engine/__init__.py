@@ -67,8 +67,9 @@ def exists(path: Path) -> bool:
     return False
 
 
-def require_traceable(folder: Path = Path(__file__).parent.parent) -> None:
+def require_traceable() -> None:
     """Raise UserError if torch can't trace code in the project's folder, because of its name."""
+    folder = Path(__file__).parent.parent
     try:
         str(folder).encode()
     except UnicodeEncodeError:

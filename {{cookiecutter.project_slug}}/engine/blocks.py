@@ -26,8 +26,7 @@ def find_blocks(model: nn.Module, class_names: Sequence[str] = ()) -> list[nn.Mo
     Raises UserError for a name in `class_names` that no submodule's class has.
     """
     found = list(_find(model, class_names))
-    missing = set(class_names).difference(type(block).__name__ for block in found)
-    if missing:
+    if missing := set(class_names).difference(type(block).__name__ for block in found):
         raise UserError(
             f"BLOCKS in task.py: the model has no {min(missing)}, or only inside of another block; "
             "name classes of its submodules, or leave BLOCKS empty"

@@ -42,15 +42,13 @@ METAVARS: dict[object, str] = {int: "N", Path: "PATH"}  # by the type of a flag
 
 def number_type(
     parse: Callable[[str], Value], low: float, high: float, expected: str
-) -> Callable[[str], Value | str]:
+) -> Callable[[str], Value]:
     """Return a converter for ``add_argument(type=…)`` of values from `low` to below `high`.
 
     Its error message states what was `expected`.
     """
 
-    def convert(text: str) -> Value | str:
-        if text == "dynamic" and text in expected:
-            return text
+    def convert(text: str) -> Value:
         with suppress(ValueError):
             value = parse(text)
             if low <= value < high:
@@ -117,12 +115,19 @@ non_negative_float = number_type(float, 0, math.inf, "a number of at least 0")
 fraction = number_type(float, 0, 1, "a number from 0 to less than 1")
 factor = number_type(float, math.ulp(0), 1, "a number above 0 and less than 1")
 probability = number_type(float, 0, math.nextafter(1, 2), "a number from 0 to 1")
-loss_scale = number_type(
+static_loss_scale = number_type(
     float,
     math.ulp(0),
     math.nextafter(2**64, math.inf),
     "'dynamic' or a number above 0 and up to 2^64",
 )
+
+
+def loss_scale(text: str) -> float | str:
+    """Convert a loss scale: "dynamic", or a number."""
+    return text if text == "dynamic" else static_loss_scale(text)
+
+
 METAVARS |= {loss_scale: "SCALE", interval: "N|Nm", path: "PATH", local_path: "PATH"}
 
 

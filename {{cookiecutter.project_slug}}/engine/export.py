@@ -120,8 +120,7 @@ def _export_onnx(
 
 
 def _require_onnx(path: Path) -> None:
-    missing = [name for name in ("onnxscript", "onnxruntime") if not find_spec(name)]
-    if missing:
+    if missing := [name for name in ("onnxscript", "onnxruntime") if not find_spec(name)]:
         raise UserError(f"--export {path} needs {' and '.join(missing)}: pip install -e .[onnx]")
 
 

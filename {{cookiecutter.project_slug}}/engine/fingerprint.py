@@ -52,8 +52,7 @@ def of_files(folder: object, samples: Sequence[tuple]) -> Fingerprint:
 
     For packed data, whose index has no names, it is the id of the pack.
     """
-    pack = getattr(samples, "pack", None)
-    if pack:
+    if pack := getattr(samples, "pack", None):
         return {"pack": pack.manifest.id}
     prefix = f"{folder}/"
     return {"file names": digest(str(path).removeprefix(prefix) for path, *_ in samples)}

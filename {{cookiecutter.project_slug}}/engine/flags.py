@@ -177,8 +177,8 @@ def complete_arguments(
     if args.output is None:
         is_beside = args.eval_only and args.resume not in (None, Path("auto"))
         args.output = args.resume.parent if is_beside else output
-    for name in () if args.eval_only else args.tracker:
-        if name != TENSORBOARD and find_spec(name) is None:
+    for name in args.tracker:
+        if not args.eval_only and name != TENSORBOARD and find_spec(name) is None:
             parser.error(f"--tracker {name}: its package is missing: pip install {name}")
     if args.workers is None:
         args.workers = min(distributed.cpu_cores(), 8) if args.data else 0

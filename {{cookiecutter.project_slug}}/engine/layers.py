@@ -26,7 +26,8 @@ def layer_numbers(model: nn.Module) -> dict[str, int]:
             continue
         # A norm belongs to the layer before it.
         has_weights = any(parameter.dim() > 1 for parameter in parameters.values())
-        number += has_weights and bool(numbers)
+        if has_weights and numbers:
+            number += 1
         numbers |= dict.fromkeys(parameters, number)
     # What is left, such as a position embedding, is part of the input; but a single number, such as
     # a temperature, scales the output, and auxiliary heads are trained as the head is.

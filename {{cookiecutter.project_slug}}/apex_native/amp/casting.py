@@ -76,6 +76,7 @@ def check_models(models: list[nn.Module]) -> None:
 def cast_weights(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool) -> None:
     """Cast `model` to `dtype` in place; keep_batchnorm_fp32 spares affine batch norms."""
     for module in model.modules():
+        # torch has no public base class of batch norms.
         is_batchnorm = isinstance(module, nn.modules.batchnorm._BatchNorm) and module.affine
         if not (keep_batchnorm_fp32 and is_batchnorm):
             for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):

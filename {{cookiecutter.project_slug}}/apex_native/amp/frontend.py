@@ -122,9 +122,11 @@ def initialize(  # noqa: PLR0913, Apex's signature
     set_function_casts(device.type, function_type)
     _amp_state.opt_properties = properties
     _amp_state.models = weakref.WeakSet(model_list)
-    scaler = partial(LossScaler, properties.loss_scale, min_loss_scale=min_loss_scale)
-    scaler = partial(scaler, max_loss_scale=max_loss_scale, device=device)
-    _amp_state.loss_scalers = [scaler(index=index) for index in range(num_losses)]
+    limits: Any = {"min_loss_scale": min_loss_scale, "max_loss_scale": max_loss_scale}
+    _amp_state.loss_scalers = [
+        LossScaler(properties.loss_scale, device=device, index=index, **limits)
+        for index in range(num_losses)
+    ]
     return models if optimizers is None else (models, optimizers)
 
 

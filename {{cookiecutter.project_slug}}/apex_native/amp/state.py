@@ -212,8 +212,7 @@ def load_state_dict(state_dict: dict[str, dict[str, float | int]]) -> None:
     A static scale keeps the value given to ``initialize``, where Apex overwrites it with the
     saved one. Raises RuntimeError for an entry that is not a loss scaler's.
     """
-    unexpected = [key for key in state_dict if "loss_scaler" not in key]
-    if unexpected:
+    if unexpected := [key for key in state_dict if "loss_scaler" not in key]:
         raise RuntimeError(f"amp.load_state_dict: unexpected entries {', '.join(unexpected)}.")
     scalers = _amp_state.loss_scalers
     if len(state_dict) != len(scalers):

@@ -48,8 +48,7 @@ class GradientAverager:
 
     @torch.no_grad()
     def _average(self) -> None:
-        unused = [name for name, p in self.parameters.items() if p.grad is None]
-        if unused:
+        if unused := [name for name, p in self.parameters.items() if p.grad is None]:
             raise RuntimeError(no_gradient_message(unused))
         for bucket in self.buckets:
             bucket.average(self.hook)
@@ -58,8 +57,8 @@ class GradientAverager:
 class Bucket:
     """All gradients of a type as one tensor, in which they have their parameters' strides.
 
-    The methods without an underscore are those of ``dist.GradBucket`` that torch's communication
-    hooks call which compress gradients or average them; PowerSGD's calls others.
+    ``buffer``, ``gradients`` and ``parameters`` are those of ``dist.GradBucket`` that communication
+    hooks of torch call which compress gradients or average them; PowerSGD's calls others.
     """
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:

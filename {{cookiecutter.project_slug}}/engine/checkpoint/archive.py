@@ -93,8 +93,7 @@ def read(path: Path, content: io.BytesIO | None = None) -> Any:
         reason = reason_of(error) or reason_of(error.__context__)  # of zipfile's errors
         if reason:
             raise UnreadableError(f"{path}: it can't be read ({reason})") from None
-        code = re.search(r"GLOBAL (\S+)", str(error))
-        if code:
+        if code := re.search(r"GLOBAL (\S+)", str(error)):
             raise UserError(
                 f"{path}: it holds {code[1]}, which can't be read without running code; "
                 "if you trust the file, torch.load it with weights_only=False and torch.save its "

@@ -192,8 +192,7 @@ def require_same_frozen(path: Path, saved: Mapping[str, Any], own: Mapping[str, 
     if not ("frozen" in saved and "frozen" in own):
         return
     names = sorted(saved["frozen"]), sorted(own["frozen"])
-    difference = describe_difference(*names, "frozen only there", "frozen only here")
-    if difference:
+    if difference := describe_difference(*names, "frozen only there", "frozen only here"):
         raise UserError(
             f"--resume {path}: it was trained with another --freeze ({difference}): resume "
             f"with the same, or start from its weights by --weights {path}"
@@ -352,15 +351,11 @@ def compare_options(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str:
     return printable(shorten(", ".join(texts), 200))
 
 
-def is_same_data(saved: Mapping[str, Any], own: Mapping[str, Any], name: str) -> bool | None:
-    """Return whether a data set is the one of a checkpoint; None if nothing tells.
-
-    Args:
-        name: of the data set, such as "val".
-    """
-    if name in compare_data(saved, own):
+def is_same_val_data(saved: Mapping[str, Any], own: Mapping[str, Any]) -> bool | None:
+    """Return whether the validation data is that of a checkpoint; None if nothing tells."""
+    if "val" in compare_data(saved, own):
         return False
-    known = saved.get("fingerprints", {}).get(name, {}).keys()
-    digests = own["fingerprints"].get(name, {}).keys()
+    known = saved.get("fingerprints", {}).get("val", {}).keys()
+    digests = own["fingerprints"].get("val", {}).keys()
     # The labels of a folder and of a pack tell nothing of their images.
     return True if known and digests and (known <= digests or digests <= known) else None

@@ -3,7 +3,6 @@
 python -m engine.checkpoint.consolidate runs/NAME/best best.pt
 """
 
-import argparse
 from pathlib import Path
 
 from engine import UserError, cli, distributed
@@ -39,7 +38,7 @@ def main() -> None:
     parser = cli.ArgumentParser(description="Convert a sharded checkpoint into a single file.")
     parser.add_argument("folder", type=Path, help="such as runs/NAME/best or runs/NAME/step-500")
     parser.add_argument("file", type=Path, help="to write, such as best.pt")
-    args: argparse.Namespace = parser.parse_args()
+    args = parser.parse_args()
     consolidate(args.folder, args.file)
     print(f"wrote {args.file}")
 

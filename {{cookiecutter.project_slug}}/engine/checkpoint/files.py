@@ -72,7 +72,8 @@ def _make_room(
     if dist.get_rank() == 0:
         with suppress(OSError, UnreadableError):  # the other ranks are waiting for this one
             found = sorted(numbered(path.parent), key=lambda one: step_of(one) > step)
-            for oldest in [one for one in found[1:] if not _is_kept(one)][-1:]:
+            if removable := [one for one in found[1:] if not _is_kept(one)]:
+                oldest = removable[-1]
                 _remove_last(oldest)
                 remove(oldest)
                 warn(f"the disk is full: removed {oldest} to write {path}")

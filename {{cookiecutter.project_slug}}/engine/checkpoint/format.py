@@ -216,8 +216,9 @@ def _complete(entries: dict[str, Any]) -> None:
     held = {"weights": True, "optimizer": True, "loss scale": "amp" in entries, "epoch": has_epoch}
     metadata = entries.get("metadata")
     is_own = isinstance(metadata, dict) and "metric" in metadata
-    for name in [] if is_own else entries.keys() - {"model", "optimizer", "amp"}:
-        del entries[name]
+    if not is_own:
+        for name in entries.keys() - {"model", "optimizer", "amp"}:
+            del entries[name]
     entries.update(origin=held, epoch=epoch, step=None, samples=0, best=-math.inf, ranks=[])
 
 

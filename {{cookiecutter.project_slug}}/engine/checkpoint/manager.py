@@ -133,7 +133,7 @@ class CheckpointManager:
         notes = compatibility.compare_metadata(
             source.path, saved, self.metadata, self.data_sets, self.logger.warning
         )
-        self.has_same_val_data = compatibility.is_same_data(saved, self.metadata, "val")
+        self.has_same_val_data = compatibility.is_same_val_data(saved, self.metadata)
         compatibility.warn_of_changed_data(
             source.path, entries, self.metadata, required, self.logger.warning
         )
@@ -442,7 +442,8 @@ class CheckpointManager:
             if is_restart and not begun[0]:
                 self._require_free()  # of an older run, whose checkpoints the first save removes
         first = AUTO if is_restart else choice
-        given, discarded = list[Path](), list[int]()
+        given: list[Path] = []
+        discarded: list[int] = []
         if is_restart and choice not in (AUTO, None):
             discarded = compatibility.read_discarded(self.folder)
             # The run may have gone back to an earlier one of its own, such as best-of-step-50.pt.

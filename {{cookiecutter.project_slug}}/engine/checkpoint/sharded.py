@@ -115,8 +115,7 @@ def _write(path: Path, temporary: Path, entries: dict[str, Any], group: dist.Pro
     tensors = flatten(entries)
     with _together(group):
         named = tensors.items()
-        bad = next((name for name, one in named if validation.has_nan(local_shard(one))), None)
-        if bad:
+        if bad := next((name for name, one in named if validation.has_nan(local_shard(one))), None):
             raise FloatingPointError(f"{bad} is not finite")
         if rank == 0:
             validation.check_savable(path, entries)  # or the checkpoint could not be resumed
@@ -231,9 +230,9 @@ def _load(
         index = tensor_storage.read_index(path, sizes)
     except Exception:  # a file of any bytes raises anything
         raise UserError(f"{path}: its {INDEX} is torn or altered; use another one") from None
-    for name in list(index) if own else []:
+    for name in list(index):
         part = name.partition(".")[0]
-        if part in PARTS[1:] and _template_name(name) not in own:
+        if own and part in PARTS[1:] and _template_name(name) not in own:
             del index[name]
             entries.setdefault(part, {})
     likes = {name: own.get(_template_name(name)) for name in index}
@@ -286,6 +285,5 @@ def _together(group: dist.ProcessGroup) -> Iterator[None]:
         yield
     except Exception as error:
         own = error
-    first = next(filter(None, all_gather(own, group)), None)
-    if first:
+    if first := next(filter(None, all_gather(own, group)), None):
         raise first from None

@@ -72,14 +72,9 @@ class Entry:
         """Yield each chunk with its first index and its shape in the tensor."""
         row = 0
         for one in self.chunks:
-            if self.shape:
-                yield (
-                    one,
-                    torch.Size((row, *[0] * (len(self.shape) - 1))),
-                    torch.Size((one.num_rows, *self.shape[1:])),
-                )
-            else:
-                yield one, torch.Size(()), torch.Size(())
+            first = (row, *[0] * len(self.shape[1:])) if self.shape else ()
+            shape = (one.num_rows, *self.shape[1:]) if self.shape else ()
+            yield one, torch.Size(first), torch.Size(shape)
             row += one.num_rows
 
 

@@ -240,7 +240,7 @@ def is_number(value: object) -> bool:
 def check_sizes(path: Path, entries: dict[str, Any]) -> None:
     """Raise UserError for a tensor without values of its own, such as a sparse or expanded one.
 
-    So is one of a subclass, or of a type that torch cannot convert, and for tensors that overlap.
+    Also for one of a subclass, or of a type that torch cannot convert, and if tensors overlap.
     """
     for name, tensor in _named_tensors(entries):
         if type(tensor) not in (Tensor, nn.Parameter):  # whose methods can be any

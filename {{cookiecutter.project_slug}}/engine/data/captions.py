@@ -84,8 +84,7 @@ def read_captions(folder: Path, limit: int) -> list[tuple[Path, bytes]]:
         there = {file for parent in {file.parent for file, _ in pairs} for file in parent.glob("*")}
     except OSError as error:
         raise UserError(f"{path} names files that can't be listed ({error.strerror})") from None
-    missing = sorted({str(file) for file, _ in pairs if file not in there})
-    if missing:
+    if missing := sorted({str(file) for file, _ in pairs if file not in there}):
         names = ", ".join(missing[:5]) + (", …" if len(missing) > 5 else "")
         raise UserError(f"{path} names {len(missing)} files that are not there: {names}")
     if not pairs:

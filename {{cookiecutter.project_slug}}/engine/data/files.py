@@ -75,8 +75,7 @@ def open_file(path: str | os.PathLike) -> BufferedReader | BytesIO:
 
 def read_file(path: str | os.PathLike) -> bytearray:
     """Return the contents of a regular file. Raises OSError as `open_file` does."""
-    part = IN_SHARD.fullmatch(os.fspath(path))
-    if part:
+    if part := IN_SHARD.fullmatch(os.fspath(path)):
         return _read_part(part[1], int(part[2]), int(part[3]))
     with open_file(path) as file:
         # Not to its end: some files, such as /proc/self/pagemap, have a size of 0 and no end.
@@ -89,8 +88,7 @@ def _read_part(path: str, offset: int, length: int) -> bytearray:
     if length > MAX_BYTES:
         raise OSError(0, f"it has {length} bytes, more than {MAX_BYTES}")
     folder, name = os.path.split(path)
-    mirror = open_mirror(folder, os.getpid())
-    if mirror:
+    if mirror := open_mirror(folder, os.getpid()):
         return mirror.read(name, offset, length)
     data = bytearray(length)
     shard = _open_shard(path)  # kept: the cache may not have it, if two threads open it at once

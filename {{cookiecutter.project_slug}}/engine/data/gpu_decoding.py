@@ -203,7 +203,7 @@ class DecodingLoader(DataLoader):
         return batch
 
 
-def choose_decoder(wanted: str, skip_broken: int = 0) -> str:
+def choose_decoder(wanted: str, skip_broken: int) -> str:
     """Return where JPEG files are decoded, "cpu" or "gpu"; choose, and log it, for "auto"."""
     if wanted != "auto" or not torch.cuda.is_available():
         return "cpu" if wanted == "auto" else wanted

@@ -49,7 +49,7 @@ def read_file(folder: Path, train: bool, kind: str) -> np.ndarray:
     path = find_file(folder, train, kind)
     if path is None:
         raise UserError(f"--data {folder}: there is no file {SPLITS[train]}-{kind}.gz")
-    with _opened(path, num_dims=int(kind[-7])) as (file, shape):
+    with _opened(path, num_dims=3 if kind == IMAGES else 1) as (file, shape):
         size = math.prod(shape)
         values = file.read(size + 1)  # no more: a small file may decompress to gigabytes
     if len(values) != size:

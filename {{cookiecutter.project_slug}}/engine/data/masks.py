@@ -81,8 +81,7 @@ def _by_name(folder: Path, suffixes: Sequence[str]) -> dict[str, Path]:
     """Return the files in a folder by name without suffix. Raises UserError for two of a name."""
     paths = list_flat(folder, suffixes)
     found = {path.stem: path for path in paths}
-    twice = [path.name for path in paths if found[path.stem] != path]
-    if twice:
+    if twice := [path.name for path in paths if found[path.stem] != path]:
         others = summarize([found[Path(name).stem].name for name in twice])
         raise UserError(f"{folder} has {summarize(twice)} beside {others}; keep one of a name")
     return found

@@ -54,7 +54,7 @@ class Source(NamedTuple):
     mask: str = ""  # path; replaces `text`
 
 
-class Encoded(NamedTuple):
+class PackedSample(NamedTuple):
     """A packed sample: the image file, and the second member; an error if it can't be read."""
 
     position: int  # in the list of sources
@@ -67,7 +67,7 @@ class Encoded(NamedTuple):
     error: str = ""
 
 
-def encode(position: int, source: Source, options: Options) -> Encoded:
+def encode(position: int, source: Source, options: Options) -> PackedSample:
     """Return a sample with its shorter side resized to at most `options.short_side` pixels.
 
     A file that is small enough is copied unchanged, and so is its mask.
@@ -81,7 +81,7 @@ def encode(position: int, source: Source, options: Options) -> Encoded:
             if labels.shape != image.shape[1:]:
                 raise UserError(f"{source.path} and {source.mask} differ in size; make them alike")
     except UserError as error:
-        return Encoded(position, error=str(error))
+        return PackedSample(position, error=str(error))
     height, width = image.shape[1:]
     suffix = Path(source.path).suffix.lower()
     if min(height, width) > options.short_side or max(height, width) > MAX_SIDE:
@@ -93,7 +93,7 @@ def encode(position: int, source: Source, options: Options) -> Encoded:
         if source.mask:
             labels = functional.resize(trim(labels[None]), [height, width], NEAREST)
             extra = _as_file(labels.byte(), "PNG")
-    return Encoded(position, source.labels, suffix, data, extra, height, width)
+    return PackedSample(position, source.labels, suffix, data, extra, height, width)
 
 
 def _read(path: str) -> bytes:
@@ -108,15 +108,15 @@ def _as_file(image: torch.Tensor, file_format: str, **options: int) -> bytes:
     return buffer.getvalue()
 
 
-def encode_chunk(start: int, sources: Sequence[Source], options: Options) -> list[Encoded]:
+def encode_chunk(start: int, sources: Sequence[Source], options: Options) -> list[PackedSample]:
     return [encode(start + index, source, options) for index, source in enumerate(sources)]
 
 
 def encode_all(
     sources: Sequence[Source], start: int, options: Options, workers: int
-) -> Iterator[Encoded]:
+) -> Iterator[PackedSample]:
     """Yield the samples from position `start` on, in order, encoded by several processes."""
-    pending: deque[Future[list[Encoded]]] = deque()
+    pending: deque[Future[list[PackedSample]]] = deque()
     with ProcessPoolExecutor(workers, initializer=prepare_process) as pool:
         for first in range(start, len(sources), CHUNK):
             chunk = sources[first : first + CHUNK]
@@ -165,12 +165,12 @@ class ShardWriter:
         """Return the position in the tar file."""
         return self.size
 
-    def has_room(self, sample: Encoded, limit: int) -> bool:
+    def has_room(self, sample: PackedSample, limit: int) -> bool:
         """Return whether a sample fits into `limit` bytes; the first one always does."""
         size = len(sample.image) + len(sample.extra) + 6 * BLOCK  # headers, padding, the end
         return not self.records or self.size + size <= limit
 
-    def add(self, sample: Encoded, kind: str) -> None:
+    def add(self, sample: PackedSample, kind: str) -> None:
         """Append a sample, whose key is its position among the sources."""
         key = f"{sample.position:09d}"
         offset = self.size + BLOCK
@@ -340,7 +340,7 @@ class SplitPacker:
         self.progress.next = len(self.sources)
         self._save(PROGRESS)
 
-    def _encoded(self, bar: tqdm, workers: int) -> Iterator[Encoded]:
+    def _encoded(self, bar: tqdm, workers: int) -> Iterator[PackedSample]:
         """Yield the readable samples; report and record the others."""
         for sample in encode_all(self.sources, self.progress.next, self.options, workers):
             bar.update()
@@ -351,7 +351,7 @@ class SplitPacker:
             path = self.sources[sample.position].path
             self.progress.broken.append(os.path.relpath(path, self.root))
 
-    def _write_shards(self, samples: Iterator[Encoded]) -> None:
+    def _write_shards(self, samples: Iterator[PackedSample]) -> None:
         """Write samples to shards; after each one, its part of the index, and the progress."""
         sample = next(samples, None)
         while sample:

@@ -133,8 +133,7 @@ def check_samples(settings: Namespace, measured: Callable[[], Measured]) -> Resu
     yield WARNING, "no sample was read in time: training will wait for the disk"
     result = measured()
     count = len(result.samples)
-    errors = [sample.error for sample in result.samples if sample.error]
-    if errors:
+    if errors := [sample.error for sample in result.samples if sample.error]:
         fix = f"python -m engine.data.verify {settings.data} finds all, --skip-broken N skips them"
         is_accepted = len(errors) <= settings.skip_broken
         problem = f"{len(errors)} of {count} random samples can't be read: {errors[0]}; {fix}"

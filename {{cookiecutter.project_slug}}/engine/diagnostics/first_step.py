@@ -279,8 +279,7 @@ def find_shared_gpu(devices: list[str]) -> str:
 
 
 def _require_own_device(device: torch.device) -> None:
-    shared = find_shared_gpu(distributed.all_gather(device_identity(device), dist.group.WORLD))
-    if shared:
+    if shared := find_shared_gpu(distributed.all_gather(device_identity(device), dist.group.WORLD)):
         fix = "call torch.cuda.set_device(local_rank) before init_process_group"
         raise UserError(f"{shared}: {fix}")
 
@@ -320,8 +319,7 @@ def _describe_shards(module: nn.Module, optimizer: Optimizer) -> str:
 
     Raises UserError on a rank whose parameters are not sharded.
     """
-    whole = [name for name, p in module.named_parameters() if local_shard(p) is p]
-    if whole:
+    if whole := [name for name, p in module.named_parameters() if local_shard(p) is p]:
         raise UserError(f"{summarize(whole)} are not sharded: create them before fully_shard")
     local = sum(local_shard(parameter).numel() for parameter in module.parameters())
     total = sum(parameter.numel() for parameter in module.parameters())
@@ -370,8 +368,7 @@ def _require_fair_shards(batches: DataLoader | TrainLoader, device: torch.device
 
 
 def _require_all_trained(trained: set[Tensor], module: nn.Module) -> None:
-    missing = [n for n, p in module.named_parameters() if p.requires_grad and p not in trained]
-    if missing:
+    if missing := [n for n, p in module.named_parameters() if p.requires_grad and p not in trained]:
         fix = "create it from the complete model, or set their requires_grad to False"
         raise UserError(f"the optimizer does not train {summarize(missing)}: {fix}")
 

@@ -1,4 +1,4 @@
-"""Preflight checks: ``./run.sh --check`` tests the host and the settings in at most 20 s.
+"""Preflight checks: ``./run.sh --check`` tests the host and the settings in CHECK_WAIT s.
 
 python -m engine.diagnostics.preflight [torchrun's options] main.py --check [--json] [flags]
 
@@ -109,8 +109,7 @@ def check_links() -> Results:
     if not links:
         return
     names = ", ".join(sorted(set(links.values())))
-    slow = [pair for pair, link in links.items() if link in ("NODE", "SYS")]
-    if slow:
+    if slow := [pair for pair, link in links.items() if link in ("NODE", "SYS")]:
         fix = "choose closer GPUs with CUDA_VISIBLE_DEVICES"
         yield WARNING, f"{summarize(slow)} have slow links, through the CPUs ({names}): {fix}"
     else:

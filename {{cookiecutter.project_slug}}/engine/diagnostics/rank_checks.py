@@ -78,13 +78,9 @@ def check_peer_access(num_gpus: int) -> Results:
     """Check that GPUs can access each other's memory."""
     can_access = torch.cuda.can_device_access_peer
     pairs = list(combinations(range(num_gpus), 2))
-    without = [f"GPU{one}–GPU{two}" for one, two in pairs if not can_access(one, two)]
-    if without:
-        fix = "check PCIe ACS, or the settings of a virtual machine"
-        yield (
-            WARNING,
-            f"{summarize(without)} can't access each other's memory, which is slow: {fix}",
-        )
+    if without := [f"GPU{one}–GPU{two}" for one, two in pairs if not can_access(one, two)]:
+        problem = f"{summarize(without)} can't access each other's memory, which is slow"
+        yield WARNING, f"{problem}: check PCIe ACS, or the settings of a virtual machine"
     elif pairs:
         yield OK, "each GPU can access the others' memory"
 
@@ -186,8 +182,7 @@ def rendezvous(rank: int, world_size: int, device: str) -> dist.Store:
     store.set_timeout(2 * timeout)
     if rank != 0:
         store.set(f"clock {rank}", consistency.clock_problem(float(store.get("time")), "rank 0's"))
-    problem = store.get("problem").decode()
-    if problem:
+    if problem := store.get("problem").decode():
         if rank == 0:
             time.sleep(1)  # the others read it from this rank's store
         raise UserError(problem)
@@ -197,15 +192,13 @@ def rendezvous(rank: int, world_size: int, device: str) -> dist.Store:
 def find_problem(store: dist.Store, world_size: int) -> str:
     """Return what is wrong with the hosts and the devices of the ranks, or an empty string."""
     num_hosts = preflight.num_hosts()
-    absent = consistency.missing_ranks(store, "processes", num_hosts)
-    if absent:
+    if absent := consistency.missing_ranks(store, "processes", num_hosts):
         return f"host {absent} of {num_hosts} did not join: read its output, or run the check there"
     counts = [store.get(f"processes {host}").decode() for host in range(num_hosts)]
     if len(set(counts)) > 1:
         fix = "they can train, but the check needs the same NPROC on all"
         return f"the hosts start {', '.join(counts)} processes: {fix}"
-    absent = consistency.missing_ranks(store, "device", world_size)
-    if absent:
+    if absent := consistency.missing_ranks(store, "device", world_size):
         return f"rank {absent} of {world_size} did not join: read its result, or check its host too"
     shared = find_shared_gpu([store.get(f"device {rank}").decode() for rank in range(world_size)])
     fix = "give each host its own NODE_RANK, and list each GPU once in CUDA_VISIBLE_DEVICES"

@@ -120,8 +120,7 @@ def resolve_ranks(local_rank: int | None) -> tuple[int, int, int]:
     values = {"LOCAL_RANK": os.environ.get("LOCAL_RANK") or str(local_rank or 0)}
     for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_WORLD_SIZE"):
         values[name] = os.environ.get(name, "1")
-    wrong = [name for name, value in values.items() if not re.fullmatch(r"[0-9]{1,9}", value)]
-    if wrong:
+    if wrong := [name for name, value in values.items() if not re.fullmatch(r"[0-9]{1,9}", value)]:
         raise UserError(f"{' and '.join(wrong)} in the environment must be a number: {start}")
     if int(values["MASTER_PORT"]) > MAX_PORT:
         raise UserError(f"MASTER_PORT={values['MASTER_PORT']} is more than {MAX_PORT}: {start}")
@@ -338,8 +337,7 @@ def run(main: Callable[[], None]) -> None:
         exit_process(1)
     if dist.is_initialized():
         dist.destroy_process_group()
-    monitor = peer_monitor()
-    if monitor:
+    if monitor := peer_monitor():
         monitor.finish()
 
 

@@ -170,7 +170,8 @@ def require_same_data(train_set: Sized, val_set: Sized) -> None:
                 f"class {index} is {one} in the training data and {other} in the validation data: "
                 "give both the same list of classes"
             )
-    for split, data_set in (("training", train_set), ("validation", val_set)):
+    sets = {"training": train_set, "validation": val_set}
+    for split, data_set in sets.items():
         if not hasattr(data_set, "__len__"):
             raise UserError(
                 f"the {split} data, of type {type(data_set).__name__}, has no length: a sampler "
@@ -182,7 +183,7 @@ def require_same_data(train_set: Sized, val_set: Sized) -> None:
         "the number of classes": str(len(classes)),
         **{f"class {index}": name for index, name in enumerate(classes)},
     }
-    for split, data_set in (("training", train_set), ("validation", val_set)):
+    for split, data_set in sets.items():
         if not len(data_set):
             raise UserError(f"the {split} data has no samples: correct its data set in task.py")
         _require_positions(data_set, split, len(classes))

@@ -12,7 +12,6 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.torch_version import TorchVersion
 
 from engine import UserError, log_line, print_error
 from engine.distributed.consistency import clock_problem
@@ -121,7 +120,7 @@ def serve_store(address: str, port: int, timeout: timedelta = STORE_TIMEOUT) -> 
         wait_for_workers=False,
         multi_tenant=True,  # a launcher that serves this port uses this server
         master_listen_fd=listener.detach(),
-        use_libuv=TorchVersion(torch.__version__) >= "2.8",  # before, it had to listen by itself
+        use_libuv=torch.__version__ >= "2.8",  # before, it had to listen by itself
     )
 
 
@@ -168,8 +167,7 @@ def join_hosts(nodes: str) -> tuple[dist.Store | None, dist.Store | None, list[s
         host = socket.gethostname()
         raise UserError(f"{settings} on {host}, but {expected} at {address}: use the same")
     os.environ[LAUNCH_ID] = store.get("launch").decode()
-    problem = clock_problem(float(store.get("time")), f"that of {address}")
-    if problem:
+    if problem := clock_problem(float(store.get("time")), f"that of {address}"):
         raise UserError(problem)
     connection = socket.create_connection((address, port))
     threading.Thread(target=_exit_without_store, args=(connection, address), daemon=True).start()

@@ -223,5 +223,5 @@ class PeerServer(threading.Thread):
 
     def _send_report(self) -> None:
         if self.report:  # rank 0, which may exit at once, gets it last
-            for rank in sorted(self.peers, key="0".__eq__):
+            for rank in sorted(self.peers, key=lambda rank: rank == "0"):
                 send(self.peers.pop(rank), self.report)

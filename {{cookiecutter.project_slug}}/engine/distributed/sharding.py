@@ -72,8 +72,7 @@ class Sharding:
                 "--arch: modules of this model share a parameter, which FSDP can't load; choose "
                 "another model, or generate the project with ddp torch"
             )
-        scalar = next((name for name, one in model.named_parameters() if not one.dim()), None)
-        if scalar:
+        if scalar := next((name for name, one in model.named_parameters() if not one.dim()), None):
             raise UserError(
                 f"--arch: the parameter {scalar} has no dimensions, so FSDP can't shard it; give "
                 "it the shape (1,)"

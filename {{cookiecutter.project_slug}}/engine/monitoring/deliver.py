@@ -162,12 +162,13 @@ class Delivery:
                 steps[group] = max(record["step"], steps.get(group, -1))
         self._store(is_sending=True)
         kind = _kind(part[0][1])
-        if kind == "values" and new:
-            self.tracker.log(new)
         if not kind:
             self.state["problem"] = f"{self.queue} has damaged lines, which were left out"
-        for record in new if kind != "values" else ():
-            self._send_other(self.tracker, kind, record)
+        elif kind != "values":
+            for record in new:
+                self._send_other(self.tracker, kind, record)
+        elif new:
+            self.tracker.log(new)
         self._store(offset=part[-1][0], steps=steps, is_sending=False)
 
     def _send_other(self, tracker: trackers.Tracker, kind: str, record: Record) -> None:

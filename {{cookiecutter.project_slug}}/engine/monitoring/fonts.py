@@ -29,12 +29,10 @@ def choose_font(text: str) -> tuple[str, ImageFont.FreeTypeFont | ImageFont.Imag
     try:
         import matplotlib
     except ImportError:  # Pillow's font may have Latin characters only
-        return text.encode("latin-1", "backslashreplace").decode(
-            "latin-1"
-        ), ImageFont.load_default()
+        text = text.encode("latin-1", "backslashreplace").decode("latin-1")
+        return text, ImageFont.load_default()
     path = str(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf")
-    missing = frozenset(text) - _characters(path)
-    if missing:
+    if missing := frozenset(text) - _characters(path):
         path = _find_font(frozenset(text)) or path
         missing = missing - _characters(path)
     for character in missing:

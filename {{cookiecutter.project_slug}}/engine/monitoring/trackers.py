@@ -21,11 +21,12 @@ TENSORBOARD = "tensorboard"  # which has no adapter: see events.py
 FOLDER = "trackers"  # in a run's output folder
 QUEUE = "queue.jsonl"
 STATE, LOG = "{}.json", "{}.log"  # of each tracker
-MAX_TEXT = 500  # characters of a parameter, and
-MAX_METRICS = 1000  # values in a request, which every version of MLflow's server accepts
-# MLflow would retry a request for minutes: `deliver` retries all of them.
+# What every version of MLflow's server accepts.
+MAX_TEXT = 500  # characters of a parameter
+MAX_METRICS = 1000  # values in a request
 WANDB_INIT_S = 30
 WANDB_STEP = "global_step"  # name of the horizontal axis
+# MLflow would retry a request for minutes: `deliver` retries all of them.
 MLFLOW_OPTIONS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
 
 

@@ -188,8 +188,7 @@ def _environment() -> dict[str, str]:
     facts |= {"platform": platform.platform(), "processes": str(dist.get_world_size())}
     if torch.cuda.is_available():
         facts |= {"gpu": torch.cuda.get_device_name(), "cuda": str(torch.version.cuda)}
-    commit = _git("rev-parse", "HEAD")
-    if commit:
+    if commit := _git("rev-parse", "HEAD"):
         facts |= {"git_commit": commit, "git_changes": "yes" if _git("diff", "HEAD") else "no"}
     return facts
 

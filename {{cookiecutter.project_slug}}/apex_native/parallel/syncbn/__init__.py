@@ -211,8 +211,7 @@ def _create_buffer(group: dist.ProcessGroup, channels: int, device: torch.device
     dist.all_gather_object(gpus, own_gpu, group)
     problems: list[Any] = [None] * group.size()
     dist.all_gather_object(problems, _unsupported_reason(gpus, own_gpu, device), group)
-    problem = next(filter(None, problems), None)
-    if problem:
+    if problem := next(filter(None, problems), None):
         log_rank_zero(
             f"SyncBatchNorm: exchanges sums through NCCL, which is slower, because {problem}"
         )
