@@ -13,6 +13,7 @@ import textwrap
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fresh import TEMPLATE
@@ -107,6 +108,9 @@ def test_processes_are_found_wherever_their_environment_has_the_rank(names):
     child = subprocess.Popen(sleep, env=dict.fromkeys(names, "0"), start_new_session=True)
     other = subprocess.Popen(sleep, env={"NO_LOCAL_RANK": "0"}, start_new_session=True)
     fork = subprocess.Popen(sleep, env=dict.fromkeys(names, "0"))  # as in a session of another
+    for process in (child, other, fork):  # exec has not set it yet when Popen returns
+        while not Path(f"/proc/{process.pid}/environ").read_bytes():
+            time.sleep(0.01)
     try:
         assert _processes(_children()) & {child.pid, other.pid, fork.pid} == {child.pid}
     finally:
@@ -306,6 +310,30 @@ def test_signal_to_one_process_before_it_can_save_is_not_followed_by_a_restart(l
     status, output = launch(UNBLOCK, stop, "--max-restarts=3").end()
     assert status == 128 + signal.Signals[name], output
     assert output.count("started") == 1
+
+
+@pytest.mark.parametrize(("is_stopping", "status"), [(False, None), (False, 2), (True, None)])
+def test_nothing_is_restarted_before_the_end_of_a_process_is_handled(is_stopping, status) -> None:
+    """torchrun may notice it before the thread that can tell whether the job is to end."""
+    from engine.launch import SignalThread  # here, since the launchers run the module
+
+    command = ["sleep", "60"] if status is None else ["sh", "-c", f"exit {status}"]
+    process = subprocess.Popen(command)
+    try:
+        if status:
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        signals = SimpleNamespace(known={process.pid}, is_stopping=is_stopping)
+        arguments = (signals, "subprocess.Popen", ())
+        start = threading.Thread(target=SignalThread.delay_restart, args=arguments)
+        start.start()
+        start.join(0.2)
+        assert start.is_alive() == bool(is_stopping or status)
+        signals.known, signals.is_stopping = set(), False
+        start.join(5)
+        assert not start.is_alive()
+    finally:
+        process.kill()
+        process.wait()
 
 
 @pytest.mark.slow

@@ -85,6 +85,7 @@ def _run(nodes: str, signals: "SignalThread") -> tuple[int, str]:
     try:
         server, job, options = serve_locally() if nodes == "1" else join_hosts(nodes)
         signals.on_failure = partial(announce_failure, job)
+        sys.addaudithook(signals.delay_restart)
         run.main([*options, *sys.argv[1:]])
     except UserError as error:
         return EXIT_USAGE, str(error)
@@ -122,12 +123,14 @@ class SignalThread(threading.Thread):
 
     Attributes:
         is_stopping: the thread is ending the processes, and ends the launcher after them.
+        known: processes of the training, but for those whose end has been handled.
         on_failure: called before the launcher exits because its processes have failed or stopped.
     """
 
     def __init__(self) -> None:
         super().__init__(name="signals", daemon=True)
         self.is_stopping = False
+        self.known: set[int] = set()
         self.on_failure: Callable[[], object] = lambda: None
         # nohup ignores SIGHUP; torchrun would handle it.
         self.is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
@@ -138,7 +141,6 @@ class SignalThread(threading.Thread):
         num_processes = int(re.findall(r"--nproc-per-node=(\d+)", " ".join(sys.argv))[0])
         is_single_host = os.environ.get("NNODES", "1") in ("", "1")
         must_save, is_first_failure = False, True
-        known: set[int] = set()
         others: set[int] = set()  # such as what a training process left to this one, as PID 1
         while True:
             received = signal.sigtimedwait(SIGNALS, POLL_S)
@@ -146,8 +148,8 @@ class SignalThread(threading.Thread):
             children = _children()
             _reap_orphans(children)
             processes = _processes(children)
-            ended = {process for process in known if not _is_running(process)}
-            known = (known | processes) - ended
+            ended = {process for process in self.known if not _is_running(process)}
+            known = (self.known | processes) - ended
             if number in STOP_SIGNALS and not (number == signal.SIGHUP and self.is_nohup):
                 self._end_processes(number, known)
             must_save = must_save or number == signal.SIGUSR1
@@ -172,6 +174,17 @@ class SignalThread(threading.Thread):
             elif len(processes) == num_processes:
                 is_first_failure = True
                 os.environ[RESTART] = "a host has joined or left"
+            self.known = known
+
+    def delay_restart(self, event: str, _: object) -> None:
+        """Wait, as an audit hook, before torchrun starts a process in place of one that has ended.
+
+        torchrun may notice an end first, but only this thread can tell whether the job is to end.
+        """
+        while event == "subprocess.Popen" and (
+            self.is_stopping or not all(map(_is_running, self.known))
+        ):
+            time.sleep(0.01)
 
     def _end_processes(self, number: int, processes: set[int]) -> NoReturn:
         """End the processes, within STOP_WAIT seconds or at the next signal, and then this one."""
