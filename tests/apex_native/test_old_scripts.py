@@ -357,6 +357,65 @@ def test_script_gets_the_local_rank(start, tmp_path, arguments):
     assert done.stdout == "local rank 1\n"
 
 
+OPTIONS = """
+import argparse
+from . import cycle
+parser = argparse.ArgumentParser()
+parser.add_argument("--local_rank", type=int, default=-1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "lines", "rank"),
+    [
+        (["old.py"], "from tools.options import parser", 0),
+        (
+            ["old.py"],
+            "try: pass\nfinally:\n    import tools.options\nparser = tools.options.parser",
+            0,
+        ),
+        (
+            ["old.py"],
+            "from tools import (  # of argparse\n    options,\n)\nparser = options.parser",
+            0,
+        ),
+        (["old.py"], "from tools.cycle import options\nparser = options.parser", 0),
+        (["-m", "tools.old"], "from .options import parser", 0),
+        (["-m", "tools.old"], "from tools.options import parser", 0),
+        (
+            ["old.py"],
+            "import importlib\nparser = importlib.import_module('tools.options').parser",
+            -1,
+        ),
+    ],
+)
+def test_script_gets_the_local_rank_of_an_imported_module(start, tmp_path, arguments, lines, rank):
+    """Modules that import each other, or that cannot be parsed, are no obstacle."""
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools" / "options.py").write_text(OPTIONS)
+    (tmp_path / "tools" / "cycle.py").write_text("from . import options")
+    (tmp_path / "python2.py").write_bytes(b"print 'caf\xe9'\n")
+    script = f"{lines}\nif not parser:\n    import python2\nprint(parser.parse_args().local_rank)"
+    for folder in (tmp_path, tmp_path / "tools"):
+        (folder / "old.py").write_text(script)
+    done = start(*arguments, LOCAL_RANK="0")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{rank}\n"
+    passed = f"passed --local_rank: {tmp_path / 'tools' / 'options.py'} has it"
+    assert done.stderr.startswith("apex_native: " + ("no --local_rank: nei" if rank else passed))
+
+
+def test_modules_that_the_script_does_not_import_have_no_local_rank(start, tmp_path):
+    """An unpacked Apex beside the script is none of them."""
+    (tmp_path / "apex").mkdir()
+    for name in ("apex/__init__.py", "apex/options.py", "apex.py", "other.py", "sys.txt"):
+        (tmp_path / name).write_text('"--local_rank"')
+    (tmp_path / "launch.py").write_text('command = ["--local_rank=%d"]')
+    script = "import apex, sys\nfrom apex import amp\nimport launch\nprint(sys.argv)"
+    (tmp_path / "old.py").write_text(script)
+    assert start("old.py", LOCAL_RANK="1").stdout == "['old.py']\n"
+
+
 @pytest.mark.parametrize("arguments", [["old.pyc"], ["-m", "old"], ["old.zip"]])
 def test_compiled_script_gets_the_local_rank(start, tmp_path, arguments):
     (tmp_path / "old.py").write_bytes(OTHER_SPELLINGS.encode("latin-1"))

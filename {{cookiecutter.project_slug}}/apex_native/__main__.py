@@ -17,6 +17,8 @@ import runpy
 import sys
 import traceback
 import zipfile
+from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
 from types import ModuleType
 
@@ -39,6 +41,10 @@ EXTRAS, URL = "apex_native.extras", "git+https://github.com/org/ddp-apex-templat
 HAS_EXTRAS = importlib.util.find_spec(EXTRAS) is not None
 # Processes that the script spawns inherit the path and find an `apex` there that calls install().
 SPAWNED = str(Path(__file__).with_name("_spawned"))
+# The dots, the module and the names of an import, but for Apex's.
+IMPORTS = re.compile(
+    r"^[ \t]*(?!\w+[ \t]+apex\b)(?:from[ \t]+(\.*)([\w.]*)[ \t]*)?import\b(\s*\([^)]*\)|.*)", re.M
+)
 
 # What to use instead of names of Apex, given as patterns, that only the installable package has,
 PACKAGED = {
@@ -122,14 +128,33 @@ def explain(error: ImportError | AttributeError) -> None:
             return
 
 
-def local_rank_arguments(script: Path, arguments: list[str]) -> list[str]:
-    """Return ``--local_rank`` as `script` spells it, if it takes it and was not given it."""
+def imported_files(text: str, path: str, folder: str) -> Iterator[str]:
+    """Yield files that `text`, of the module at `path`, imports from `folder` or its package."""
+    for dots, module, names in IMPORTS.findall(text):
+        start = os.path.normpath(os.path.join(path, "../" * len(dots))) if dots else folder
+        for name in re.findall(r"[\w.]+", names):
+            parts = f"{module}.{name}".strip(".").split(".")
+            for stem in list(accumulate(parts, os.path.join, initial=start))[1:]:
+                yield from filter(os.path.isfile, (f"{stem}.py", f"{stem}/__init__.py"))
+
+
+def local_rank_arguments(script: str, folder: str, arguments: list[str]) -> list[str]:
+    """Return ``--local_rank`` as the script or its imports from `folder` spell it, if not given."""
     given = any(re.match("--local[_-]rank", argument) for argument in arguments)
-    if given or "LOCAL_RANK" not in os.environ or not script.is_file():
+    if given or "LOCAL_RANK" not in os.environ or not os.path.isfile(script):
         return []
-    # In compiled code, a text of 12 characters follows its length.
-    flag = re.search(rb"""["'\x0c](--local[_-]rank)""", script.read_bytes())
-    return [f"{flag[1].decode()}={os.environ['LOCAL_RANK']}"] if flag else []
+    files = [os.path.abspath(script)]
+    for path in files:  # to which the loop adds
+        text = Path(path).read_text("latin-1")
+        # In compiled code, a text of 12 characters follows its length.
+        if flag := re.search(r"""["'\x0c](--local[_-]rank)(?![= ])""", text):
+            break
+        files += sorted(set(imported_files(text, path, folder)).difference(files))
+    rank = os.environ["LOCAL_RANK"]
+    if rank == "0":
+        found = f"{path} has it" if flag else f"neither {script} nor modules it imports have it"
+        sys.stderr.write(f"apex_native: {'passed' if flag else 'no'} --local_rank: {found}\n")
+    return [f"{flag[1]}={rank}"] if flag else []
 
 
 def run(name: str, arguments: list[str], is_module: bool) -> None:
@@ -148,11 +173,11 @@ def run(name: str, arguments: list[str], is_module: bool) -> None:
         if spec is None or spec.origin is None:
             sys.stderr.write(f"no module {module}\n")
             sys.exit(2)
-        sys.argv = [name, *local_rank_arguments(Path(spec.origin), arguments), *arguments]
+        sys.argv = [name, *local_rank_arguments(spec.origin, os.getcwd(), arguments), *arguments]
         runpy.run_module(name, run_name="__main__", alter_sys=True)
     else:
-        sys.argv = [name, *local_rank_arguments(Path(name), arguments), *arguments]
         folder = os.path.dirname(os.path.realpath(name))
+        sys.argv = [name, *local_rank_arguments(name, folder, arguments), *arguments]
         if os.getcwd() in sys.path:  # which ``-m`` has put before all others, unlike a script's run
             sys.path.remove(os.getcwd())
             sys.path.append(os.getcwd())  # where this package may be, for spawned processes
