@@ -25,7 +25,8 @@ COMMAND = ("-c", "from apex_native.extras.command import main; main()")
         (["--help"], 0, "usage: apex-native run"),
         ([], 2, "usage: apex-native run"),
         (["fix", "script.py"], 2, "no command 'fix'"),
-        (["run"], 2, "usage: python -m apex_native"),
+        (["run"], 2, "usage: python -m apex_native [--fill] SCRIPT.py"),
+        (["run", "--help"], 0, "python -m apex_native [--fill] old_script.py"),
         (["run", "missing.py"], 2, "no file missing.py\nusage: python -m apex_native"),
         (["run", "-m", "missing"], 2, "no module missing\n"),
         (["run", "-m", "missing.part"], 2, "no module missing.part\n"),
@@ -44,6 +45,17 @@ def test_command_runs_scripts_with_their_arguments(run, tmp_path):
     done = run(*COMMAND, "run", "script.py", "--lr", "1")
     expected = "apex_native.amp.frontend apex_native.optimizers.layerwise\n['--lr', '1']\n"
     assert done.stdout == expected, done.stderr
+
+
+def test_installed_command_finds_a_module_in_the_current_folder(run, tmp_path):
+    """The first folder in sys.path is that of the command, and not the current one."""
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools" / "train.py").write_text("import sys; print(*sys.path[:2])")
+    command = f"import sys; sys.path[0] = sys.prefix; {COMMAND[1]}"
+    done = run("-c", command, "run", "-m", "tools.train")
+    assert done.returncode == 0, done.stderr
+    spawned, current = done.stdout.split()
+    assert (Path(spawned).name, current) == ("_spawned", str(tmp_path))
 
 
 @pytest.mark.slow

@@ -69,8 +69,12 @@ def test_package_installed_by_pip_in_a_new_environment(wheel, tmp_path):
     subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-deps", wheel], check=True)
     (tmp_path / "script.py").write_text(MODERN_SCRIPT)
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    for command in ([folder / "bin" / "apex-native", "run"], [python, "-m", "apex_native"]):
+    for command in (
+        [folder / "bin" / "apex-native", "run", "script.py"],
+        [folder / "bin" / "apex-native", "run", "-m", "script"],
+        [python, "-m", "apex_native", "script.py"],
+    ):
         done = subprocess.run(
-            [*command, "script.py"], cwd=tmp_path, env=environment, capture_output=True, text=True
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True
         )
         assert done.stdout == "trained apex_native.amp\n", done.stderr

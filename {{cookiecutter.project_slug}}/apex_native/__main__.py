@@ -1,7 +1,7 @@
 """Run a script that was written for Apex, unchanged, on apex_native.
 
-    python -m apex_native old_script.py [its arguments]
-    python -m apex_native -m old.package [its arguments]
+    python -m apex_native [--fill] old_script.py [its arguments]
+    python -m apex_native [--fill] -m old.package [its arguments]
     torchrun --nproc-per-node 4 -m apex_native old_script.py [its arguments]
 
 ``import apex`` then finds this package, in every module that the script imports and in processes of
@@ -161,6 +161,8 @@ def run(name: str, arguments: list[str], is_module: bool) -> None:
     """Run the script or the module `name` as ``python`` or ``python -m`` does."""
     if is_module:
         module = name
+        if os.getcwd() not in sys.path and not getattr(sys.flags, "safe_path", False):
+            sys.path.insert(1, os.getcwd())  # as ``-m`` does, but not an installed command
         try:
             spec = importlib.util.find_spec(module)
             if spec is not None and spec.submodule_search_locations is not None:
@@ -207,10 +209,13 @@ def main() -> None:
         del sys.argv[1]
     if sys.argv[1:2] == ["--fill"]:
         os.environ["APEX_NATIVE_FILL"] = sys.argv.pop(1)  # for the script's own processes, too
+    if sys.argv[1:2] in (["-h"], ["--help"]):
+        print(__doc__)
+        sys.exit()
     is_module = sys.argv[1:2] == ["-m"] and len(sys.argv) > 2
     if not is_module and (len(sys.argv) < 2 or not Path(sys.argv[1]).is_file()):
         sys.stderr.write("".join(f"no file {name}\n" for name in sys.argv[1:2] if name[:1] != "-"))
-        sys.stderr.write("usage: python -m apex_native SCRIPT.py [its arguments], or -m MODULE\n")
+        sys.stderr.write("usage: python -m apex_native [--fill] SCRIPT.py|-m MODULE [arguments]\n")
         sys.exit(2)
     install()
     try:
