@@ -63,6 +63,17 @@ def test_library_by_itself_says_that_the_package_has_the_names_of_extras(monkeyp
             assert "pip install git+https://" in str(error), (module, name)
 
 
+@pytest.mark.parametrize(
+    "name", ["apex.transformer.tensor_parallel", "apex.contrib.optimizers.distributed"]
+)
+def test_error_names_what_is_missing_of_a_module_that_is_covered_in_part(name):
+    module, _, last = name.rpartition(".")
+    with pytest.raises(ImportError) as caught:
+        raise ImportError(f"cannot import name '{last}' from '{module}' (unknown location)")
+    runner.explain(caught.value)
+    assert f"does not have {name}; use torch.distributed" in str(caught.value)
+
+
 @pytest.mark.slow
 def test_every_name_can_be_imported_from_apex(run, tmp_path):
     lines = [

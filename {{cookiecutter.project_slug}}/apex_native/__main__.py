@@ -67,9 +67,9 @@ EQUIVALENTS = {
     r"apex\.RNN": "torch.nn.LSTM, GRU or RNN",
     r"apex\.contrib\.fmha": "torch.nn.functional.scaled_dot_product_attention",
     r"apex\.contrib\.groupbn": "apex.parallel.SyncBatchNorm",
-    r"apex\.contrib\.optimizers": "torch.distributed.optim.ZeroRedundancyOptimizer",
+    r"apex\.contrib\.optimizers(\.\w+)*": "torch.distributed.optim.ZeroRedundancyOptimizer",
     r"apex\.pyprof": "torch.profiler",
-    r"apex\.transformer": "torch.distributed.tensor.parallel",
+    r"apex\.transformer(\.\w+)*": "torch.distributed.tensor.parallel",
 }
 
 
