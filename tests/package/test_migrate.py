@@ -466,12 +466,24 @@ for step in range(5):
     assert "GradScaler" not in re.sub("#.*", "", code)
 
 
-@pytest.mark.parametrize("line", ["{}; n = 1", "if True: {}"])
-def test_initialize_in_a_line_with_others_is_left_as_a_whole(tmp_path, line):
+SHARED = "amp.initialize shares its line with another statement"
+LARGER = "amp.initialize is part of a larger expression"
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("{}; n = 1", SHARED),
+        ("if True: {}", SHARED),
+        ("{} if amp else (model, optimizer)", LARGER),
+        ("{}[:2] if amp else (model, optimizer)", LARGER),
+    ],
+)
+def test_initialize_in_a_line_with_others_is_left_as_a_whole(tmp_path, line, reason):
     call = 'model, optimizer = amp.initialize(model, optimizer, opt_level="O1")'
     train = TRAIN.replace("LEVEL", "O1").replace(call, line.format(call))
     code, report = migrate(tmp_path, f"{START}optimizer = {OPTIMIZERS[0]}{train}", status=1)
-    assert "amp.initialize shares its line with another statement" in report
+    assert reason in report
     assert "with amp.scale_loss(loss, optimizer)" in code and "GradScaler" not in code
 
 

@@ -209,7 +209,9 @@ class Analysis(Order):
         self.starts.append(node)
         usage.may_cast |= _leaves_half(parts)
         line = self.parent(self.parent(node))
-        if len(getattr(line, "body", [])) != 1 or isinstance(line, cst.SimpleStatementSuite):
+        if not isinstance(line, (cst.SimpleStatementLine, cst.SimpleStatementSuite)):
+            usage.reasons.append("amp.initialize is part of a larger expression")
+        elif len(line.body) != 1 or isinstance(line, cst.SimpleStatementSuite):
             usage.reasons.append("amp.initialize shares its line with another statement")
         if isinstance(parts, str):
             usage.reasons.append(parts)
