@@ -139,6 +139,12 @@ def test_only_rank_0_prints_config_and_help(parse, monkeypatch, capsys):
     assert capsys.readouterr().out == ""
 
 
+def test_learning_rate_of_the_example_config_fits_the_optimizer(shared_project):
+    for answer, rate in ((True, 0.002), (False, 0.1)):
+        path = shared_project(fused_adam=answer) / "config.example.json"
+        assert json.loads(path.read_text())["lr"] == rate
+
+
 def test_example_config_holds_flags_of_the_project(parse, generated):
     path = generated.folder / "config.example.json"
     args = vars(parse("--config", path))
