@@ -12,11 +12,16 @@ Here, what depends on an answer is chosen by their markers, which are gone from 
     parser.add_argument("--opt-level", default="«opt_level»")
 """
 
+import sys
+
+# cookiecutter runs a copy of this in the folder for temporary files, where others may put modules.
+if not getattr(sys.flags, "safe_path", False):
+    del sys.path[0]
+
 import contextlib
 import json
 import re
 import shlex
-import sys
 import traceback
 from pathlib import Path
 from tempfile import gettempdir

@@ -4,9 +4,14 @@ A refusal is one sentence that names the answer to change. cookiecutter has made
 folder by now, and takes it away again when this script fails.
 """
 
+import sys
+
+# cookiecutter runs a copy of this in the folder for temporary files, where others may put modules.
+if not getattr(sys.flags, "safe_path", False):
+    del sys.path[0]
+
 import json
 import re
-import sys
 
 # JSON inside a raw string is the one way in: nothing typed can end the string or be run.
 ANSWERS = json.loads(

@@ -192,6 +192,17 @@ def test_refused_answers_leave_an_existing_project_unchanged(bake, edited):
     assert read(project) == before
 
 
+def test_modules_in_the_folder_for_temporary_files_are_not_run(run, template, bake, monkeypatch):
+    """Any user of the host can put them there; cookiecutter runs the hooks in it."""
+    folder = run.work / "shared"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    for name in ("contextlib", "jinja2", "json", "pathlib", "re", "shlex", "tempfile", "traceback"):
+        (folder / f"{name}.py").write_text("raise SystemExit('code of another user')\n")
+    run("cookiecutter", "--no-input", template)
+    assert read(run.work / "ddp_training") == read(bake())
+
+
 def test_zip_file(run, template, bake):
     archive = shutil.make_archive(str(run.work / "template"), "zip", template.parent, template.name)
     run("cookiecutter", "--no-input", archive)
