@@ -634,10 +634,11 @@ def test_process_ends_soon_after_its_run_although_the_tracker_hangs(tmp_path):
         assert time.monotonic() - started < 15
 
 
-def test_wandb_follows_no_link_out_of_the_folder(tmp_path):
+@pytest.mark.parametrize("name", ["wandb", ".wandb"])
+def test_wandb_follows_no_link_out_of_the_folder(tmp_path, name):
     pytest.importorskip("wandb")
     (tmp_path / FOLDER).mkdir()
-    (tmp_path / FOLDER / "wandb").symlink_to(tmp_path)
+    (tmp_path / FOLDER / name).symlink_to(tmp_path)
     with pytest.raises(OSError, match="wandb is a link"):
         trackers.ADAPTERS["wandb"](tmp_path)
 

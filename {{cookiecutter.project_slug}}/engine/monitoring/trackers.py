@@ -149,8 +149,9 @@ class Wandb(Tracker):
 
         self.wandb = wandb
         self.folder = output.absolute() / FOLDER
-        if (self.folder / "wandb").is_symlink():  # W&B would write to its target
-            raise OSError(0, f"{self.folder / 'wandb'} is a link")
+        for name in ("wandb", ".wandb"):  # W&B would write to the target of a link
+            if (self.folder / name).is_symlink():
+                raise OSError(0, f"{self.folder / name} is a link")
         self.run: Any = None
 
     def start(self, run: Mapping[str, Any]) -> None:

@@ -22,8 +22,8 @@ def migrate(code: bytes, level: str = "", loss_scale: str = "") -> tuple[bytes, 
 
     `level` is an optimization level, and `loss_scale` "dynamic", in place of the script's.
 
-    Raises libcst.ParserSyntaxError or SyntaxError for invalid Python, and RecursionError if it is
-    nested too deeply.
+    Raises libcst.ParserSyntaxError or SyntaxError for invalid Python, RecursionError if it is
+    nested too deeply, and ValueError if the result would be invalid.
     """
     import libcst as cst
     from libcst.metadata import MetadataWrapper, PositionProvider
@@ -33,9 +33,7 @@ def migrate(code: bytes, level: str = "", loss_scale: str = "") -> tuple[bytes, 
     from .references import References
     from .rewrite import Rewrite
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SyntaxWarning)
-        ast.parse(code)  # libcst crashes on deep nesting, which Python refuses
+    _parse(code)  # libcst crashes on deep nesting, which Python refuses
     report = Report()
     wrapper = MetadataWrapper(cst.parse_module(code))
     analysis = Analysis(level, loss_scale)
@@ -55,7 +53,18 @@ def migrate(code: bytes, level: str = "", loss_scale: str = "") -> tuple[bytes, 
         module = note_imports(module, silent)
     elif not report.changed and not report.left:
         report.changed += [(line, "import removed: nothing uses it") for line in lines.values()]
+    try:
+        _parse(module.bytes)
+    except SyntaxError as error:
+        cause = "as with form feeds in the indentation"
+        raise ValueError(f"the result would not be valid Python, {cause}: {error}") from None
     return module.bytes, report
+
+
+def _parse(code: bytes) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)
+        ast.parse(code)
 
 
 def write(path: Path, content: bytes) -> None:
@@ -106,6 +115,8 @@ def main(arguments: list[str]) -> int:
         return _fail(f"{args.script} holds expressions that are nested too deeply; split them")
     except (cst.ParserSyntaxError, UnicodeDecodeError, SyntaxError) as error:
         return _fail(f"{args.script} is not valid Python 3 (convert Python 2 first): {error}")
+    except ValueError as error:
+        return _fail(f"{args.script}: {error}; it is unchanged")
     if not report.changed and not report.left:
         return _fail(f"{args.script} does not import Apex; nothing to migrate")
     if args.write:
