@@ -11,7 +11,7 @@ import re
 import struct
 import time
 import zipfile
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -152,6 +152,18 @@ def test_lazy_layers_take_the_shapes_of_the_file() -> None:
     weights = nn.Linear(3, 2).state_dict()
     model = build_with(weights, lambda: nn.LazyLinear(2))
     assert torch.equal(model(torch.eye(3)), weights["weight"].T + weights["bias"])
+
+
+def test_buffers_many_times_larger_than_the_weights_are_not_allocated() -> None:
+    """They are not in the file, and an altered size of the images may need any amount."""
+
+    def build() -> nn.Module:
+        model = nn.Linear(3, 2)
+        model.register_buffer("index", torch.empty(2**50, dtype=torch.uint8), persistent=False)
+        return model
+
+    with pytest.raises(RuntimeError, match=f"its buffers take {2**50} bytes"):
+        build_with(nn.Linear(3, 2).state_dict(), build)
 
 
 def test_a_checkpoint_of_many_parameters_is_restored(tmp_path: Path) -> None:
@@ -538,7 +550,7 @@ INVALID_IMAGES = [
 )
 def test_invalid_values_are_rejected(whole: Path, change: dict) -> None:
     torch.save(checkpoint.load(whole) | change, whole)
-    with pytest.raises(UserError, match="use another one"):
+    with pytest.raises(UserError, match="use another one|_rebuild_(meta|sparse)_tensor"):
         checkpoint.load(whole)
 
 
@@ -922,6 +934,64 @@ def test_many_keys_that_may_have_one_hash_are_refused(
     monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("torch.load is called"))
     with pytest.raises(UserError, match="its structure is altered"):
         read(tmp_path / "x.pt")
+
+
+EXPANDED = torch.zeros(1).expand(1000)
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments"),
+    [
+        *((function, (EXPANDED,)) for function in (set, Counter, torch.Size, OrderedDict)),
+        (
+            torch._utils._rebuild_device_tensor_from_cpu_tensor,
+            (EXPANDED, torch.float64, "cpu", False),
+        ),
+        (
+            torch._utils._rebuild_sparse_tensor,
+            (torch.sparse_coo, (EXPANDED[None].long(), EXPANDED)),
+        ),
+        (set, ([tuple_of_hash(number) for number in range(1000)],)),
+        (Counter, ([tuple_of_hash(number) for number in range(1000)],)),
+        (OrderedDict, ([(tuple_of_hash(number), 0) for number in range(1000)],)),
+        (dict, ()),
+    ],
+)
+@pytest.mark.parametrize("is_archive", [True, False])
+def test_calls_that_take_any_memory_or_time_are_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    function: Callable[..., Any],
+    arguments: tuple,
+    is_archive: bool,
+) -> None:
+    content = {"model": {}, "a": Call(function, *arguments)}
+    torch.save(content, tmp_path / "x.pt", _use_new_zipfile_serialization=is_archive)
+    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("torch.load is called"))
+    with pytest.raises(UserError, match="it is torn|which can't be read without running code"):
+        read(tmp_path / "x.pt")
+
+
+@pytest.mark.parametrize("kind", [lambda one: complex(one, 1), lambda one: torch.Size([one])])
+def test_many_results_of_calls_as_keys_are_refused(tmp_path: Path, kind: Callable) -> None:
+    torch.save({kind(number): 0 for number in range(1000)}, tmp_path / "x.pt")
+    with pytest.raises(UserError, match="its structure is altered"):
+        read(tmp_path / "x.pt")
+
+
+@pytest.mark.parametrize("is_archive", [True, False])
+def test_types_of_common_checkpoints_are_read(tmp_path: Path, is_archive: bool) -> None:
+    """Such as the Counter of a MultiStepLR, and the OrderedDict of a file of Python 2."""
+    content = {
+        "scheduler": {"milestones": Counter([30, 60, 60]), "names": {"a", "b"}},
+        "state_dict": nn.BatchNorm2d(3).state_dict() | {"p": nn.Parameter(torch.ones(2))},
+        "values": [torch.Size([1, 2]), torch.device("cpu"), 1 + 2j, torch.float16, torch.strided],
+        "old": Call(OrderedDict, [["a", 1], ["b", 2]]),
+    }
+    torch.save(content, tmp_path / "x.pt", _use_new_zipfile_serialization=is_archive)
+    loaded = read(tmp_path / "x.pt")
+    assert loaded["scheduler"] == content["scheduler"] and loaded["values"] == content["values"]
+    assert list(loaded["old"].items()) == [("a", 1), ("b", 2)]
 
 
 @pytest.mark.parametrize("number", [10**400, -(10**400), 2**63, -1])

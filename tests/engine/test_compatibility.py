@@ -211,6 +211,11 @@ def test_other_options_of_the_model_are_a_warning() -> None:
     assert message.endswith("its model has other options (scale 2 there and 1 here)")
 
 
+def test_options_of_the_model_may_have_tuples_as_keys() -> None:
+    options = {"model_options": {"windows": {(1, 2): 3}}}
+    compare_metadata(PATH, options, options, {}, pytest.fail)
+
+
 def test_metadata_says_whether_predictions_are_averaged() -> None:
     assert validation.is_metadata({"flip_tta": True})
     assert not validation.is_metadata({"flip_tta": torch.zeros(2)})

@@ -70,8 +70,9 @@ def test_images_are_resized(folder: Path) -> None:
         (lambda path: path.write_bytes(gzip.compress(b"\0\0\x08\x03" + bytes(9))), "is damaged"),
         (
             lambda path: path.write_bytes(gzip.compress(b"\0\0\x08\x03" + 12 * b"\xff")),
-            "no IDX file of up to 2147483648 bytes",
+            "no IDX file of up to 1073741824 bytes",
         ),
+        (lambda path: write_idx(path, np.zeros((2**24 + 1, 1, 1), np.uint8)), "16777216 samples"),
         (lambda path: write_idx(path, np.zeros((3, 28, 28))), "3 images, but 96 labels"),
         (Path.unlink, "there is no file train-images-idx3-ubyte.gz"),
     ],

@@ -339,9 +339,9 @@ def compare_options(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str:
     """Return how the owner's options of the model differ, as "scale 2 there and 1 here"."""
     if "model_options" not in saved:  # older, or of another script
         return ""
-    theirs, ours = (  # as texts, since values may be tensors; tuples are lists then
-        {name: json.dumps(v, default=repr) for name, v in one.get("model_options", {}).items()}
-        for one in (saved, own)
+    theirs, ours = (  # as texts, since values may be tensors; tuples are lists, or skipped as keys
+        {name: json.dumps(v, default=repr, skipkeys=True) for name, v in options.items()}
+        for options in (one.get("model_options", {}) for one in (saved, own))
     )
     texts = [
         f"{name} {theirs[name]} there and {value} here"

@@ -2,14 +2,18 @@
 
 import io
 import pickle
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from functools import partial
 from pickletools import genops, markobject
 from typing import Any, BinaryIO, NoReturn
 
 NUM_OLD_PICKLES = 5  # in a file of torch before 1.6; the last two: content, keys of storages
-# torch.load calls these with any arguments, such as the size of a tensor without values, or another
-# function. A file of torch.save names classes of storages, and calls none of them.
-NOT_CALLED = ("Tensor", "Storage", "_rebuild_from_type_v2")
+# What torch.save writes as calls. torch.load calls others with any arguments, such as the size of a
+# tensor without values, another function, or a tensor of one value that is expanded and copied.
+PARAMETERS = ("_rebuild_parameter", "_rebuild_parameter_with_state")
+TENSORS = ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3")
+CALLED = (*PARAMETERS, *TENSORS, "complex", "device", "_get_layout")
+HASHING = {"OrderedDict": OrderedDict, "Counter": Counter, "set": set}
 MAX_SHARING = 10  # times that a container occurs, on average
 LARGE = 2**60  # many larger integers can have one hash, 2**61 - 1 being the modulus
 MAX_NAMES = 10_000  # of classes and functions
@@ -55,6 +59,14 @@ def _refusal(kind: type) -> pickle.UnpicklingError:
     return pickle.UnpicklingError(f"GLOBAL {kind.__module__}.{kind.__name__}")
 
 
+def _hashed(kind: type, items: Any = ()) -> Any:
+    """Return a dict or set of `items`, which no placeholder is, unless many can have one hash."""
+    keys = [item[0] for item in items] if kind is OrderedDict else items
+    if sum(isinstance(key, tuple | Placeholder) for key in keys) > MAX_LARGE:
+        raise pickle.UnpicklingError("too many keys may have one hash")
+    return kind(items)
+
+
 def check_tuples(file: BinaryIO) -> None:
     """Check that the keys in the pickle that `file` is at can be hashed and compared soon.
 
@@ -83,6 +95,8 @@ def check_tuples(file: BinaryIO) -> None:
         elements = sum(items) if is_copied else 0
         if opcode.name.endswith(NESTING):
             elements = sum(items) + len(items)
+        elif opcode.name in ("REDUCE", "NEWOBJ"):  # a complex number or a torch.Size, perhaps
+            elements = 1
         total += (elements + is_copied) * len(opcode.stack_after)
         num_containers += opcode.name in CONTAINERS
         num_large += isinstance(argument, int) and abs(argument) >= LARGE
@@ -131,13 +145,15 @@ class _Inspector(pickle.Unpickler):
         self.sizes: dict[str, int] = {}
         self.num_names = 0
 
-    def find_class(self, module: str, name: str) -> type:
+    def find_class(self, module: str, name: str) -> Any:
         self.num_names += 1
         if self.num_names > MAX_NAMES:
             raise pickle.UnpicklingError("too many names")
-        if (module, name) == ("collections", "OrderedDict"):
-            return OrderedDict
-        kind = NotCalled if name.endswith(NOT_CALLED) else Placeholder
+        if module in ("collections", "builtins", "__builtin__") and name in HASHING:
+            return partial(_hashed, HASHING[name])
+        if (module, name) == ("torch", "Size"):
+            return tuple
+        kind = Placeholder if name in CALLED else NotCalled
         return type(name, (kind,), {"__module__": module})
 
     def persistent_load(self, pid: Any) -> Placeholder:

@@ -22,6 +22,7 @@ from engine.monitoring.meter import LOSS, Sums
 from engine.monitoring.run_files import MAX_COUNT
 from engine.text import printable
 
+MAX_BUFFERS = 2**31  # bytes that those of a model may have, or ten times those of its weights
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 ADAM = ("Adam", "AdamW", "FusedAdam", "FusedLAMB")  # whose kernels assume two moments
 SGD = ("SGD", "FusedSGD")
@@ -98,6 +99,9 @@ def _build_twice(weights: dict[str, Tensor], build_model: Callable[[], nn.Module
             continue  # it computes with values
         check_like(weights, model.state_dict())
         model.load_state_dict(weights)
+        size = sum(buffer.nbytes for buffer in model.buffers())  # some are not in the file
+        if size > max(MAX_BUFFERS, 10 * sum(weight.nbytes for weight in weights.values())):
+            raise RuntimeError(f"its buffers take {size} bytes, many times those of its weights")
     return model
 
 

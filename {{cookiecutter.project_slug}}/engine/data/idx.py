@@ -24,7 +24,8 @@ from engine import UserError
 SPLITS = {True: "train", False: "t10k"}  # by whether it is for training
 IMAGES, LABELS = "images-idx3-ubyte", "labels-idx1-ubyte"
 UNSIGNED_BYTE = 8  # code of the values' type in the header
-MAX_BYTES = 2**31  # of the values of a file, which are held in memory
+MAX_BYTES = 2**30  # of the values of a file, which are held in memory
+MAX_SAMPLES = 2**24  # whose labels take more memory than their bytes
 MAX_SHIFT = 7  # divisor of the size: images of 28 pixels are shifted by up to 4
 
 
@@ -66,8 +67,9 @@ def _opened(path: Path, num_dims: int) -> Iterator[tuple[Any, list[int]]]:
             header = file.read(4 + 4 * num_dims)
             is_idx_header = header[:4] == magic and len(header) == 4 + 4 * num_dims
             shape = np.frombuffer(header[4:], ">u4").tolist() if is_idx_header else [0]
-            if not 0 < math.prod(shape) <= MAX_BYTES:
-                raise UserError(f"{path} is damaged or no IDX file of up to {MAX_BYTES} bytes")
+            if not 0 < math.prod(shape) <= MAX_BYTES or shape[0] > MAX_SAMPLES:
+                limits = f"{MAX_BYTES} bytes and {MAX_SAMPLES} samples"
+                raise UserError(f"{path} is damaged or no IDX file of up to {limits}")
             yield file, shape
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{path} can't be read ({error}); copy or download it again") from None
