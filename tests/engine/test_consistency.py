@@ -98,9 +98,16 @@ class Stream(IterableDataset):
         yield 1
 
 
-def test_data_without_a_length_is_an_error() -> None:
-    with pytest.raises(UserError, match="the validation data, of type Stream, has no length: a s"):
-        consistency.require_same_data([1], Stream())
+class SizedStream(Stream):
+    def __len__(self) -> int:
+        return 1
+
+
+@pytest.mark.parametrize("kind", [Stream, SizedStream])
+def test_data_without_a_length_or_an_index_is_an_error(kind: type) -> None:
+    message = f"the validation data, of type {kind.__name__}, is iterable or has no length: a s"
+    with pytest.raises(UserError, match=message):
+        consistency.require_same_data([1], kind())
 
 
 def test_validation_data_without_classes_is_an_error() -> None:

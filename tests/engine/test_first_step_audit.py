@@ -348,6 +348,26 @@ def test_optimizer_without_some_parameters_is_an_error(setting):
             assert answer.startswith("the optimizer does not train head.weight, head.bias, spare.w")
 
 
+def weights_of_the_loss(run: Run, dtype: torch.dtype = torch.float32) -> None:
+    loss = nn.Linear(3, 1, dtype=dtype, device=run.device)
+    run.optimizer.add_param_group({"params": loss.parameters()})
+
+
+def half_weights_of_the_loss(run: Run) -> None:
+    weights_of_the_loss(run, torch.bfloat16 if run.device.type == "cpu" else torch.float16)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+@pytest.mark.parametrize("fault", [weights_of_the_loss, half_weights_of_the_loss])
+def test_optimizer_with_tensors_outside_the_model_is_an_error(setting, level, fault):
+    """They would be neither averaged nor saved. Their masters are not those of the model either."""
+    processes, package, kind = setting
+    if package == "apex" and level in ("O4", "O5"):
+        pytest.skip("NVIDIA's Apex has no such level")
+    for answer in processes(audit_error, fault, package, kind, level):
+        assert "tensors outside the model (of shape (1, 3), (1,)), such" in answer
+
+
 def test_unused_parameters_with_torch_ddp_name_its_flag(two_processes):
     answers = two_processes(audit_error, unused, "apex_native", "cpu", "O1", "torch")
     assert all(answer.endswith("accept it with find_unused_parameters=True") for answer in answers)
@@ -532,6 +552,12 @@ def test_batch_whose_tensors_are_not_all_of_its_size_is_validated_whole():
 
     batch = [torch.ones(5), torch.tensor([0, 0, 0, 1, 1]), torch.tensor(2)]
     check_model(Sums(), nn.functional.mse_loss, lambda inputs: (inputs, None), None, batch)
+
+
+def test_batch_with_names_is_an_error():
+    batch = [torch.ones(2, 2), torch.ones(2, 2), ("1.png", "2.png")]
+    with pytest.raises(UserError, match="element 2 of each batch is a tuple and not a tensor"):
+        check_model(nn.Linear(2, 2), nn.functional.mse_loss, lambda b: b[:2], batch, batch)
 
 
 def test_expanded_buffer_is_an_error():

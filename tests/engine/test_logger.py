@@ -182,10 +182,11 @@ def test_folder_that_was_removed_before_a_picture_is_locked_again(logger):
 
 
 @pytest.mark.usefixtures("no_curves")
-def test_validation_that_writes_a_text_file_ends_no_events(logger, tmp_path, capsys):
+@pytest.mark.parametrize("kind", [Path, str, None])
+def test_validation_that_writes_no_picture_ends_no_events(logger, tmp_path, capsys, kind):
     text = tmp_path / "epoch_001.txt"
     text.write_text("0.5 for 0.7")
-    logger.log_image(10, lambda: text)
+    logger.log_image(10, lambda: kind and kind(text))
     logger.log_epoch(row(1))
     logger.close()
     assert "warning" not in capsys.readouterr().out

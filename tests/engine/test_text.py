@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from engine import UserError, distributed
 from engine.monitoring.logger import Logger
 from engine.text import csv_cell, json_line, printable
@@ -25,6 +26,10 @@ def test_json_has_no_control_characters_and_the_same_value():
     line = json_line({"file": HOSTILE, "found": "七"})
     assert printable(line) == line and "七" in line
     assert json.loads(line) == {"file": HOSTILE, "found": "七"}
+
+
+def test_numbers_in_tensors_are_json_numbers():
+    assert json_line([("value", torch.tensor(0.5))]) == '[["value", 0.5]]'
 
 
 def test_long_errors_and_warnings_are_cut(tmp_path, capsys, monkeypatch):

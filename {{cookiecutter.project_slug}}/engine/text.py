@@ -23,7 +23,7 @@ def one_message(text: object) -> str:
 
 def json_line(value: object) -> str:
     """Return `value` as JSON in one line, with escapes for what would control a terminal."""
-    text = json.dumps(value, ensure_ascii=False)
+    text = json.dumps(value, ensure_ascii=False, default=float)  # tensors and the like
     return UNSAFE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 

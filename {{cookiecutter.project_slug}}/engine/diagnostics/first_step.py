@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from engine import PROJECT, UserError, distributed, summarize
 from engine.backend import is_sharded, local_shard, unwrap
+from engine.data import to_device
 from engine.data.loading import TrainLoader
 from engine.optim import eval_mode, without_compilation
 
@@ -55,6 +56,7 @@ def check_model(
         sample: tensors on the model's device; None in an evaluation.
         val_sample: the same of the validation data, of which one sample is enough.
     """
+    to_device(val_sample, torch.device("cpu"), torch.preserve_format)  # refuses all but tensors
     for name, value in model.state_dict().items():
         if isinstance(value, Tensor) and not is_lazy(value) and distributed.is_expanded(value):
             raise UserError(
@@ -152,9 +154,10 @@ class FirstStepAudit:
         optimizer: returned by amp.initialize.
         batches: of the training. If it is a loader, the ranks' shards are compared.
 
-    Raises UserError if the optimizer misses a parameter; a weight, batch norm or master weight has
-    another type than the opt_level specifies; ranks share a GPU or start with different weights;
-    or their shards overlap, leave samples out, or differ in length.
+    Raises UserError if the optimizer misses a parameter, or trains tensors outside the model; a
+    weight, batch norm or master weight has another type than the opt_level specifies; ranks share a
+    GPU or start with different weights; or their shards overlap, leave samples out, or differ in
+    length.
     """
 
     def __init__(
@@ -178,6 +181,7 @@ class FirstStepAudit:
         # a collective.
         _require_all_trained(backend.trained_parameters(optimizer), self.module)
         _require_types(self.module, optimizer, backend)
+        _require_no_others_trained(optimizer, self.module, backend)
         _require_own_device(device)
         if is_sharded(self.module):
             logger.info(_describe_shards(self.module, optimizer))
@@ -371,6 +375,18 @@ def _require_all_trained(trained: set[Tensor], module: nn.Module) -> None:
     if missing := [n for n, p in module.named_parameters() if p.requires_grad and p not in trained]:
         fix = "create it from the complete model, or set their requires_grad to False"
         raise UserError(f"the optimizer does not train {summarize(missing)}: {fix}")
+
+
+def _require_no_others_trained(optimizer: Optimizer, module: nn.Module, backend: Backend) -> None:
+    """Raise UserError if `optimizer` trains tensors that no one averages or saves."""
+    own = {*module.parameters(), *backend.master_weights(optimizer).values()}
+    others = backend.trained_parameters(optimizer) - own
+    if shapes := sorted(str(tuple(other.shape)) for other in others if other.requires_grad):
+        raise UserError(
+            f"the optimizer trains tensors outside the model (of shape {summarize(shapes)}), such "
+            "as weights of the loss, which are neither averaged over the processes nor saved: make "
+            "them parameters of the model that build_model returns"
+        )
 
 
 def _require_types(module: nn.Module, optimizer: Optimizer, backend: Backend) -> None:

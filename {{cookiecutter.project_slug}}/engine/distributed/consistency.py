@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import IterableDataset
 
 from engine import PeerError, UserError, distributed, fingerprint, log_line
 
@@ -172,10 +173,10 @@ def require_same_data(train_set: Sized, val_set: Sized) -> None:
             )
     sets = {"training": train_set, "validation": val_set}
     for split, data_set in sets.items():
-        if not hasattr(data_set, "__len__"):
+        if isinstance(data_set, IterableDataset) or not hasattr(data_set, "__len__"):
             raise UserError(
-                f"the {split} data, of type {type(data_set).__name__}, has no length: a sampler "
-                "gives each process its samples, which a map-style data set returns by index"
+                f"the {split} data, of type {type(data_set).__name__}, is iterable or has no "
+                "length: a sampler gives each process its samples by index, so use a map-style one"
             )
     facts = {
         "the number of samples to train on": str(len(train_set)),
