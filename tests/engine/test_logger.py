@@ -140,6 +140,24 @@ def test_folder_that_does_not_answer_for_a_moment_costs_a_warning(logger, monkey
 
 
 @pytest.mark.usefixtures("no_curves")
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
+def test_config_that_can_not_be_read_for_a_moment_costs_a_warning(
+    logger, monkeypatch, capsys, number
+):
+    exists = Path.exists
+
+    def fail(path):
+        if path.name == "config.json":
+            raise OSError(number, "no answer")
+        return exists(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "exists", fail)
+        logger.log_epoch(row(1))
+    assert "warning: config.json may be missing (no answer)" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("no_curves")
 def test_folder_that_was_removed_is_a_whole_run_again(logger):
     config = (logger.output / "config.json").read_text()
     logger.log_epoch(row(1))

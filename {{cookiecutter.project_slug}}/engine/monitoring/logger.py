@@ -298,8 +298,8 @@ class Logger(Console):
         self._write_rows()
         with self._errors_as_warning(f"rows are missing in {TABLE}"):
             run_files.write_rows(self.output / TABLE, self.rows, self.monitored.name)
-        if self._config and not (self.output / CONFIG).exists():  # the folder was removed
-            with self._errors_as_warning(f"{CONFIG} is missing"):
+        with self._errors_as_warning(f"{CONFIG} may be missing"):
+            if self._config and not (self.output / CONFIG).exists():  # the folder was removed
                 self._write_config()
         if self.tracking:
             self.tracking.check()
