@@ -203,6 +203,27 @@ def test_folder_with_the_name_of_a_file_is_an_error(tmp_path: Path, name: str) -
         files.check_names(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["last.pt", "best"])
+@pytest.mark.parametrize("is_hidden", [False, True])
+def test_name_that_the_system_can_not_read_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, is_hidden: bool
+) -> None:
+    """Since Python 3.14, pathlib takes the file for missing."""
+    usual = Path.stat
+
+    def fail(path: Path, **options: Any) -> os.stat_result:
+        if path.name == name:
+            raise OSError(errno.EIO, "I/O error")
+        return usual(path, **options)
+
+    for method in ("exists", "is_file", "is_symlink") if is_hidden else ():
+        monkeypatch.setattr(Path, method, suppressing(getattr(Path, method)))
+    monkeypatch.setattr(Path, "stat", fail)
+    monkeypatch.setattr(files, "PAUSES_S", (0.0,))
+    with pytest.raises(UnreadableError, match=rf"{name}: it can't be read \(I/O error\)"):
+        files.check_names(tmp_path)
+
+
 @pytest.mark.parametrize("is_folder", [False, True])
 def test_file_or_folder_that_the_user_makes_during_a_run_is_kept(
     tmp_path: Path, is_folder: bool

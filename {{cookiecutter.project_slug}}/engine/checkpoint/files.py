@@ -176,13 +176,13 @@ def _remove_name(name: Path) -> None:
 def check_names(folder: Path) -> None:
     """Raise UserError if something else has the name of a checkpoint of either kind."""
     for name in (LAST, BEST):
-        _require_own(folder / name)
-        _require_own((folder / name).with_suffix(""))
+        read_patiently(_require_own, folder / name)
+        read_patiently(_require_own, (folder / name).with_suffix(""))
 
 
 def _require_own(name: Path) -> None:
     is_own = name.is_symlink() or (name.is_file() if name.suffix else manifest.exists(name))
-    if name.exists() and not is_own:
+    if exists(name) and not is_own:
         raise UserError(
             f"{name} is no checkpoint, but a run has one of this name: move it away, or add "
             "--output with another folder"
