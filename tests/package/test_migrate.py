@@ -611,6 +611,21 @@ def test_write_keeps_the_mode(tmp_path):
     assert [each.name for each in tmp_path.glob("*.py*")] == ["script.py"]
 
 
+AMP_AFTER_FORM_FEEDS = """
+from apex import amp
+import torch
+model = torch.nn.Linear(2, 2).cuda()
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+model, opt = amp.initialize(model, opt, opt_level="O1")
+for x in data:
+\f    opt.zero_grad()
+\f    loss = model(x).sum()
+\f    with amp.scale_loss(loss, opt) as scaled:
+\f        scaled.backward()
+\f    opt.step()
+"""
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -621,9 +636,20 @@ def test_write_keeps_the_mode(tmp_path):
         (f"x = {'-' * 2000}1\n", "nested too deeply"),
         (f"x = {'-' * 100_000}1\n", "nested too deeply"),
         (f"x = {'+'.join('1' * 5000)}\n", "nested too deeply"),
+        (AMP_AFTER_FORM_FEEDS, "the result would not be valid Python"),
         (None, "No such"),
     ],
-    ids=["python_2", "no_apex", "encoding", "parentheses", "signs", "many signs", "sum", "missing"],
+    ids=[
+        "python_2",
+        "no_apex",
+        "encoding",
+        "parentheses",
+        "signs",
+        "many signs",
+        "sum",
+        "form feeds",
+        "missing",
+    ],
 )
 def test_nothing_to_migrate(run, tmp_path, content, message):
     if content is not None:

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO, NoReturn
 NUM_OLD_PICKLES = 5  # in a file of torch before 1.6; the last two: content, keys of storages
 # What torch.save writes as calls. torch.load calls others with any arguments, such as the size of a
 # tensor without values, another function, or a tensor of one value that is expanded and copied.
-PARAMETERS = ("_rebuild_parameter", "_rebuild_parameter_with_state")
+PARAMETERS = ("_rebuild_parameter", "_rebuild_parameter_with_state", "Parameter")
 TENSORS = ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3")
 CALLED = (*PARAMETERS, *TENSORS, "complex", "device", "_get_layout")
 HASHING = {"OrderedDict": OrderedDict, "Counter": Counter, "set": set}
