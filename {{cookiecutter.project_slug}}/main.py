@@ -49,7 +49,7 @@ from engine.diagnostics import first_step
 from engine.diagnostics.checks import check_settings
 from engine.diagnostics.memory import check_memory
 from engine.distributed.consistency import require_same_data
-from engine.distributed.watchdog import StopSignals, Watchdog
+from engine.distributed.watchdog import StopSignals, Watchdog, time_limit
 from engine.monitoring import lock
 from engine.monitoring.image_grid import sample_evenly
 from engine.monitoring.logger import Logger
@@ -106,7 +106,8 @@ def parse_args() -> argparse.Namespace:
 
     args = parser.parse_args()
     flags.complete_arguments(parser, args, DDP, OUTPUT)
-    task.check_arguments(parser, args)
+    with time_limit("reading the flags", args.timeout):  # the task may look at --data
+        task.check_arguments(parser, args)
     return args
 
 

@@ -276,6 +276,7 @@ runpy.run_path("{main}", run_name="__main__")
 @pytest.mark.parametrize(
     ("function", "phase"),
     [
+        ("task.check_arguments", "reading the flags"),
         ("task.build_datasets", "reading the data"),
         ("task.build_model", "building the model"),
         ("CheckpointManager.resume", "reading the checkpoint"),

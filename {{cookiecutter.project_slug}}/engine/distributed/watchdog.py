@@ -86,10 +86,9 @@ class StopSignals(threading.Thread):
             self.requested, self.requested_at = number, now
             self.received.set()
             if self.rank == 0 and dist.is_initialized():  # else the run has just ended
-                name = signal.Signals(number).name
                 log_line(
-                    f"{name}: saves after this step, or batch of the validation, and stops; "
-                    "another signal stops it at once"
+                    f"{signal.Signals(number).name}: saves after this step, or batch of the "
+                    "validation, and stops; another signal stops it at once"
                 )
         elif now - self.requested_at > REPEAT_S:
             os._exit(128 + number)
@@ -164,8 +163,8 @@ def _exit_from(place: str, seconds: float) -> None:
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     stack = traceback.format_stack(frame)
     print_error(
-        f"rank {dist.get_rank()} has been in {place} for {seconds:.0f} s, more than --timeout; it "
-        f"is here:\n{''.join(stack)}"
+        f"rank {os.environ.get('RANK', 0)} has been in {place} for {seconds:.0f} s, more than "
+        f"--timeout; it is here:\n{''.join(stack)}"
     )
     time.sleep(LINGER_S)  # the others log where they are: one of them is the cause
     exit_process(1)
