@@ -280,3 +280,25 @@ def test_comparison_cites_a_source_for_each_column():
     assert len(read_at) == len(columns) - 2  # all but this template's
     for version, date in read_at:
         assert re.search(rf"{re.escape(version)},\s+{date}", sources), version
+
+
+def test_example_of_a_split_ignores_other_files_and_can_be_repeated(tmp_path):
+    names = (
+        ".DS_Store",
+        "Thumbs.db",
+        ".hidden/1.jpg",
+        "cat/.1.jpg",
+        "cat/Thumbs.db",
+        "empty/a.txt",
+    )
+    for name in (*names, *(f"cat/{number}.JPG" for number in range(30)), "dog/1.png"):
+        path = tmp_path / "train" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    page = read("tutorials/own_data.md").split("**Without a validation set**")[1]
+    code = re.search(r"```python\n(.*?)```", page, re.DOTALL)[1].replace("DIR", str(tmp_path))
+    for _ in range(2):
+        exec(code, {})
+    moved = [path for path in (tmp_path / "val").rglob("*") if path.is_file()]
+    assert sorted(path.parent.name for path in moved) == ["cat"] * 3 + ["dog"]
+    assert {path.suffix for path in moved} == {".JPG", ".png"}
