@@ -363,7 +363,7 @@ def test_a_run_that_went_back_is_not_resumed_from_the_best_of_the_steps_it_disca
     for best, resumed, [warning] in two_processes(go_back, str(tmp_path)):
         assert best == -float("inf")
         assert resumed == "last.pt"
-        assert "best.pt is of the later step 5: the next save renames it to best-of-st" in warning
+        assert "best.pt, of step 5, is not compared: it will be renamed to best-of-st" in warning
     names = {path.name for path in tmp_path.glob("*.pt")}
     assert names == {"step-1.pt", "step-2.pt", "last.pt", "best-of-step-5.pt"}
     assert checkpoint.load(tmp_path / "best-of-step-5.pt")["best"] == 0.9
@@ -722,7 +722,7 @@ def test_scores_of_another_metric_are_not_compared(
         dict(zip(("metric", "metric_mode"), one.split(), strict=True)) for one in (saved, own)
     ]
     ranks = two_processes(resumed_with_other_metric, str(tmp_path), *metadata)
-    for best, scores, [warning], results in ranks:
+    for best, scores, [warning, *_], results in ranks:  # rank 0 has one of best.pt, too
         assert (best, scores) == (-float("inf"), [])
         assert f"the metric was {saved} and is {own} now" in warning
         assert results == {own.split()[0]: 2.0}
@@ -755,8 +755,56 @@ def test_scores_of_another_validation_are_not_compared(
         resumed_with_other_metric, str(tmp_path), saved, own
     ):
         assert (best, scores) == ((-float("inf"), []) if changed else (0.75, [0.75]))
-        said = f"the validation has {changed} now; the next validation replaces best.pt"
+        said = f"the validation has {changed} now; its scores are not compared"
         assert any(said in warning for warning in warnings) == bool(changed)
+
+
+def resumed_twice(folder: str, flips: tuple[bool, bool], results: dict, is_killed: bool) -> float:
+    """Change the validation, stop before it (or as it is saved), and resume; return the best score.
+
+    Then save a validation with a score of 0.5.
+    """
+    manager = manager_of(folder, keep=1, metadata={"flip_tta": False})
+    manager.state.progress.scores = [0.75]
+    manager.save({"val_accuracy": 0.75})
+    manager.finish()
+    best = 0.0
+    for step, flip in enumerate(flips, 1):
+        dist.barrier()
+        manager = manager_of(folder, keep=1, metadata={"flip_tta": flip})
+        manager.resume(Path("auto"), 10)
+        progress = manager.state.progress
+        best = progress.best
+        progress.step = step
+        if step == 2 or results:
+            progress.scores.append(0.5)
+        killed = mock.patch.object(files, "alias", side_effect=OSError)
+        with killed if step == 1 and is_killed else contextlib.nullcontext():
+            manager.save({"val_accuracy": 0.5} if step == 2 else results)
+            manager.wait()
+    dist.barrier()
+    return best
+
+
+@pytest.mark.parametrize("is_back", [False, True])
+@pytest.mark.parametrize(
+    ("results", "is_killed"),
+    [({}, False), ({"val_accuracy": 0.5}, False), ({"val_accuracy": 0.5}, True)],
+)
+def test_best_checkpoint_of_another_validation_is_kept(
+    two_processes: Processes, tmp_path: Path, is_back: bool, results: dict, is_killed: bool
+) -> None:
+    """Whenever the run stopped; and its score counts again with the flags that it had."""
+    is_restored = is_back and not (results and not is_killed)
+    flips = (True, not is_back)
+    before, *_ = two_processes(resumed_twice, str(tmp_path), flips, results, is_killed)
+    expected = 0.75 if is_restored else 0.5 if results and not is_back else -float("inf")
+    assert before == expected
+    name = "best.pt" if is_restored else "best-of-step-0.pt"
+    assert checkpoint.load(tmp_path / name)["best"] == 0.75
+    if not is_restored:
+        assert checkpoint.load(tmp_path / "best.pt")["best"] == 0.5
+    assert (tmp_path / "best-of-step-0.pt").exists() != is_restored
 
 
 @pytest.mark.parametrize("saved", [{}, {"metric": "val_accuracy"}])
@@ -1599,8 +1647,8 @@ def test_data_with_other_labels_is_a_warning(
         if is_evaluation:
             assert (len(said), scores) == (2, (0.5, [0.5]))
         else:
-            assert (len(said), scores) == (3, (-float("inf"), []))
-            assert "scores on other validation data can't be compared; the next" in said[1]
+            assert scores == (-float("inf"), [])
+            assert "the validation data has changed; its scores are not compared" in said[1]
 
 
 def resumed_while_it_is_replaced(folder: str) -> str:

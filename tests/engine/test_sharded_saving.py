@@ -326,7 +326,7 @@ def test_the_best_folder_is_kept_by_a_run_that_went_back(
     for found, bests, messages in two_processes(go_back_to_the_first, str(tmp_path), keep):
         assert found == names
         assert bests == [0.6, 0.9]
-        assert any("the next save renames it to best-of-step-2" in one for one in messages)
+        assert any("it will be renamed to best-of-step-2" in one for one in messages)
 
 
 def evaluate_other_order(folder: str) -> int:

@@ -276,6 +276,13 @@ def warn_of_changed_data(
         warn(f"--resume {path}: {problem}; the rest of its epoch may repeat or leave out samples")
 
 
+def compare_scores(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str:
+    """Return why a checkpoint's scores can't be compared with this run's, or an empty string."""
+    change = compare_metrics(saved, own) or compare_validation(saved, own)
+    is_other = not change and is_same_val_data(saved, own) is False
+    return "the validation data has changed" if is_other else change
+
+
 def compare_metrics(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str:
     """Return how the metric that selects best.pt has changed, or an empty string.
 

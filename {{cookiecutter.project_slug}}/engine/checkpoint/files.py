@@ -103,6 +103,16 @@ def best_of(folder: Path) -> Path | None:
     return next((path for path in (best, best.with_suffix("")) if status_of(path)), None)
 
 
+def load_best(path: Path) -> dict[str, Any]:
+    """Return the entries of best.pt; an infinite step if it is damaged, in its tensors too."""
+    try:
+        return format.load_state(path)
+    except UnreadableError:  # by the system, just now: it may be whole
+        raise
+    except UserError:
+        return {"step": math.inf, "best": -math.inf, "metadata": {}}
+
+
 def identify_best(folder: Path) -> tuple[float, int] | None:
     """Return the score and the step of best.pt in `folder`; None if there is no valid one."""
     with suppress(UserError):
@@ -199,7 +209,7 @@ class Rewind:
 
     step: int  # of the checkpoint that the run was resumed from
     has_later: bool = False  # there are numbered checkpoints of later steps
-    best_step: float = -1.0  # of best.pt if that is later; infinity if it can't be read
+    best_step: float = -1.0  # of best.pt if that is later or not compared; infinity if damaged
     best: Path | None = None  # what is best.pt after the first save, if another one than now
 
     @classmethod
@@ -215,24 +225,19 @@ class Rewind:
         rewind = cls(step, any(step_of(path) > step for path in numbered(folder)))
         best = read_patiently(best_of, folder)
         if best and (rewind.has_later or not is_newest):
-            try:  # not `read_step`, which does not find damaged tensors
-                found = format.load_state(best)["step"] or -1
-            except UnreadableError:  # by the system, just now: it may be whole
-                raise
-            except UserError:
-                found = math.inf
+            found = load_best(best)["step"] or -1
             rewind.best_step = found if found > step else -1
         return rewind
 
     def describe(self, folder: Path) -> str:
-        """Return a message about best.pt, or nothing if it is not later."""
+        """Return a message about a best.pt that is renamed or replaced, if it is."""
         best = best_of(folder)
         if not best or self.best_step < 0:
             return ""
         if self.best_step == math.inf:
             return f"{best} can't be read: the next validation replaces it"
         name = _name_aside(best, self.best_step).name
-        return f"{best} is of the later step {self.best_step}: the next save renames it to {name}"
+        return f"{best}, of step {self.best_step}, is not compared: it will be renamed to {name}"
 
     def keep_best(self, folder: Path) -> None:
         """Give a later best.pt a name that no save replaces. Call it before the first save."""

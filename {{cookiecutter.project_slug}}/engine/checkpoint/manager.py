@@ -199,14 +199,36 @@ class CheckpointManager:
         if rewind.best_step >= 0:
             progress.best = -math.inf
             self.logger.warning(rewind.describe(self.folder))
+        elif progress.best == -math.inf or is_best and source.rank == 0:
+            compared = self._compare_best(source) if is_writer else -math.inf
+            progress.best = all_gather(compared, self._group)[0]
         if is_best and source.rank == 0:
             progress.best = score
             rewind.best = source.path.resolve()
+            self._writer.keep_best()
             if is_writer and not rewind.has_later and rewind.best_step < 0:
                 files.alias(rewind.best, files.BEST)
         self._writer.rewind = rewind
         if entries["samples"] and entries.get("results"):  # its epoch is validated again later
             progress.scores = before
+
+    def _compare_best(self, source: Source) -> float:
+        """Return the score of best.pt if its validation was this run's, or -inf; call it on rank 0.
+
+        The file of another validation gets another name once a new one is the best.
+        """
+        best, known = files.read_patiently(files.best_of, self.folder), self.state.progress.best
+        if not best or known > -math.inf and best.samefile(source.path):
+            return known
+        entries = files.load_best(best)
+        score = float(entries["best"])
+        change = compatibility.compare_scores(entries["metadata"], self.metadata)
+        if score > -math.inf and source.rank == 0 and not change:
+            self.logger.info(f"{best} is of the same validation as now: its score is compared")
+            return score
+        self._writer.replaced = files.Rewind(0, best_step=entries["step"])
+        self.logger.warning(self._writer.replaced.describe(self.folder))
+        return -math.inf
 
     def _fetch_best(self, source: Source | None) -> None:
         """Copy the best checkpoint to rank 0's host from that which has it; forget it if none has.
@@ -268,16 +290,11 @@ class CheckpointManager:
                 f"--resume {path}: its average of the weights is the better one; add --ema to "
                 "validate that, too"
             )
-        saved, own = entries["metadata"], self.metadata
-        change = compatibility.compare_metrics(saved, own) or compatibility.compare_validation(
-            saved, own
-        )
-        if not change and self.has_same_val_data is False:
-            change = "scores on other validation data can't be compared"
-        if change and not is_evaluation:
+        change = compatibility.compare_scores(entries["metadata"], self.metadata)
+        if change and is_own and not is_evaluation:
             progress.best = -math.inf
             progress.scores = []
-            self.logger.warning(f"--resume {path}: {change}; the next validation replaces best.pt")
+            self.logger.warning(f"--resume {path}: {change}; its scores are not compared")
 
     def _lock_folder(self) -> None:
         """Lock the folder, before any rank lists its files.

@@ -35,6 +35,7 @@ class CheckpointWriter:
     newest: Path | None = field(default=None, init=False)  # written, or resumed from
     written_step: int = field(default=-1, init=False)  # of the last folder written, or resumed from
     rewind: files.Rewind | None = field(default=None, init=False)  # until a resumed run saves
+    replaced: files.Rewind | None = field(default=None, init=False)  # best.pt, if not compared
 
     def __post_init__(self) -> None:
         self._stuck: set[Path] = set()  # incomplete folders that can't be removed
@@ -112,6 +113,7 @@ class CheckpointWriter:
             if dist.get_rank() == 0:
                 files.alias(path, LAST)
                 if self._best:
+                    self.keep_best()
                     files.alias(self._best, BEST)
                     self._best = None
                 files.prune(self.folder, self.keep)
@@ -138,6 +140,12 @@ class CheckpointWriter:
         good = f"resume from {self.newest}, the last good checkpoint"
         then = good if self.newest else "start again"
         return UserError(f"{self.problem}, probably due to {cause}: fix this first, then {then}")
+
+    def keep_best(self) -> None:
+        """Give a best.pt of another validation a name that stays."""
+        if self.replaced:
+            self.replaced.keep_best(self.folder)
+            self.replaced = None
 
     def _forget_missing_best(self) -> None:
         """Have the next validation replace best.pt, if it is gone, such as with the folder."""
