@@ -26,7 +26,7 @@ from PIL import Image
 
 def settings(**changed: object) -> SimpleNamespace:
     """Return the settings of a default run that concern the data, with some changed."""
-    defaults = {"data": None, "dummy": False, "workers": 0, "batch_size": 32, "skip_broken": 0}
+    defaults = {"data": None, "dummy": False, "workers": 0, "batch_size": 2, "skip_broken": 0}
     defaults |= {"eval_only": False} | UNCHANGED
     return SimpleNamespace(**defaults | changed)
 
@@ -49,6 +49,17 @@ def test_data_is_counted(run_check):
     assert run_check(check_data, settings(), build_datasets) == (ERROR, message)
     build_datasets = mock.Mock(side_effect=OSError("stale"))
     assert run_check(check_data, settings(), build_datasets)[0] == ERROR
+
+
+def test_batch_of_more_samples_than_a_process_has_is_an_error(run_check, monkeypatch):
+    monkeypatch.setenv("NNODES", "2")
+    sets = ListDataset([IMAGE] * 14), ListDataset([IMAGE])
+    assert run_check(check_data, settings(batch_size=3), lambda: sets)[0] == OK
+    status, text = run_check(check_data, settings(batch_size=4), lambda: sets)
+    assert status == ERROR
+    assert "--batch-size 4 is more than the 3 training samples of each process: use at" in text
+    given = settings(batch_size=4, eval_only=True)
+    assert run_check(check_data, given, lambda: sets)[0] == OK
 
 
 def test_samples_are_collated_by_their_data_set():
@@ -92,12 +103,12 @@ def check(run_check, folder, **changed):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_samples_of_image_folders_are_measured(run_check, folder, workers):
-    data, samples, memory = check(run_check, folder, workers=workers)
+    data, samples, memory = check(run_check, folder, workers=workers, batch_size=6)
     assert data[0] == samples[0] == memory[0] == OK
     assert samples[1].startswith("16 random samples of uint8 3 × 224 × 224, ")
-    assert " per second in each process; a batch takes 4.6 MiB, a loading process" in samples[1]
-    # Of two processes with two loaders each, two batches of 32 from a worker and one in use.
-    assert memory[1].endswith(f"batches take up to {workers * 55}")
+    assert " per second in each process; a batch takes 0.9 MiB, a loading process" in samples[1]
+    # Of two processes with two loaders each, two batches of 6 from a worker and one in use.
+    assert memory[1].endswith(f"batches take up to {workers * 10}")
 
 
 def test_damaged_samples_are_an_error_unless_they_are_skipped(run_check, folder):
@@ -120,7 +131,7 @@ def test_ignored_files_are_a_warning(run_check, folder):
 def test_notes_are_no_warnings(run_check):
     def build_datasets():
         print("--image-size 32:64: image size 32 from epoch 1", file=sys.stderr)
-        return ListDataset([IMAGE]), ListDataset([IMAGE])
+        return ListDataset([IMAGE] * 4), ListDataset([IMAGE])
 
     status, text = run_check(check_data, settings(), build_datasets)
     assert status == OK and "--image-size" not in text

@@ -20,7 +20,7 @@ def build_model() -> nn.Module:
 
 
 def flags(opt_level: str, *, ema: float = 0.0, cpu_offload: bool = False, **sgd: float):
-    return Namespace(opt_level=opt_level, ema=ema, cpu_offload=cpu_offload, **sgd)
+    return Namespace(opt_level=opt_level, ema=ema, cpu_offload=cpu_offload, freeze=None, **sgd)
 
 
 @pytest.mark.parametrize(
@@ -53,6 +53,13 @@ def test_check_builds_the_model_without_memory(run_check, monkeypatch):
 
     status, text = run_check(check_memory, flags("O0"), "torch", (), build_large)
     assert status == "ok" and text.startswith("68,719,542,272 parameters need 1280.00 GiB")
+
+
+def test_check_of_an_unknown_part_to_freeze_is_an_error(run_check):
+    args = flags("O0")
+    args.freeze = ["layer9"]
+    status, text = run_check(check_memory, args, "torch", (), lambda: nn.Linear(4, 8))
+    assert status == "error" and "--freeze layer9: the model has no such part" in text
 
 
 def test_check_builds_a_model_whose_constructor_reads_values(run_check, monkeypatch):

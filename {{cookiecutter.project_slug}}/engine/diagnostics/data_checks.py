@@ -19,8 +19,8 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset
 from engine import UserError
 from engine.data import SizedDataset, select_batch
 from engine.data.loading import prepare_worker
-from engine.diagnostics.first_step import tensors_in
-from engine.diagnostics.preflight import ERROR, GIB, MIB, OK, WARNING, Results
+from engine.diagnostics.first_step import describe_large_batch, tensors_in
+from engine.diagnostics.preflight import ERROR, GIB, MIB, OK, WARNING, Results, num_processes
 
 SHARED_MEMORY = Path("/dev/shm")
 SECONDS = 4.0  # for reading samples
@@ -117,9 +117,12 @@ def check_data(settings: Namespace, datasets: Callable[[], tuple]) -> Results:
     text = f"{name}: {len(train_set)} training samples, {len(val_set)} validation samples"
     if hasattr(train_set, "classes"):
         text += f", {len(train_set.classes)} classes"
+    count = len(train_set) // num_processes()
     warnings = re.findall("^warning: (.*)", reports.getvalue(), re.MULTILINE)
     if not len(train_set) or not len(val_set):
         yield ERROR, f"{text}: both sets need samples"
+    elif count < settings.batch_size and not settings.eval_only:
+        yield ERROR, f"{text}: {describe_large_batch(settings.batch_size, count)}"
     elif warnings:
         yield WARNING, f"{text}; {'; '.join(warnings)}"
     else:

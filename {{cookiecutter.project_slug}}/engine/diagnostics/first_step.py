@@ -334,16 +334,19 @@ def _describe_shards(module: nn.Module, optimizer: Optimizer) -> str:
     )
 
 
+def describe_large_batch(batch_size: int | None, num_samples: int) -> str:
+    """Return an error message for a batch size of more than the samples of each process."""
+    problem = f"--batch-size {batch_size} is more than the {num_samples} training samples"
+    fix = f"use at most {max(1, num_samples)}, or fewer processes"
+    return f"{problem} of each process: {fix}"
+
+
 def _require_fair_shards(batches: DataLoader | TrainLoader, device: torch.device) -> None:
     if isinstance(batches.dataset, IterableDataset):
         return
     if not len(batches):  # drop_last leaves nothing
         num_samples = len(batches.sampler)  # type: ignore[arg-type]  # Sampler has no __len__
-        problem = (
-            f"--batch-size {batches.batch_size} is more than the {num_samples} training samples"
-        )
-        fix = f"use at most {max(1, num_samples)}, or fewer processes"
-        raise UserError(f"{problem} of each process: {fix}")
+        raise UserError(describe_large_batch(batches.batch_size, num_samples))
     lengths = distributed.all_gather(len(batches), dist.group.WORLD)
     if len(set(lengths)) > 1:
         problem = f"one process has {min(lengths)} batches and another {max(lengths)}"

@@ -1,6 +1,5 @@
 """Estimate of the memory of weights, gradients and optimizer, for ``./run.sh --check``."""
 
-import os
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 
@@ -9,8 +8,8 @@ from torch import nn
 
 from apex_native.amp.frontend import OPT_LEVELS
 from engine.blocks import find_blocks
-from engine.diagnostics.preflight import GIB, OK, WARNING, Results, num_hosts
-from engine.optim import build_on_meta
+from engine.diagnostics.preflight import GIB, OK, WARNING, Results, num_processes
+from engine.optim import build_on_meta, freeze
 
 
 def persistent_bytes(args: Namespace, ddp: str) -> int:
@@ -54,8 +53,9 @@ def check_memory(
 ) -> Results:
     """Estimate the memory of weights, gradients and optimizer, and compare it with the GPU's."""
     model = build_on_meta(build_model)
-    processes = num_hosts() * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    size = estimate_bytes(model, args, ddp, blocks, processes)
+    if args.freeze:
+        freeze(model, args.freeze)  # which raises UserError for an unknown name
+    size = estimate_bytes(model, args, ddp, blocks, num_processes())
     count = sum(parameter.numel() for parameter in model.parameters())
     text = f"{count:,} parameters need {size / GIB:.2f} GiB for each process, plus activations"
     if not torch.cuda.is_available():

@@ -79,6 +79,11 @@ def num_hosts() -> int:
     return int(os.environ.get("NNODES") or 1)
 
 
+def num_processes() -> int:
+    """Return the number of processes of the job, if all hosts have as many as this one."""
+    return num_hosts() * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def check_python() -> Results:
     """Show the version of Python; run.sh requires 3.10."""
     yield OK, f"{platform.python_version()} at {sys.executable}"
