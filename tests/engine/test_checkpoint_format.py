@@ -968,7 +968,7 @@ def test_calls_that_take_any_memory_or_time_are_refused(
     content = {"model": {}, "a": Call(function, *arguments)}
     torch.save(content, tmp_path / "x.pt", _use_new_zipfile_serialization=is_archive)
     monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("torch.load is called"))
-    with pytest.raises(UserError, match="it is torn|which can't be read without running code"):
+    with pytest.raises(UserError, match="it is torn|which can't be read without the risk"):
         read(tmp_path / "x.pt")
 
 

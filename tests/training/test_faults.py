@@ -426,6 +426,7 @@ def test_random_kills_are_bit_identical(project, whole, tmp_path, capsys):
     """Killed and stopped at random moments, during saves too, runs end as if nothing had been."""
     kills, seed = 0, int(os.environ.get("CHAOS_SEED", random.randrange(2**32)))
     chance = random.Random(seed)
+    print(f"CHAOS_SEED={seed}")  # shown if the test fails
     wanted = int(os.environ.get("CHAOS_KILLS", 30))
     lives = 0
     for number in range(wanted):

@@ -95,9 +95,9 @@ def read(path: Path, content: io.BytesIO | None = None) -> Any:
             raise UnreadableError(f"{path}: it can't be read ({reason})") from None
         if code := re.search(r"GLOBAL (\S+)", str(error)):
             raise UserError(
-                f"{path}: it holds {code[1]}, which can't be read without running code; "
-                "if you trust the file, torch.load it with weights_only=False and torch.save its "
-                "model, optimizer, amp and epoch alone"
+                f"{path}: it holds {code[1]}, which can't be read without the risk that it "
+                "runs code or takes any memory; if you trust the file, torch.load it with "
+                "weights_only=False and torch.save its model, optimizer, amp and epoch alone"
             ) from None
         raise UserError(f"{path}: it is torn, or not a checkpoint; use another one") from None
 
