@@ -108,10 +108,11 @@ def test_processes_are_found_wherever_their_environment_has_the_rank(names):
     child = subprocess.Popen(sleep, env=dict.fromkeys(names, "0"), start_new_session=True)
     other = subprocess.Popen(sleep, env={"NO_LOCAL_RANK": "0"}, start_new_session=True)
     fork = subprocess.Popen(sleep, env=dict.fromkeys(names, "0"))  # as in a session of another
-    for process in (child, other, fork):  # exec has not set it yet when Popen returns
-        while not Path(f"/proc/{process.pid}/environ").read_bytes():
-            time.sleep(0.01)
     try:
+        assert child.pid in _processes(_children())  # although exec may not have set it yet
+        for process in (child, other, fork):
+            while not Path(f"/proc/{process.pid}/environ").read_bytes():
+                time.sleep(0.01)
         assert _processes(_children()) & {child.pid, other.pid, fork.pid} == {child.pid}
     finally:
         for process in (child, other, fork):
@@ -305,8 +306,11 @@ def test_signal_to_an_orphan_does_not_end_the_job(tmp_path):
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
 def test_signal_to_one_process_before_it_can_save_is_not_followed_by_a_restart(launch, name):
-    """After its first step, it would save and exit with the same status."""
-    stop = f"print('started', flush=True); os.kill(os.getpid(), signal.{name}); {WAIT}"
+    """After its first step, it would save and exit with the same status.
+
+    The launcher looks for its processes five times a second; they import torch for longer.
+    """
+    stop = f"print('started', flush=True); time.sleep(1); os.kill(os.getpid(), signal.{name})"
     status, output = launch(UNBLOCK, stop, "--max-restarts=3").end()
     assert status == 128 + signal.Signals[name], output
     assert output.count("started") == 1

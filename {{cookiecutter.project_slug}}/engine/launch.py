@@ -215,11 +215,13 @@ def _children() -> dict[int, list[bytes]]:
 def _processes(children: dict[int, list[bytes]]) -> set[int]:
     """Return those of the children that torchrun has started, as processes of the training.
 
-    What these leave to the launcher of a container is in a session of theirs, or has IN_RANK.
+    What these leave to the launcher of a container is in a session of theirs, or has IN_RANK. A
+    process that is being started has no environment yet.
     """
     leaders = [child for child, stat in children.items() if stat[3:4] == [b"%d" % child]]
-    variables = {child: b"\0" + _read(f"{child}/environ") for child in leaders}
-    ranks = {child for child, text in variables.items() if b"\0LOCAL_RANK=" in text}
+    running = [child for child in leaders if children[child][0] != b"Z"]
+    variables = {child: b"\0" + _read(f"{child}/environ") for child in running}
+    ranks = {one for one, text in variables.items() if b"\0LOCAL_RANK=" in text or text == b"\0"}
     return {child for child in ranks if f"\0{IN_RANK}=".encode() not in variables[child]}
 
 

@@ -218,15 +218,16 @@ class CheckpointManager:
         The file of another validation gets another name once a new one is the best.
         """
         best, known = files.read_patiently(files.best_of, self.folder), self.state.progress.best
-        if not best or known > -math.inf and best.samefile(source.path):
+        if not best or known > -math.inf and files.read_patiently(best.samefile, source.path):
             return known
-        entries = files.load_best(best)
+        entries = files.read_patiently(files.load_best, best)
         score = float(entries["best"])
         change = compatibility.compare_scores(entries["metadata"], self.metadata)
         if score > -math.inf and source.rank == 0 and not change:
-            self.logger.info(f"{best} is of the same validation as now: its score is compared")
+            if known == -math.inf:  # else the resumed one is the best
+                self.logger.info(f"{best} is of the same validation as now: its score is compared")
             return score
-        self._writer.replaced = files.Rewind(0, best_step=entries["step"])
+        self._writer.replaced = files.Rewind(0, best_step=entries["step"] or 0)  # another script's
         self.logger.warning(self._writer.replaced.describe(self.folder))
         return -math.inf
 
@@ -255,7 +256,7 @@ class CheckpointManager:
         if source is None or content is None:
             self.logger.warning(
                 f"no host has the best checkpoint, of {progress.best:.4g}: the next validation "
-                "replaces best.pt"
+                "makes a new best.pt"
             )
             progress.best = -math.inf
         elif dist.get_rank() == 0:
