@@ -348,7 +348,7 @@ def compare_options(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str:
         return ""
     theirs, ours = (  # as texts, since values may be tensors; tuples are lists, or skipped as keys
         {name: json.dumps(v, default=repr, skipkeys=True) for name, v in options.items()}
-        for options in (one.get("model_options", {}) for one in (saved, own))
+        for options in (saved["model_options"], own.get("model_options", {}))
     )
     texts = [
         f"{name} {theirs[name]} there and {value} here"

@@ -200,7 +200,7 @@ class CheckpointManager:
             progress.best = -math.inf
             self.logger.warning(rewind.describe(self.folder))
         elif progress.best == -math.inf or is_best and source.rank == 0:
-            compared = self._compare_best(source) if is_writer else -math.inf
+            compared = self._compare_best(source, own_best) if is_writer else -math.inf
             progress.best = all_gather(compared, self._group)[0]
         if is_best and source.rank == 0:
             progress.best = score
@@ -212,12 +212,12 @@ class CheckpointManager:
         if entries["samples"] and entries.get("results"):  # its epoch is validated again later
             progress.scores = before
 
-    def _compare_best(self, source: Source) -> float:
+    def _compare_best(self, source: Source, best: Path | None) -> float:
         """Return the score of best.pt if its validation was this run's, or -inf; call it on rank 0.
 
         The file of another validation gets another name once a new one is the best.
         """
-        best, known = files.read_patiently(files.best_of, self.folder), self.state.progress.best
+        known = self.state.progress.best
         if not best or known > -math.inf and files.read_patiently(best.samefile, source.path):
             return known
         entries = files.read_patiently(files.load_best, best)
