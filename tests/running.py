@@ -208,7 +208,7 @@ class Run:
             with contextlib.suppress(OSError):
                 words = (folder / "cmdline").read_bytes().decode().split("\0")
                 variables = (folder / "environ").read_bytes().decode().split("\0")
-                is_ours = str(self.output) in words and "-m" not in words[:3]
+                is_ours = str(self.output) in words and "-c" not in words[:3]
                 of_rank = [entry[5:] for entry in variables if entry.startswith("RANK=")]
                 if is_ours and of_rank:
                     found.setdefault(int(of_rank[0]), int(folder.name))

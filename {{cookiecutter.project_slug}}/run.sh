@@ -67,12 +67,12 @@ and reboot, or set NPROC to the number of processes." ;;
 print_option='
 if sys.version_info < (3, 10):
     sys.exit(1)
-print("-P" if sys.version_info >= (3, 11) else "-q")
+print("-P" if sys.version_info >= (3, 11) else "-c")
 '
 
 # Prints the interpreter's option that keeps the caller's folder out of the module search, so that an
-# engine/ or a torch.py there isn't taken for ours; before Python 3.11, one without an effect. Fails
-# if this is no Python from 3.10 on, or has no torch.
+# engine/ or a torch.py there isn't taken for ours; before Python 3.11, that of a program which does
+# the same. Fails if this is no Python from 3.10 on, or has no torch.
 find_torch() {
     "$1" -c '
 import sys
@@ -80,7 +80,7 @@ sys.path[:] = filter(None, sys.path)
 import importlib.util
 if importlib.util.find_spec("torch") is None:
     sys.exit(1)
-'"$print_option" 2>/dev/null | grep '^-[Pq]$'
+'"$print_option" 2>/dev/null | grep '^-[Pc]$'
 }
 
 # The "x" keeps line breaks at the end of a name, which $(...) would drop.
@@ -104,7 +104,7 @@ done
 # Prints the same if --check can say of the interpreter that it has no torch, and all the rest.
 can_look() {
     [ "$module" = engine.diagnostics.preflight ] &&
-        "$1" -c "import sys; $print_option" 2>/dev/null | grep '^-[Pq]$'
+        "$1" -c "import sys; $print_option" 2>/dev/null | grep '^-[Pc]$'
 }
 
 if [ -n "${PYTHON:-}" ]; then
@@ -183,4 +183,12 @@ PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH}
 TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
 export OMP_NUM_THREADS PYTHONPATH TORCH_CPP_LOG_LEVEL
 
-exec "$python" "$option" -m "$module" "$@"
+if [ "$option" = -P ]; then
+    exec "$python" -P -m "$module" "$@"
+fi
+exec "$python" -c '
+import sys
+sys.path[:] = filter(None, sys.path)
+import runpy
+runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+' "$module" "$@"

@@ -23,8 +23,8 @@ FOLDERS = ["a b", "it's", 'say "hi"', "a\nb", "tail\n", "-dash", "$(x) `y`", "*"
 STAND_IN = """\
 #!/bin/sh
 case "$1 $2" in
-    "-c "*torch*) [ -n "${NO_TORCH:-}" ] || echo -q; exit ;;
-    "-c "*) echo -q; exit ;;
+    "-c "*torch*) [ -n "${NO_TORCH:-}" ] || echo -P; exit ;;
+    "-c "*) echo -P; exit ;;
 esac
 exec "$REAL_PYTHON" - "$@" <<'END'
 import json, os, sys
@@ -159,7 +159,7 @@ def test_it_comes_through_generation_without_dataparallels_line(bake):
 def test_single_host(machine, shell):
     argv, seen = machine.run("--epochs", "3", shell=shell)
     assert argv == [
-        *("-q", "-m", "engine.launch", "--nproc-per-node=2", "--max-restarts=0"),
+        *("-P", "-m", "engine.launch", "--nproc-per-node=2", "--max-restarts=0"),
         *(str(machine.project / "main.py"), "--epochs", "3"),
     ]
     assert seen["PYTHONPATH"] == str(machine.project)
@@ -172,7 +172,7 @@ def test_several_hosts(machine, shell):
     env = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "first.example", "NPROC": "4"}
     argv, _ = machine.run("--steps", "1", shell=shell, **env)
     assert argv == [
-        *("-q", "-m", "engine.launch", "--nnodes=2", "--rdzv-backend=c10d"),
+        *("-P", "-m", "engine.launch", "--nnodes=2", "--rdzv-backend=c10d"),
         "--rdzv-conf=is_host=false,join_timeout=600,last_call_timeout=15,read_timeout=20",
         *("--rdzv-endpoint=first.example:29500", "--nproc-per-node=4", "--max-restarts=0"),
         *(str(machine.project / "main.py"), "--steps", "1"),
@@ -287,18 +287,18 @@ def test_arguments_arrive_untouched(machine, shell):
 def test_a_check_gets_what_a_launch_would(machine, shell, flag):
     launched, _ = machine.run("--data", "a b", "--other", shell=shell)
     argv, _ = machine.run("--data", "a b", flag, shell=shell)
-    assert launched[:3] == ["-q", "-m", "engine.launch"]
-    assert argv == ["-q", "-m", "engine.diagnostics.preflight", *launched[3:-1], flag]
+    assert launched[:3] == ["-P", "-m", "engine.launch"]
+    assert argv == ["-P", "-m", "engine.diagnostics.preflight", *launched[3:-1], flag]
 
 
 def test_a_check_does_not_need_torch(machine):
     argv, _ = machine.run("--check", NO_TORCH="1")
-    assert argv[:3] == ["-q", "-m", "engine.diagnostics.preflight"]
+    assert argv[:3] == ["-P", "-m", "engine.diagnostics.preflight"]
     named = machine.command("my python", STAND_IN)
     (machine.bin / "python").unlink()
     assert "neither python nor python3" in machine.start("--check", NO_TORCH="1").stderr
     argv, _ = machine.run("--check", NO_TORCH="1", PYTHON=str(named))
-    assert argv[:3] == ["-q", "-m", "engine.diagnostics.preflight"]
+    assert argv[:3] == ["-P", "-m", "engine.diagnostics.preflight"]
     assert "no/such/python" in machine.start("--check", PYTHON="no/such/python").stderr
 
 
@@ -419,14 +419,14 @@ def test_no_interpreter_has_torch(machine):
 OLD = """\
 #!/bin/sh
 shift
-exec "$REAL_PYTHON" -c 'import sys; sys.version_info = (3, 9, 18); exec(sys.argv.pop(1))' "$@"
+exec "$REAL_PYTHON" -S -c 'import sys; sys.version_info = %s; exec(sys.argv.pop(1))' "$@"
 """
 
 
 @pytest.mark.parametrize("flags", [(), ("--check",)])
 def test_old_python_is_refused(machine, flags):
     """Its own error would be one of syntax."""
-    old = machine.command("python", OLD)
+    old = machine.command("python", OLD % "(3, 9, 18)")
     assert "is Python 3.10 or later with torch" in machine.refuses(*flags)
     assert "is not Python 3.10 or later with torch" in machine.refuses(*flags, PYTHON=str(old))
     machine.command("python3", STAND_IN)
@@ -468,18 +468,21 @@ def test_a_real_interpreter_without_torch_is_refused(machine):
     assert "torch" in machine.refuses()
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no option for it")
-def test_modules_in_the_callers_folder_are_not_taken_for_ours(machine):
+@pytest.mark.parametrize(
+    "python", [OLD % "(3, 10, 13)", '#!/bin/sh\nexec "$REAL_PYTHON" -S "$@"\n']
+)
+def test_modules_in_the_callers_folder_are_not_taken_for_ours(machine, python):
+    """Python 3.10 has no option for it."""
     for folder, word in ((machine.project, "ours"), (machine.caller, "theirs")):
         (folder / "engine" / "diagnostics").mkdir(parents=True)
         for module in ("launch", "diagnostics/preflight"):
             (folder / "engine" / f"{module}.py").write_text(f"print('{word}')\n")
-    machine.command("python", f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
+    python = machine.command("python", python)
     assert machine.start("--check").stdout == "ours\n"  # without torch
-    for name in ("torch", "importlib", "types", "warnings", "contextlib"):
+    for name in ("torch", "importlib", "types", "warnings", "contextlib", "runpy"):
         (machine.caller / f"{name}.py").write_text(f"raise SystemExit('a stray {name}.py')\n")
     libraries = machine.folder / "libraries"
     libraries.mkdir()
     (libraries / "torch.py").write_text("")
-    done = machine.start(PYTHON=sys.executable, PYTHONPATH=str(libraries))
+    done = machine.start(PYTHON=str(python), PYTHONPATH=str(libraries))
     assert (done.returncode, done.stdout, done.stderr) == (0, "ours\n", "")

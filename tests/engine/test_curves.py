@@ -229,6 +229,19 @@ def test_command_line_compares_two_runs(write_run, tmp_path):
     assert (tmp_path / "compare.png").exists()
 
 
+def test_drawing_ignores_modules_of_the_current_folder(write_run, tmp_path, monkeypatch):
+    folder = write_run("run", [row(1)])
+    for name in ("engine", "csv", "runpy"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('a stray module')\n")
+    monkeypatch.chdir(tmp_path)
+    problems = []
+    process = curves.BackgroundProcess(folder, problems.append)
+    process.start()
+    process.finish()
+    assert problems == []
+    assert (folder / "curves.png").is_file()
+
+
 def test_import_needs_neither_torch_nor_matplotlib():
     code = "import sys, engine.monitoring.curves; print({'torch', 'matplotlib'} & set(sys.modules))"
     environment = os.environ | {"PYTHONPATH": str(Path(curves.__file__).parents[2])}

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from engine import module_command
 from engine.diagnostics import preflight
 from engine.diagnostics.preflight import (
     ERROR,
@@ -288,6 +289,16 @@ def test_commands_of_two_hosts(two_hosts, monkeypatch):
     assert [environment[name] for name in names] == ["6", "2", "8", "4", "127.0.0.1", "1"]
     assert environment["MASTER_PORT"] == os.environ["MASTER_PORT"]
     assert "RANK" not in commands[MAIN][1]
+
+
+def test_children_ignore_modules_of_the_current_folder(tmp_path):
+    (tmp_path / "engine.py").write_text("raise SystemExit('a stray module')\n")
+    commands = make_commands(str(TEMPLATE / "main.py"), 1, [])
+    command, environment = commands[HOST]
+    environment |= {preflight.RESULTS: str(tmp_path / "results")}
+    subprocess.run(command, cwd=tmp_path, env=environment, check=False, timeout=120)
+    assert (tmp_path / "results").is_file()
+    assert commands["rank 0"][0] == module_command("engine.diagnostics.rank_checks")
 
 
 # Complete preflight

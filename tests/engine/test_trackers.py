@@ -112,6 +112,15 @@ def test_mlflow_has_all_of_a_resumed_run(mlflow, tracked, tmp_path):
     assert artifacts == {"validation", "validation/epoch_001.png", "curves.png"}
 
 
+def test_delivery_ignores_modules_of_the_current_folder(mlflow, tracked, tmp_path, monkeypatch):
+    (tmp_path / "engine.py").write_text("raise SystemExit('a stray module')\n")
+    monkeypatch.chdir(tmp_path)
+    logger = open_logger(tmp_path / "run")
+    log_step(logger, 1)
+    logger.close()
+    assert history(mlflow, the_run(mlflow, tracked), "step/lr") == [1]
+
+
 def test_mlflow_has_each_metric_of_a_class_whatever_its_name(mlflow, tracked, tmp_path):
     """Names may differ only in characters that it refuses, or be no paths to it."""
     names = ("<5 mm", ">5 mm", "no//ne", "..", ".", "a/b", "/", "end/", "é: x.y-z_")

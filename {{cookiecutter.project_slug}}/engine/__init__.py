@@ -23,6 +23,9 @@ MAX_BYTES = 2**26  # of a text file, but for tables
 MAX_TABLE_BYTES = 2**30
 OUTPUT_FIX = "choose another folder for --output, or correct its permissions"
 SUFFIX = ".tmp"  # of a file that `replacing` has not completed
+# A program that runs a module, without the current folder in the module search.
+RUN_MODULE = """import sys; sys.path[:] = filter(None, sys.path); import runpy
+runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)"""
 
 
 class UserError(Exception):
@@ -49,6 +52,14 @@ def log_line(text: str) -> None:
 def print_error(message: str) -> None:
     """Print an error message as `log_line` does: the exit status remains."""
     log_line(f"error: {message}")
+
+
+def module_command(name: str) -> list[str]:
+    """Return the command of a module that ignores files of the current folder, such as a torch.py.
+
+    Python 3.10 has neither -P nor PYTHONSAFEPATH.
+    """
+    return [sys.executable, "-c", RUN_MODULE, name]
 
 
 def is_directly_in(path: Path, folder: Path) -> bool:

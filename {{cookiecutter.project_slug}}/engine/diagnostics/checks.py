@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import torch
 
-from engine import OUTPUT_FIX, UserError, backend, distributed, is_directly_in
+from engine import OUTPUT_FIX, UserError, backend, distributed, is_directly_in, module_command
 from engine.checkpoint import format as checkpoint
 from engine.checkpoint.selection import newest
 from engine.diagnostics import data_checks, preflight
@@ -60,9 +60,10 @@ def _exec_preflight() -> NoReturn:
         sys.exit()  # rank 0 checks for all
     num_ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
     project = Path(__file__).parent.parent.parent
-    environment = os.environ | {"PYTHONPATH": str(project), "PYTHONSAFEPATH": "1"}
-    module = ["-m", "engine.diagnostics.preflight", f"--nproc-per-node={num_ranks}"]
-    os.execve(sys.executable, [sys.executable, *module, *sys.argv], environment)
+    environment = os.environ | {"PYTHONPATH": str(project)}
+    command = module_command("engine.diagnostics.preflight")
+    command += [f"--nproc-per-node={num_ranks}", *sys.argv]
+    os.execve(sys.executable, command, environment)
 
 
 def check_flags(settings: Namespace) -> Results:

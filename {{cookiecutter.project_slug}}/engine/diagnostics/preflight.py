@@ -26,7 +26,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import NoReturn
 
-from engine import EXIT_USAGE, UserError, end_with_parent, summarize
+from engine import EXIT_USAGE, UserError, end_with_parent, module_command, summarize
 from engine.text import printable
 
 Results = Iterator[tuple[str, str]]  # status and text; the last one counts
@@ -192,11 +192,10 @@ def make_commands(script: str, num_ranks: int, flags: list[str]) -> Commands:
     environment = {name: v for name, v in os.environ.items() if not name.startswith(launcher)}
     environment.update(
         PYTHONPATH=os.pathsep.join(filter(None, paths)),
-        PYTHONSAFEPATH="1",  # ignore files of the current folder, such as a torch.py
         NCCL_DEBUG="WARN",
         LOCAL_WORLD_SIZE=str(num_ranks),
     )
-    commands = {HOST: ([sys.executable, "-m", "engine.diagnostics.preflight"], environment)}
+    commands = {HOST: (module_command("engine.diagnostics.preflight"), environment)}
     group = {"WORLD_SIZE": str(num_ranks * num_hosts())}
     group["MASTER_PORT"] = os.environ.get("MASTER_PORT") or "29500"
     if num_hosts() == 1:
@@ -206,7 +205,7 @@ def make_commands(script: str, num_ranks: int, flags: list[str]) -> Commands:
     first_rank = num_ranks * int(os.environ.get("NODE_RANK") or 0)
     for local_rank in range(num_ranks):
         ranks = {"RANK": str(first_rank + local_rank), "LOCAL_RANK": str(local_rank)}
-        command = [sys.executable, "-m", "engine.diagnostics.rank_checks"]
+        command = module_command("engine.diagnostics.rank_checks")
         commands[f"rank {local_rank}"] = (command, environment | group | ranks)
     commands[MAIN] = ([sys.executable, script, *flags], environment)
     return commands

@@ -20,7 +20,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
-from engine import EXIT_USAGE, UserError, end_with_parent, replacing
+from engine import EXIT_USAGE, UserError, end_with_parent, module_command, replacing
 from engine.monitoring.metric import AVERAGE
 from engine.monitoring.run_files import COLUMNS, FACTS, Run, read_run
 from engine.text import one_message, printable
@@ -229,8 +229,8 @@ class BackgroundProcess:
         path = os.pathsep.join(map(os.path.abspath, sys.path))  # "" in a notebook
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "engine.monitoring.curves", str(self.folder)],
-                env=os.environ | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
+                [*module_command("engine.monitoring.curves"), str(self.folder)],
+                env=os.environ | {"PYTHONPATH": path},
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 text=True,

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from engine import PROJECT, UserError, regular_only
+from engine import PROJECT, UserError, module_command, regular_only
 from engine.monitoring.deliver import read_start
 from engine.monitoring.events import append
 from engine.monitoring.trackers import FOLDER, LOG, QUEUE, complete_lines, read_state
@@ -144,12 +144,12 @@ class Tracking:
 
     def _start_process(self, name: str) -> None:
         path = os.pathsep.join(map(os.path.abspath, sys.path))  # "" in a notebook
-        command = [sys.executable, "-m", "engine.monitoring.deliver", str(self.output)]
+        command = [*module_command("engine.monitoring.deliver"), str(self.output)]
         command += ["--tracker", name, "--follow", str(os.getpid())]
         with open(self.output / FOLDER / LOG.format(name), "wb", opener=regular_only) as log:
             self._processes[name] = subprocess.Popen(
                 command,
-                env=os.environ | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
+                env=os.environ | {"PYTHONPATH": path},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
