@@ -197,12 +197,13 @@ def test_real_apex_ddp_corrupts_channels_last_gradients(tmp_path):
 
 
 SAVE_AGAIN = """
-def restore(path, entries, state, restore=restore):
-    restore(path, entries, state)
+def restore(path, entries, state, restore=restore, **options):
+    note = restore(path, entries, state, **options)
     if torch.distributed.get_rank() == 0:
         from engine.checkpoint import format
 
         format.write(path.with_name("again.pt"), format.collect(state))
+    return note
 """
 
 

@@ -38,7 +38,7 @@ def test_apex_native_trains_as_real_apex_does(tmp_path):
     flags = ("--quick", "--gpus", *gpus, "--output", tmp_path)
     done = start(BENCHMARKS / "parity.py", *flags, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert len(rows(done)) == 2 * 2 * len(gpus) * 4
+    assert len(rows(done)) == 3 * 2 * len(gpus) * 4  # models, optimizers, GPUs, levels
     for row in rows(done):
         assert row[-1].startswith("yes"), f"other loss scales: {row}"
 
