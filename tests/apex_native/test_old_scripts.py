@@ -409,8 +409,9 @@ def test_modules_that_the_script_does_not_import_have_no_local_rank(start, tmp_p
     """An unpacked Apex beside the script is none of them."""
     (tmp_path / "apex").mkdir()
     for name in ("apex/__init__.py", "apex/options.py", "apex.py", "other.py", "sys.txt"):
-        (tmp_path / name).write_text('"--local_rank"')
-    (tmp_path / "launch.py").write_text('command = ["--local_rank=%d"]')
+        (tmp_path / name).write_text('parser.add_argument("--local_rank")')
+    others = 'command = ["--local_rank=%d"]\nold = "".startswith("--local_rank")'
+    (tmp_path / "launch.py").write_text(others)
     script = "import apex, sys\nfrom apex import amp\nimport launch\nprint(sys.argv)"
     (tmp_path / "old.py").write_text(script)
     assert start("old.py", LOCAL_RANK="1").stdout == "['old.py']\n"

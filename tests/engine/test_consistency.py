@@ -241,7 +241,7 @@ def test_job_that_lacks_a_process_may_be_restarted(monkeypatch, capsys, kind, st
 def test_process_whose_launcher_has_ended_exits(monkeypatch, capsys, is_zombie) -> None:
     """It is a zombie while its caller reads the output that this process holds open.
 
-    Why the launcher has ended is logged already: another message would hide it.
+    Unless it was killed, the launcher has logged why: another message would hide that.
     """
     monkeypatch.setattr(launch, "end_with_parent", Mock())
     monkeypatch.setattr(os, "_exit", sys.exit)

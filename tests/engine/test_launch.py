@@ -107,15 +107,17 @@ def test_processes_are_found_wherever_their_environment_has_the_rank(names):
     sleep = [shutil.which("sleep"), "60"]
     child = subprocess.Popen(sleep, env=dict.fromkeys(names, "0"), start_new_session=True)
     other = subprocess.Popen(sleep, env={"NO_LOCAL_RANK": "0"}, start_new_session=True)
+    bare = subprocess.Popen(sleep, env={}, start_new_session=True)
     fork = subprocess.Popen(sleep, env=dict.fromkeys(names, "0"))  # as in a session of another
+    everyone = (child, other, bare, fork)
     try:
         assert child.pid in _processes(_children())  # although exec may not have set it yet
-        for process in (child, other, fork):
-            while not Path(f"/proc/{process.pid}/environ").read_bytes():
+        for process in everyone:
+            while not Path(f"/proc/{process.pid}/cmdline").read_bytes():
                 time.sleep(0.01)
-        assert _processes(_children()) & {child.pid, other.pid, fork.pid} == {child.pid}
+        assert _processes(_children()) & {process.pid for process in everyone} == {child.pid}
     finally:
-        for process in (child, other, fork):
+        for process in everyone:
             process.kill()
             process.wait()
 

@@ -216,13 +216,13 @@ def _processes(children: dict[int, list[bytes]]) -> set[int]:
     """Return those of the children that torchrun has started, as processes of the training.
 
     What these leave to the launcher of a container is in a session of theirs, or has IN_RANK. A
-    process that is being started has no environment yet.
+    process that is being started has no command line yet.
     """
     leaders = [child for child, stat in children.items() if stat[3:4] == [b"%d" % child]]
     running = [child for child in leaders if children[child][0] != b"Z"]
-    variables = {child: b"\0" + _read(f"{child}/environ") for child in running}
-    ranks = {one for one, text in variables.items() if b"\0LOCAL_RANK=" in text or text == b"\0"}
-    return {child for child in ranks if f"\0{IN_RANK}=".encode() not in variables[child]}
+    environs = {one: _read(f"{one}/cmdline") and b"\0" + _read(f"{one}/environ") for one in running}
+    ranks = {one for one, text in environs.items() if not text or b"\0LOCAL_RANK=" in text}
+    return {child for child in ranks if f"\0{IN_RANK}=".encode() not in environs[child]}
 
 
 def _reap_orphans(children: dict[int, list[bytes]]) -> None:
@@ -259,7 +259,7 @@ def end_with_launcher() -> None:
         return
     end_with_parent()
     state = _read(f"{os.environ.get(LAUNCHER, 'self')}/stat").rpartition(b")")[2].split()[:1]
-    if state in ([], [b"Z"]):  # it has ended while this process started, and has said why
+    if state in ([], [b"Z"]):  # ended meanwhile; unless killed, it has logged why
         os._exit(1)
 
 
