@@ -29,7 +29,8 @@ def steps(optimizer, all_gradients):
     own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for step in all_gradients:
         for parameter, gradient in zip(own, step, strict=True):
-            parameter.grad = gradient.to(parameter.device, parameter.dtype)
+            is_late = gradient is None
+            parameter.grad = None if is_late else gradient.to(parameter.device, parameter.dtype)
         optimizer.step()
 
 
@@ -83,11 +84,16 @@ def test_defaults_equal_apex():
 @pytest.mark.parametrize(
     ("adam_w_mode", "torchs"), [(True, torch.optim.AdamW), (False, torch.optim.Adam)]
 )
-def test_fused_adam_equals_torch(adam_w_mode, torchs):
+@pytest.mark.parametrize("late", [0, 2])
+def test_fused_adam_equals_torch(adam_w_mode, torchs, late):
+    """Also if a parameter has its first gradient `late` steps after the others."""
     own, others = parameters(), parameters()
     options = {"lr": 0.01, "weight_decay": 0.1}
-    steps(FusedAdam(own, adam_w_mode=adam_w_mode, **options), gradients(6))
-    steps(torchs(others, **options), gradients(6))
+    grads = list(gradients(6))
+    for step in grads[:late]:
+        step[0] = None
+    steps(FusedAdam(own, adam_w_mode=adam_w_mode, **options), grads)
+    steps(torchs(others, **options), grads)
     for one, other in zip(own, others, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
 

@@ -986,6 +986,17 @@ def test_calls_that_take_any_memory_or_time_are_refused(
         read(tmp_path / "x.pt")
 
 
+@pytest.mark.parametrize("is_nested", [True, False])
+def test_long_text_that_occurs_often_is_refused(tmp_path: Path, is_nested: bool) -> None:
+    """Two bytes name it once more; to log or save it that often takes any memory."""
+    texts = ["\x1b" * 100_000] * 100
+    torch.save({"options": [texts] * 5 if is_nested else texts * 5}, tmp_path / "x.pt")
+    with pytest.raises(UserError, match="its structure is altered"):
+        read(tmp_path / "x.pt")
+    torch.save({"options": texts, "weight": torch.zeros(300_000)}, tmp_path / "x.pt")
+    assert read(tmp_path / "x.pt")["options"] == texts  # ten times as long as the file
+
+
 @pytest.mark.parametrize("kind", [lambda one: complex(one, 1), lambda one: torch.Size([one])])
 def test_many_results_of_calls_as_keys_are_refused(tmp_path: Path, kind: Callable) -> None:
     torch.save({kind(number): 0 for number in range(1000)}, tmp_path / "x.pt")

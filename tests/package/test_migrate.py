@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import subprocess
 import sys
 
 import pytest
@@ -600,6 +601,16 @@ def test_diff_leaves_the_file(run, tmp_path):
     done = run(*COMMAND, "migrate", "script.py")
     assert "+m = torch.nn.RMSNorm(8, eps=1e-5)\n" in done.stdout
     assert (tmp_path / "script.py").read_text() == CALLS[2][0] + "\n"
+
+
+def test_diff_applies(run, tmp_path):
+    """Only line feeds end the lines of a diff."""
+    script = f"# form\ffeed\n# next\x85line\u2028\n{CALLS[2][0]}\n"
+    (tmp_path / "script.py").write_text(script)
+    done = run(*COMMAND, "migrate", "script.py")
+    patch = ["patch", "-s", "-F0", "script.py"]
+    subprocess.run(patch, input=done.stdout, text=True, check=True, cwd=tmp_path)
+    assert "RMSNorm(8, eps=1e-5)" in (tmp_path / "script.py").read_text()
 
 
 def test_write_keeps_the_mode(tmp_path):

@@ -79,8 +79,9 @@ def read(path: Path, content: io.BytesIO | None = None) -> Any:
             loaded = torch.load(file, map_location="cpu", weights_only=True)
             copies: dict[int, Copy] = {}
             plain = _copy(loaded, copies, 0)
-            # Some bytes can hold 10 lists of 10 times the same list, and so on.
-            if plain.size > inspection.MAX_SHARING * (1000 + len(copies)):
+            # Some bytes can hold 10 lists of 10 times the same list or text, and so on.
+            is_large = plain.length > inspection.MAX_SHARING * file.seek(0, os.SEEK_END)
+            if is_large or plain.size > inspection.MAX_SHARING * (1000 + len(copies)):
                 raise RecursionError
             return plain.made
     except FileNotFoundError:
@@ -201,10 +202,11 @@ def _check_pickle(path: Path, pickled: bytes, num_pickles: int = 1) -> None:
 
 
 class Copy(NamedTuple):
-    """Copy of a value; containers in it, counted each time that they occur, and their depth."""
+    """Copy of a value; its containers and characters, each time they occur; its depth."""
 
     made: Any
     size: int = 0
+    length: int = 0
     depth: int = 0
 
 
@@ -221,7 +223,7 @@ def _copy(value: Any, copies: dict[int, Copy], level: int) -> Copy:
     Raises RecursionError if a container holds itself, or is nested too deeply.
     """
     if not isinstance(value, CONTAINERS):
-        return Copy(value)
+        return Copy(value, length=len(value) if isinstance(value, str) else 0)
     if id(value) not in copies:
         if level > MAX_DEPTH:
             raise RecursionError
@@ -236,7 +238,8 @@ def _copy(value: Any, copies: dict[int, Copy], level: int) -> Copy:
             made = OrderedDict(made)
             made._metadata = versions  # noqa: SLF001, as nn.Module.load_state_dict documents
         depth = 1 + max((part.depth for part in parts), default=0)
-        copies[id(value)] = Copy(made, 1 + sum(part.size for part in parts), depth)
+        length = sum(part.length for part in parts)
+        copies[id(value)] = Copy(made, 1 + sum(part.size for part in parts), length, depth)
     if level + copies[id(value)].depth > MAX_DEPTH:
         raise RecursionError
     return copies[id(value)]

@@ -194,7 +194,7 @@ def _plot(axes: Axes, title: str, runs: list[Run], columns: list[str]) -> list[L
         axes.legend()
     bottom = axes.get_xaxis_transform()
     axes.plot(lost_epochs, [0.03] * len(lost_epochs), "x", color="black", transform=bottom)
-    axes.set_title(_plain(printable(title)) + (" (×: not finite)" if lost_epochs else ""))
+    axes.set_title(_plain(one_message(title)) + (" (×: not finite)" if lost_epochs else ""))
     axes.set_xlabel("epoch")
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
     may_be_log = min(finite, default=0) > 0 and "images_per_second" not in columns

@@ -3,6 +3,7 @@
 import argparse
 import ast
 import difflib
+import io
 import os
 import signal
 import sys
@@ -126,7 +127,9 @@ def main(arguments: list[str]) -> int:
             return _fail(f"cannot write {args.script}: {error.strerror}; it is unchanged")
     else:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # exit silently when piped into "head"
-        before, after = (text.decode(errors="replace").splitlines(True) for text in (old, new))
+        before, after = (
+            io.StringIO(text.decode(errors="replace")).readlines() for text in (old, new)
+        )
         name = str(args.script)
         sys.stdout.writelines(difflib.unified_diff(before, after, name, name))
     sys.stderr.write(report.text(_printable(str(args.script))))
