@@ -37,10 +37,12 @@ GPU_HOURS_TO_FAILURE = 16_384 * 54 * 24 / 419  # Llama 3
 
 # Assumed.
 BACKWARD = 2 / 3  # of a step
+FRACTION = 0.5  # of a GPU's memory, for all but activations
 SAVE_BANDWIDTH = 2 * GB  # of one process writing a checkpoint
 RESTART = 600.0  # seconds from a failure to the first step after it
 
 RESNET50, TRANSFORMER = 25_557_032, 1_315_950_592  # parameters; the second is MPT-1B's
+STATE = {"DDP, O1": 20, "DDP, O2": 22, "FSDP": 16}  # bytes per parameter, see large_models.md
 IMAGE = 101e3  # bytes of a JPEG file in benchmarks/RESULTS.md
 DECODED = 3_325 / 8  # images/s of a core by --decode cpu, beside the training; from there, too
 SEQUENCE = 2048
@@ -557,18 +559,18 @@ def remedies_table() -> str:
 
 
 def memory_table() -> str:
-    """Weights, gradients and Adam's moments: at most half of a GPU, for there are activations."""
+    """Return the table of all but activations, and of the GPUs that have memory for these, too."""
     rows = []
     for billions in (0.35, 1.3, 3, 7, 13):
-        o1, o2 = billions * 16, billions * 20  # GB: 4 + 4 + 8 bytes; and 2 + 2 more
-        fits = [str(size) for size in (80, 141) if o1 <= size / 2]
+        o1, o2, fsdp = (billions * size for size in STATE.values())  # GB
+        fits = [str(size) for size in (80, 141) if o1 <= size * FRACTION]
         rows.append(
             [
                 f"{billions:g} billion",
                 f"{o1:,.0f} GB",
                 f"{o2:,.0f} GB",
                 " and ".join(fits) or "none",
-                *(f"{o1 / gpus:,.1f} GB" for gpus in (8, 64)),
+                *(f"{fsdp / gpus:,.1f} GB" for gpus in (8, 64)),
             ]
         )
     heads = ["parameters", "DDP, O1", "DDP, O2", "GPUs it fits (GB)"]

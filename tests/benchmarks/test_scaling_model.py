@@ -4,10 +4,12 @@ import csv
 import re
 import subprocess
 import sys
+from argparse import Namespace
 from itertools import pairwise
 from statistics import median
 
 import pytest
+from engine.diagnostics.memory import persistent_bytes
 from fresh import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -209,6 +211,8 @@ def test_the_numbers_in_the_pages_sentences_are_still_these():
     )
     some, most = ([run for run in model.RUNS if run[1] == gpus][0] for gpus in (768, 3584))
     many = model.predict(model.resnet50(256), 4096, model.BEST)
+    ddp, half, fsdp = model.STATE.values()
+    limit = model.FRACTION / ddp
     page = " ".join("".join(page.read_text(encoding="utf-8") for page in PAGES).split())
     for words in (
         f"hardly anything: {model.efficiency(model.resnet50(256), 8, model.BEST):.0%}",
@@ -218,8 +222,19 @@ def test_the_numbers_in_the_pages_sentences_are_still_these():
         f"One step sends {model.TRANSFORMER * 4 / 1e9:.1f} GB",
         f"every {round(model.GPU_HOURS_TO_FAILURE, -2):,.0f} GPU hours",
         f"makes it {many.waiting / many.alone:.0%} of a step",
+        f"needs {ddp} bytes per parameter at O1 and {half} at O2 on each GPU, and with FSDP {fsdp}",
+        f"From about {141 * limit:.1f} billion parameters on GPUs of 141 GB, and {80 * limit:g}",
     ):
         assert words in page, words
+
+
+@pytest.mark.parametrize(
+    ("state", "level", "ddp"),
+    [("DDP, O1", "O1", "apex"), ("DDP, O2", "O2", "apex"), ("FSDP", "O4", "fsdp")],
+)
+def test_bytes_per_parameter_are_those_of_check(state, level, ddp):
+    args = Namespace(opt_level=level, ema=0.0)
+    assert model.STATE[state] == persistent_bytes(args, ddp)
 
 
 def test_the_page_names_flags_that_exist():
