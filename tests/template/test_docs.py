@@ -234,9 +234,13 @@ def test_links_lead_to_files():
 
 
 def test_names_to_update_to_exist():
-    """The changelog's tables of modules and their names, for owners of projects of 0.9."""
+    """The names in the changelog's tables for owners of projects of 0.9."""
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    tables = rows(changelog.partition("\nModules:\n")[2].partition("\n## ")[0])
+    section = changelog.partition("\n### Updating from 0.9\n")[2].partition("\n## ")[0]
+    for row in rows(section):
+        for name in re.findall(r"`((?:engine|apex_native)\.[\w.]+)", row[-1]):
+            resolve_name(name)
+    tables = rows(section.partition("\nModules:\n")[2])
     assert len(tables) > 15
     for _, own in tables:
         module, *names = re.findall(r"`([\w.]+)[`(]", own)
