@@ -410,6 +410,21 @@ def wrap_model(
     # % endif
 
 
+def describe_model(args: argparse.Namespace, classes: list[str]) -> dict[str, Any]:
+    """Return the metadata of checkpoints, from which predict.py builds the model again."""
+    return {
+        "metric": task.METRIC,
+        "metric_mode": task.METRIC_MODE,
+        "arch": args.arch,
+        "model_options": args.model_options,
+        "flip_tta": getattr(args, "flip_tta", False),
+        "data": str(args.data or ""),
+        "classes": classes,
+        "opt_level": args.opt_level,
+        "seed": args.seed,
+    }
+
+
 def build(args: argparse.Namespace) -> Run:
     """Set up a run: device, process group, data, model, SyncBN, optimizer, amp, DDP."""
     device, backend = init_distributed(args)
@@ -439,17 +454,7 @@ def build(args: argparse.Namespace) -> Run:
         save_every=args.save_every,
         timeout_s=args.timeout,
         state=TrainingState(model, optimizer, backend, ema),
-        metadata={
-            "metric": task.METRIC,
-            "metric_mode": task.METRIC_MODE,
-            "arch": args.arch,
-            "model_options": args.model_options,
-            "flip_tta": getattr(args, "flip_tta", False),
-            "data": str(args.data or ""),
-            "classes": data.classes,
-            "opt_level": args.opt_level,
-            "seed": args.seed,
-        },
+        metadata=describe_model(args, data.classes),
         data_sets=data.data_sets,
         settings=cli.parsed_settings(args),
         logger=logger,

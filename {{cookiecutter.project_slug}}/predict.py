@@ -31,12 +31,9 @@ from engine.text import json_line, one_message, printable
 def parse_args() -> argparse.Namespace:
     """Return the flags."""
     parser = cli.ArgumentParser(description="Run inference with a trained model on image files.")
-    parser.add_argument(
-        "checkpoint", type=cli.path, help="of --ema, the better of model and average"
-    )
-    parser.add_argument(
-        "images", type=cli.local_path, nargs="*", metavar="FILE|FOLDER", help="image files"
-    )
+    add = parser.add_argument
+    add("checkpoint", type=cli.path, help="of --ema, the better of model and average")
+    add("images", type=cli.local_path, nargs="*", metavar="FILE|FOLDER", help="image files")
     add = parser.group("inference").add_argument
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU, if any")
     add("--json", action="store_true", help="print JSON lines")

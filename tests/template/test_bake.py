@@ -114,8 +114,14 @@ def long_functions(source):
         for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     ]
-    lengths = {node.name: node.end_lineno - node.lineno + 1 for node in functions}
-    return [(name, length) for name, length in lengths.items() if length > 50]
+    lengths = [(node.name, node.end_lineno - node.lineno + 1) for node in functions]
+    return [(name, length) for name, length in lengths if length > 50]
+
+
+def test_long_functions_include_those_whose_name_recurs():
+    long = "def build():\n" + "    pass\n" * 50
+    nested = "def build_model():\n    def build():\n        pass\n"
+    assert long_functions(long + nested) == [("build", 51)]
 
 
 def file_names(folder):

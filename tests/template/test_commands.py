@@ -7,6 +7,7 @@ lists all others, with the tests that run them or the reason why none does.
 import re
 import sys
 from fnmatch import fnmatchcase
+from importlib import import_module
 
 import pytest
 from fresh import ROOT
@@ -93,6 +94,25 @@ def test_commands_that_train_name_a_folder(shared_project):
         found |= {*commands_of_readme(shared_project(task=task))}
     names_folder = re.compile(r"--output|--config \S+\.json|^\./run\.sh$")  # or a file names it
     assert [line for line in found if trains(line) and not names_folder.search(line)] == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "engine.checkpoint.consolidate",
+        "engine.data.pack",
+        "engine.data.verify",
+        "engine.monitoring.curves",
+        "engine.monitoring.deliver",
+    ],
+)
+def test_help_has_the_command_and_describes_each_flag(name, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [f"{name.rpartition('.')[2]}.py", "--help"])
+    with pytest.raises(SystemExit):
+        import_module(name).main()
+    text = capsys.readouterr().out
+    assert text.startswith(f"usage: python -m {name} ")
+    assert re.findall(r"^  (--\S+)(?: \S+)?\n(?! {10})", text, re.MULTILINE) == []
 
 
 def test_listed_tests_exist():

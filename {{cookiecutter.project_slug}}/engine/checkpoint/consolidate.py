@@ -35,7 +35,8 @@ def consolidate(folder: Path, path: Path) -> None:
 
 def main() -> None:
     """Convert the checkpoint that the command line names."""
-    parser = cli.ArgumentParser(description="Convert a sharded checkpoint into a single file.")
+    description = "Convert a sharded checkpoint into a single file."
+    parser = cli.ArgumentParser("python -m engine.checkpoint.consolidate", description=description)
     parser.add_argument("folder", type=Path, help="such as runs/NAME/best or runs/NAME/step-500")
     parser.add_argument("file", type=Path, help="to write, such as best.pt")
     args = parser.parse_args()

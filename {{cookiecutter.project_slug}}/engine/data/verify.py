@@ -71,13 +71,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m engine.data.verify", description="Find unreadable image files."
     )
-    parser.add_argument(
-        "data", nargs="+", type=cli.local_path, metavar="DATA", help="a folder of images"
-    )
-    parser.add_argument(
-        "--threads", type=cli.core_count, default=distributed.cpu_cores(), metavar="N"
-    )
-    parser.add_argument("--ignore-index", type=cli.non_negative_int, metavar="N")
+    add = parser.add_argument
+    add("data", nargs="+", type=cli.local_path, metavar="DATA", help="a folder or a local pack")
+    help = "that read the files (default: one for each CPU core)"
+    add("--threads", type=cli.core_count, default=distributed.cpu_cores(), metavar="N", help=help)
+    add("--ignore-index", type=cli.non_negative_int, metavar="N", help="label of masks to ignore")
     args = parser.parse_args()
     torch.set_num_threads(1)  # each file is decoded by one thread
     for folder in args.data:
