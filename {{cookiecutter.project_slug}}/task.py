@@ -47,7 +47,7 @@ from engine.small_models import EXAMPLES, build_small_model
 
 METRIC = "val_accuracy"  # a key of Metrics.compute; best.pt has its best value
 METRIC_MODE = "max"  # or "min"
-LAYOUT = "train/CLASS/IMAGE and val/CLASS/IMAGE"
+LAYOUT = "train/CLASS/IMAGE and val/CLASS/IMAGE, or IDX files such as MNIST's"
 BATCH_SIZE = 32
 WARMUP_EPOCHS = 1.0
 # Classes that FSDP shards and --checkpoint-activations recomputes one by one; (): repeated blocks.

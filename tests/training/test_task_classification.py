@@ -108,7 +108,7 @@ def test_one_class_is_an_error(
     (image_folder / "images").rename(image_folder / "train" / "images")
     monkeypatch.setattr(sys, "argv", ["main.py", "--data", str(image_folder)])
     args = project.main.parse_args()
-    with pytest.raises(UserError, match="has one class, images: it takes train/CLASS"):
+    with pytest.raises(UserError, match="one class, images: it takes train/CLASS/.*, or IDX files"):
         project.task.read_datasets(args)
 
 
