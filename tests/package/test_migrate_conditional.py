@@ -300,7 +300,7 @@ def test_static_loss_scale_is_replaced_on_request(tmp_path):
 def test_second_name_for_the_scaler(tmp_path):
     code, _ = migrate(tmp_path, f"{START}scaler = None{ENABLED}")
     assert "\ngrad_scaler.update()\n" in code.replace("            ", "")
-    assert "enabled=grad_scaler.is_enabled()" in code or "enabled=args.fp16" in code
+    assert "enabled=grad_scaler.is_enabled()" in code
 
 
 LEFT = [

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 from apex_native.extras import fused_softmax, transformer_layers
 from apex_native.extras import transformer_microbatches as microbatches
 from apex_native.extras import transformer_parallel_state as parallel_state
@@ -167,6 +168,25 @@ def test_global_calculator(global_calculator):
     assert microbatches.get_kth_microbatch(None, 0) is None
     with pytest.raises(AssertionError, match="no micro-batch 4"):
         microbatches.get_kth_microbatch(batch, 4)
+
+
+def test_wrappers_are_removed_from_models():
+    plain = torch.nn.Linear(1, 1)
+    wrapped = torch.nn.DataParallel(torch.nn.DataParallel(plain))
+    classes = (torch.nn.DataParallel,)
+    assert microbatches.unwrap_model(wrapped, classes) is plain
+    assert microbatches.unwrap_model([wrapped, plain], classes) == [plain, plain]
+    assert microbatches.unwrap_model(wrapped) is wrapped
+
+
+@pytest.mark.parametrize(("rank", "texts"), [(None, "ab"), (0, "a"), (1, ""), (2, "b")])
+def test_messages_of_the_first_and_the_last_rank(monkeypatch, capsys, rank, texts):
+    monkeypatch.setattr(dist, "is_initialized", lambda: rank is not None)
+    monkeypatch.setattr(dist, "get_rank", lambda: rank)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 3)
+    microbatches.print_rank_0("a")
+    microbatches.print_rank_last("b")
+    assert capsys.readouterr().out.split() == list(texts)
 
 
 def test_groups_of_data_parallelism(two_package_processes):
