@@ -8,7 +8,7 @@ import torch
 from apex_native import optimizers
 from apex_native.extras.fp16_optimizer import FP16_Optimizer, FP16Model, convert_module
 from apex_native.extras.fused_fp16_optimizer import FP16_Optimizer as FusedFP16_Optimizer
-from apex_native.extras.loss_scaler import DynamicLossScaler, LossScaler
+from apex_native.extras.loss_scaler import DynamicLossScaler, LossScaler, any_non_finite
 from torch import nn
 
 KINDS = [FP16_Optimizer, FusedFP16_Optimizer]
@@ -254,6 +254,13 @@ def test_dynamic_loss_scaler_in_a_loop_of_the_users_own():
         scaler.update_scale(overflow)
         scales.append(scaler.loss_scale)
     assert scales == [8, 4, 4, 4, 8, 4, 2, 1, 1]
+
+
+def test_finite_elements_of_float64_beyond_float32_are_no_overflow():
+    tensors = [torch.ones(2, dtype=torch.float16), torch.tensor([1e300], dtype=torch.float64)]
+    assert not any_non_finite([None, *tensors])
+    assert any_non_finite([nn.Parameter(torch.tensor([math.inf])), *tensors])
+    assert not any_non_finite([None, torch.ones(0)])
 
 
 def test_static_loss_scaler():

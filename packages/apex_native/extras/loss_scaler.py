@@ -8,12 +8,10 @@ from torch import Tensor, nn
 
 def any_non_finite(tensors: Iterable[Tensor | None]) -> bool:
     """Return whether an element of one of `tensors` is inf or nan. Waits for the device."""
-    given = [tensor for tensor in tensors if tensor is not None and tensor.numel()]
-    if not given:
-        return False
-    # A largest magnitude is finite iff all elements are: sums of finite ones can overflow.
-    largest = [norm.float().cpu() for norm in torch._foreach_norm(given, float("inf"))]
-    return not bool(torch.stack(largest).isfinite().all())
+    # Detached, because get_total_norm has no fused kernel for lists of nn.Parameter.
+    given = [tensor.detach() for tensor in tensors if tensor is not None and tensor.numel()]
+    # The largest magnitude is finite iff all elements are: sums of finite ones can overflow.
+    return not bool(torch.nn.utils.get_total_norm(given, torch.inf).isfinite())
 
 
 class LossScaler:

@@ -10,35 +10,25 @@ from torch import nn
 from .layers import FastLayerNorm as PlainFastLayerNorm
 
 
-def _mark(module: nn.Module, sequence_parallel_enabled: bool) -> None:
-    """Set the attribute that Megatron's scripts read, on the module and its parameters."""
-    module.sequence_parallel_enabled = sequence_parallel_enabled  # type: ignore[assignment]
-    for parameter in module.parameters():
-        parameter.sequence_parallel_enabled = sequence_parallel_enabled  # type: ignore[attr-defined]
+class _Marked(nn.Module):
+    """Mixin that sets an attribute, which Megatron reads, on a module and its parameters."""
+
+    def __init__(self, *args: Any, sequence_parallel_enabled: bool = False, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for part in (self, *self.parameters()):
+            part.sequence_parallel_enabled = sequence_parallel_enabled  # type: ignore[attr-defined]
 
 
-class FusedLayerNorm(PlainFusedLayerNorm):
+class FusedLayerNorm(_Marked, PlainFusedLayerNorm):
     """FusedLayerNorm whose parameters have the attribute `sequence_parallel_enabled`."""
 
-    def __init__(self, *args: Any, sequence_parallel_enabled: bool = False, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        _mark(self, sequence_parallel_enabled)
 
-
-class MixedFusedLayerNorm(PlainMixedFusedLayerNorm):
+class MixedFusedLayerNorm(_Marked, PlainMixedFusedLayerNorm):
     """MixedFusedLayerNorm whose parameters have the attribute `sequence_parallel_enabled`."""
 
-    def __init__(self, *args: Any, sequence_parallel_enabled: bool = False, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        _mark(self, sequence_parallel_enabled)
 
-
-class FastLayerNorm(PlainFastLayerNorm):
+class FastLayerNorm(_Marked, PlainFastLayerNorm):
     """FastLayerNorm whose parameters have the attribute `sequence_parallel_enabled`."""
-
-    def __init__(self, *args: Any, sequence_parallel_enabled: bool = False, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        _mark(self, sequence_parallel_enabled)
 
 
 class GradScaler(torch.amp.GradScaler):
