@@ -441,7 +441,7 @@ def test_models_can_be_copied_and_pickled(level):
     train(model, optimizer, batches(2))
     x = torch.randn(4, 4)
     expected = model.eval()(x)
-    copied, pickled = copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    _, pickled = copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
     assert same(pickled.state_dict(), model.state_dict())
     train(model.train(), optimizer, batches(2))
     for one in copies:
@@ -453,7 +453,7 @@ def test_models_can_be_copied_and_pickled(level):
 
 @pytest.mark.parametrize("level", mostly_slow(COMPILED_LEVELS))
 def test_models_compile_without_graph_breaks(level):
-    torch._dynamo.reset()
+    torch.compiler.reset()
     model, optimizer = prepare(level)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     x = torch.randn(4, 4)
@@ -471,7 +471,7 @@ class Containers(nn.Linear):
 
 
 def test_casts_of_containers_compile_without_graph_breaks():
-    torch._dynamo.reset()
+    torch.compiler.reset()
     model = initialize(Containers(2, 2), None, "O2", cast_model_type=BF16)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     batch = OrderedDict(x=torch.ones(1, 2))

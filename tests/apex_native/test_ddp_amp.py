@@ -306,7 +306,7 @@ class Convolved(nn.Module):
 
 def on_each_rank_compile(level, wrap_first):
     """Return the reasons of graph breaks, and the number of operations in each graph."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     counters.clear()
     sizes = []
 

@@ -77,7 +77,7 @@ def on_each_rank_share_statistics(whole, sizes, options, group_size=0, compiled=
         x = x.detach().requires_grad_()
         forward = norm if norm is alone else norm.forward_synced
         if compiled and norm is together:
-            torch._dynamo.reset()
+            torch.compiler.reset()
             backend = "inductor" if device.type == "cuda" else "aot_eager"
             forward = torch.compile(forward, backend=backend, fullgraph=True)
         output = forward(x)
