@@ -1,7 +1,6 @@
 """Switch the answers into the code, and say what to do next.
 
-The files of OF_A_TASK are there once for each task: task.py is that of classification, and
-template_task_segmentation.py takes its place if that is chosen.
+task.py is that of classification; template_task_TASK.py replaces it if another task is chosen.
 
 The files of MARKED are valid Python, shell and TOML in the template and were copied as they are.
 Here, what depends on an answer is chosen by their markers, which are gone from the result:
@@ -37,7 +36,6 @@ ANSWERS = json.loads(
 # A list and not a search: with --overwrite-if-exists the user's own files are in this folder too,
 # where "# %%" starts a notebook cell and « is a quotation mark.
 MARKED = ("main.py", "pyproject.toml", "run.sh", "tests/test_training.py")
-OF_A_TASK = ("task.py",)
 OTHER_TASKS = ("segmentation", "contrastive")
 CHOSEN = ("project_slug", "task", "opt_level", "ddp", "backend", "license")
 YES_OR_NO = ("fused_adam", "sync_bn")
@@ -86,11 +84,11 @@ def check(path, text):
     compile(text, path, "exec")
 
 
-for path in map(Path, OF_A_TASK):
-    for task in OTHER_TASKS:
-        other = path.with_name(f"template_{path.stem}_{task}.py")
-        if task == ANSWERS["task"]:
-            path.write_text(other.read_text(encoding="utf-8"), encoding="utf-8")
+for task in OTHER_TASKS:
+    other = Path(f"template_task_{task}.py")
+    if task == ANSWERS["task"]:
+        other.replace("task.py")
+    else:
         other.unlink()
 
 for path in map(Path, MARKED):
