@@ -32,18 +32,22 @@ import json
 import main
 from engine import cli
 
+class RecordedGroup(cli.ArgumentGroup):
+    def __init__(self, parser, title):
+        super().__init__(parser, title)
+        self.flags = []
+
+    def add_argument(self, *names, **options):
+        one = super().add_argument(*names, **options)
+        row = [one.option_strings, one.metavar or "", list(one.choices or [])]
+        self.flags.append([*row, one.help % vars(one)])
+        return one
+
 def read(parser, *_):
-    help_of = parser._get_formatter()._expand_help
-    groups = {
-        group.title: [
-            [one.option_strings, one.metavar or "", list(one.choices or []), help_of(one)]
-            for one in group._group_actions
-        ]
-        for group in parser._action_groups
-    }
-    print(json.dumps(groups))
+    print(json.dumps({title: group.flags for title, group in parser.groups.items()}))
     raise SystemExit
 
+cli.ArgumentGroup = RecordedGroup
 cli.ConfigurableParser.parse_args = read
 main.parse_args()
 """
