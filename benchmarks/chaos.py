@@ -44,7 +44,7 @@ from flags import file_name, whole_number
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tests"))
 from fresh import copy_template  # noqa: E402
-from running import SCREENED, _be, assert_same_run, consolidate  # noqa: E402
+from running import SCREENED, assert_same_run, become_script, consolidate  # noqa: E402
 
 FLAGS = ("--arch", "mobilenet_v3_small", "--batch-size", "64", "--epochs", "2")
 FLAGS += ("--opt-level", "O0", "--deterministic", "--save-every", "2")
@@ -179,7 +179,7 @@ class Launched(Attempt):
 def be_in_session(*arguments: object) -> None:
     """Run main.py in a session of its own, by which its processes are found."""
     os.setsid()
-    _be(*arguments)
+    become_script(*arguments)
 
 
 def run_with_kills(number: int, seed: int, args: argparse.Namespace, folder: Path) -> list[Kill]:

@@ -29,9 +29,13 @@ def begin_afresh(seed: int = 0) -> None:
 
 
 def fork_server() -> ForkServerContext:
-    """Return a context whose processes have torch imported, which takes seconds, once for all."""
+    """Return a context whose processes have torch imported, which takes seconds, once for all.
+
+    A process has one fork server: only the libraries that are set before it starts are imported.
+    """
     context = mp.get_context("forkserver")
-    libraries = ["torch._dynamo", "torchvision", "pytest", "libcst.codemod.visitors"]
+    libraries = ["torch._dynamo", "torch.distributed.run", "torchvision", "tensorboard.summary"]
+    libraries += ["pytest", "libcst.codemod.visitors"]
     context.set_forkserver_preload(libraries)
     return context
 

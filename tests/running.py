@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from PIL import Image
 from ports import free_port
+from processes import fork_server
 
 SCREENED = os.environ | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
 """The environment of a run that sees no GPU."""
@@ -28,7 +29,7 @@ SCREENED = os.environ | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
 def run(
     project: Path, *flags: object, nproc: int = 2, timeout: float = 300, **variables: str
 ) -> subprocess.CompletedProcess:
-    """``./run.sh`` with the tests' own Python; its output is text.
+    """Run ``./run.sh`` with the tests' own Python; its output is text.
 
     With ``nproc=0`` it is ``python main.py``: one process, and no launcher to start first.
     """
@@ -64,20 +65,19 @@ def run_script(
     variables: dict[str, str] | Sequence[dict[str, str]],
     timeout: float = 300,
 ) -> subprocess.CompletedProcess:
-    """``python script`` in the project, in a fork of a process that has torch.
+    """Run ``python script`` in the project, in a fork of a process that has torch.
 
     To import it takes seconds, which here are spent once for all. Of several `variables`, each is
     the environment of a process of its own. If one of them fails, the others are ended, as
     torchrun ends them.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch._dynamo", "torchvision", "tensorboard.summary"])
+    context = fork_server()
     command = [str(script), *map(str, flags)]
     environments = [variables] if isinstance(variables, dict) else variables
     with tempfile.TemporaryDirectory() as folder:
         said = [Path(folder, stream) for stream in ("stdout", "stderr")]
         processes = [
-            context.Process(target=_be, args=(project, command, dict(one), said))
+            context.Process(target=become_script, args=(project, command, dict(one), said))
             for one in environments
         ]
         for process in processes:
@@ -97,7 +97,9 @@ def run_script(
         return subprocess.CompletedProcess(command, status, *texts)
 
 
-def _be(project: Path, command: list[str], variables: dict[str, str], said: list[Path]) -> None:
+def become_script(
+    project: Path, command: list[str], variables: dict[str, str], said: list[Path]
+) -> None:
     """Turn this process into one that ``python`` has started."""
     multiprocessing.set_start_method(None, force=True)  # the loader's workers start as anywhere
     for number, path in enumerate(said, 1):
@@ -117,7 +119,7 @@ def _be(project: Path, command: list[str], variables: dict[str, str], said: list
 
 
 def predict(project: Path, checkpoint: Path, images: Path, *flags: object) -> list[dict]:
-    """What predict.py makes of images, on the CPU, as its ``--json`` has it."""
+    """Run inference with predict.py on the CPU; return the entries of ``--json``."""
     flags = (checkpoint, images, *flags, "--json")
     done = run_script(project, "predict.py", *flags, variables=SCREENED)
     assert done.returncode == 0, done.stderr
@@ -127,7 +129,7 @@ def predict(project: Path, checkpoint: Path, images: Path, *flags: object) -> li
 def predicted_accuracy(
     project: Path, checkpoint: Path, folder: Path, names: Sequence[str]
 ) -> float:
-    """The share of validation's digits that predict.py finds in files, each as its name."""
+    """Return the accuracy of predict.py on files of the digits of the validation set."""
     folder.mkdir()
     file = np.load(project / "data" / "digits.npz")
     labels = {}
@@ -141,19 +143,19 @@ def predicted_accuracy(
 
 
 def metrics(output: Path) -> list[dict[str, float]]:
-    """The rows of a run's metrics.csv, without empty cells."""
+    """Return the rows of a run's metrics.csv, without empty cells."""
     with (output / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
     return [{name: float(cell) for name, cell in row.items() if cell} for row in rows]
 
 
 def best(output: Path, metric: str) -> float:
-    """The best value of that metric in a run."""
+    """Return the best value of that metric in a run."""
     return max(row[metric] for row in metrics(output))
 
 
 def best_accuracy(output: Path) -> float:
-    """The best val_accuracy of a run."""
+    """Return the best val_accuracy of a run."""
     return best(output, "val_accuracy")
 
 
@@ -221,7 +223,7 @@ class Run:
 
 
 def flat(value: dict | list | tuple, name: str = "") -> Iterator[tuple[str, object]]:
-    """The entries of nested containers, with their paths."""
+    """Yield the entries of nested containers, with their paths."""
     entries = value.items() if isinstance(value, dict) else enumerate(value)
     for key, entry in entries:
         if isinstance(entry, dict | list | tuple):
@@ -241,7 +243,7 @@ def consolidate(project: Path, output: Path) -> None:
 
 
 def assert_same_run(output: Path, whole: Path) -> None:
-    """The same to the last bit: weights, moments, random numbers, and what was reported."""
+    """Assert that weights, moments, random numbers and metrics of two runs are identical."""
     ours, theirs = (
         dict(flat(torch.load(folder / "last.pt", weights_only=True))) for folder in (output, whole)
     )

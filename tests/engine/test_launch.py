@@ -1,6 +1,5 @@
 """Tests of engine.launch: its signals, its exit status and what it passes to torchrun."""
 
-import multiprocessing
 import os
 import platform
 import re
@@ -17,6 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 from fresh import TEMPLATE
+from processes import fork_server
 
 # Blocked signals are those of a process that still imports.
 READY = "import os, signal, sys, time\n{}\nprint('ready', flush=True)\n{}\n"
@@ -55,9 +55,7 @@ class Launcher:
         self.log.touch()
         path.write_text(script)
         argv = ["--nproc-per-node=1", *options, str(path)]
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch.distributed.run"])
-        self.process = context.Process(
+        self.process = fork_server().Process(
             target=be_launcher, args=(argv, variables, self.log, ignored)
         )
         self.process.start()

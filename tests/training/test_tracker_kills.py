@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import multiprocessing
 import os
 import random
 import signal
@@ -11,7 +10,8 @@ import time
 import pytest
 from mlflow_server import mlflow_server
 from ports import free_port
-from running import SCREENED, _be, metrics
+from processes import fork_server
+from running import SCREENED, become_script, metrics
 from transformer import with_transformer
 
 pytestmark = pytest.mark.xdist_group("trackers")
@@ -23,15 +23,14 @@ STEPS_PER_EPOCH = 22
 def in_session(*arguments):
     """Run main.py in a session of its own, with which its processes are killed."""
     os.setsid()
-    _be(*arguments)
+    become_script(*arguments)
 
 
 class Ranks:
     """Processes of a run, each in a session of its own."""
 
     def __init__(self, project, output, epochs, variables, flags, world_size):
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch._dynamo", "torchvision"])
+        context = fork_server()
         command = ["main.py", *FLAGS, *flags, "--epochs", str(epochs), "--output", str(output)]
         variables = variables | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         variables |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
