@@ -236,7 +236,7 @@ def test_wrong_key_is_reported_and_kept_nowhere(mlflow, tracked, tmp_path, monke
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{server.server_port}")
     monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "s3cr3t-t0ken")
-    monkeypatch.setattr(tracking, "EXIT_S", 8.0)
+    monkeypatch.setattr(tracking, "EXIT_S", 2.0)
     output = tmp_path / "run"
     logger = open_logger(output)
     log_step(logger, 1)
