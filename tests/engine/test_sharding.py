@@ -32,7 +32,7 @@ def processes(request):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("level", ["O0", pytest.param("O4", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("level", ["O0", "O4"])
 def test_losses_equal_those_of_ddp(processes, level):
     expected = processes(losses, level, sharded=False)[0]
     found = processes(losses, level, sharded=True)[0]
@@ -69,10 +69,11 @@ def test_bfloat16_weights_train_as_at_o4(two_processes):
 @pytest.mark.slow
 @pytest.mark.parametrize("level", ["O0", "O4", "O5"])
 def test_batch_norms_train_in_fp32(two_processes, level):
-    expected = two_processes(losses, "O0", sharded=False, norm=True)
     found = two_processes(losses, level, sharded=True, norm=True)[0]
     assert found[-1] < 0.6 * found[0]
-    assert found[:3] == pytest.approx(expected[0][:3], abs=0.05) or level != "O0"
+    if level == "O0":
+        expected = two_processes(losses, level, sharded=False, norm=True)[0]
+        assert found[:3] == pytest.approx(expected[:3], abs=0.05)
 
 
 def describe(level):
