@@ -34,7 +34,7 @@ demo: ## generate the default project, train it on its own data, show the result
 # A crash of a worker ends the run: xdist can wait without end for the tests of a replaced one.
 PYTEST = $(RUN) python -m pytest -n $(JOBS) --dist loadgroup --max-worker-restart=0
 
-# Tests that train belong to the xdist groups "train" and "faults", or "short" if it is mostly one
+# Tests of whole runs belong to xdist groups, such as "train", "faults", and "short" for mostly one
 # process for few steps. Each group has one worker, which keeps its fixtures. They often wait, so that
 # four workers suit two cores.
 test: ## run the tests, except the slow and weekly ones

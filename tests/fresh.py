@@ -1,4 +1,4 @@
-"""The template as a fresh clone has it."""
+"""Copies of the template as a fresh clone has it, and default flags of the classification task."""
 
 import shutil
 from pathlib import Path
@@ -20,7 +20,7 @@ LEFTOVERS = ("__pycache__", ".*_cache", "*.egg-info", "runs")
 
 
 def copy_template(folder: Path) -> Path:
-    """Copies the template into `folder`, without what working in it leaves behind.
+    """Copy the template into `folder`, without what working in it leaves behind.
 
     cookiecutter takes every file that it finds for a part of the template, and fails on caches.
     """
