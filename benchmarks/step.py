@@ -31,17 +31,15 @@ import argparse
 import csv
 import os
 import platform
-import random
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from datetime import date
 from functools import cache
 from importlib import metadata, util
@@ -59,6 +57,7 @@ PEERS = HERE / "peers"
 sys.path[:0] = [str(HERE.parent / "tests"), str(PEERS)]
 from common import LR, is_segmentation, usual_size  # noqa: E402
 from fresh import copy_template  # noqa: E402
+from ports import free_port  # noqa: E402
 
 PROJECT_EPOCH = 100  # DUMMY_STEPS of main.py, after which it validates and saves
 # What says how large the images of main.py's --dummy are.
@@ -294,14 +293,6 @@ def environment(rank: int, size: int, port: int, device: str) -> dict[str, str]:
         variables |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(size))
         variables |= {"GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "step"}
     return os.environ | variables
-
-
-def free_port() -> int:
-    """A port that is free, and below those that the system gives to connections meanwhile."""
-    while True:
-        with socket.socket() as free, suppress(OSError):
-            free.bind(("127.0.0.1", random.randrange(20_000, 32_000)))
-            return free.getsockname()[1]
 
 
 class Turn(NamedTuple):

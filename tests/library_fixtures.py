@@ -1,14 +1,11 @@
 """Fixtures that all library tests share."""
 
-import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 from processes import Processes, begin_afresh
 
-# Several processes share the cores: threads that wait for one another's core slow all of them down.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
 
 
@@ -38,6 +35,14 @@ def poisoned_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)  # an error where cuBLAS isn't set up
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="session")
+def one_process() -> Iterator[Processes]:
+    """Run functions on one process over gloo, on the CPU."""
+    processes = Processes("gloo", 1)
+    yield processes
+    processes.stop()
 
 
 @pytest.fixture(scope="session")

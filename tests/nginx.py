@@ -117,9 +117,7 @@ class FaultyProxy:
                     return
                 request += piece
             if fault == "error":
-                client.sendall(
-                    b"HTTP/1.1 503 Busy\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
-                )
+                client.sendall(BUSY)
                 return
             if fault == "stall":
                 time.sleep(2)

@@ -114,7 +114,7 @@ def test_the_expected_maximum_is_that_of_the_tables_of_order_statistics():
         assert model.expected_maximum(count) == pytest.approx(expected, rel=0.02)
 
 
-def test_youngs_interval_loses_least(monkeypatch):
+def test_youngs_interval_loses_least():
     apart, interval, lost = model.failures(1024, 16e9)
     assert apart == pytest.approx(model.GPU_HOURS_TO_FAILURE * 3600 / 1024)
     for other in (interval / 2, interval * 2):

@@ -1,7 +1,7 @@
 """Adapter of real Apex, for which a fake of release 25.05 stands in, and of apex_native."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -302,13 +302,6 @@ def averages_within(kind: str, enabled: bool) -> tuple[bool, bool]:
 def test_gradients_are_averaged_only_where_enabled(two_processes: Processes, kind: str) -> None:
     assert two_processes(averages_within, kind, True) == [(True, True)] * 2
     assert two_processes(averages_within, kind, False) == [(False, True)] * 2
-
-
-@pytest.fixture(scope="module")
-def one_process() -> Iterator[Processes]:
-    processes = Processes("gloo", 1)
-    yield processes
-    processes.stop()
 
 
 def synced_without_a_wrapper() -> bool:

@@ -44,8 +44,6 @@ from processes import Processes
 from torch import nn
 
 NATIVE = backend.load_backend("native", "O1")
-
-
 ACCURACY = MonitoredMetric("val_accuracy")
 
 
@@ -108,6 +106,13 @@ def manager_of(
         "watchdog": watchdog.Watchdog(60.0),
     }
     return CheckpointManager(**values | changed)
+
+
+def save_and_finish(manager: CheckpointManager, results: dict[str, float] | None = None) -> None:
+    """Save on all ranks, and wait until the files are written."""
+    manager.save(results)
+    manager.finish()
+    dist.barrier()
 
 
 def finish_slowly(folder: str, is_stopped: bool) -> tuple[bool, list, set[str]]:
@@ -265,9 +270,7 @@ def run_ids_after_resumptions(folder: str, other: str) -> list[str]:
     """Return the trackers' run ids of runs that resume a checkpoint here and in another folder."""
     manager = manager_of(folder)
     manager.logger.run_id = "a" * 16
-    manager.save()
-    manager.finish()
-    dist.barrier()
+    save_and_finish(manager)
     ids = []
     for output in (folder, other):
         again = manager_of(output)
@@ -397,9 +400,7 @@ def resume_a_link(here: str, there: str) -> list[str]:
     manager = manager_of(here)
     assert manager.resume(Path("auto"), 10) == Path(here, "last.pt")
     manager.state.progress.step = 3
-    manager.save({"val_accuracy": 0.1})
-    manager.finish()
-    dist.barrier()
+    save_and_finish(manager, {"val_accuracy": 0.1})
     return sorted(path.name for path in Path(here).iterdir())
 
 
@@ -489,9 +490,7 @@ def go_back_to_the_best(folder: str) -> tuple[float, int, set[str]]:
     manager = manager_of(folder, keep=9)
     manager.resume(Path(folder, "step-1.pt"), 10)
     manager.state.progress.step = 2
-    manager.save()
-    manager.finish()
-    dist.barrier()
+    save_and_finish(manager)
     names = {path.name for path in Path(folder).iterdir()}
     best = checkpoint.load(Path(folder, "best.pt"))
     return manager.state.progress.best, best["step"], names
@@ -594,9 +593,7 @@ def two_layers(frozen: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 def resume_with_another_freeze(folder: str) -> tuple[list[str], str]:
     """Return the frozen parameters that are saved, and the error message of the resume."""
     manager = manager_of(folder, *two_layers(frozen=0))
-    manager.save()
-    manager.finish()
-    dist.barrier()
+    save_and_finish(manager)
     with pytest.raises(UserError) as error:
         manager_of(folder, *two_layers(frozen=1)).resume(Path(folder, "last.pt"), 10)
     return manager.metadata["frozen"], str(error.value)
@@ -617,9 +614,7 @@ def evaluate_other_groups(folder: str) -> bool:
     """Return whether an evaluation has the weights of a run whose optimizer has other groups."""
     model, optimizer = two_layers(frozen=0)
     manager = manager_of(folder, model, optimizer)
-    manager.save()
-    manager.finish()
-    dist.barrier()
+    save_and_finish(manager)
     other = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     groups = torch.optim.AdamW([{"params": [one]} for one in other.parameters()])
     manager_of(folder, other, groups).resume(Path(folder, "last.pt"), 10, required=True)
@@ -673,9 +668,7 @@ def resume_without_added_group(folder: str) -> tuple[int, str]:
     model, optimizer = two_layers(frozen=0)
     manager = manager_of(folder, model, optimizer)
     optimizer.add_param_group({"params": model[0].requires_grad_(True).parameters()})
-    manager.save()
-    manager.finish()
-    dist.barrier()
+    save_and_finish(manager)
     again = manager_of(folder, *two_layers(frozen=0))
     with pytest.raises(UserError) as error:
         again.resume(Path("auto"), 10)
@@ -695,9 +688,7 @@ def resumed_with_other_metric(folder: str, saved: dict, own: dict) -> tuple:
     """Return the best score and the scores after a resume, the warnings, and what best.pt is of."""
     manager = manager_of(folder, metadata=saved)
     manager.state.progress.scores = [0.75]
-    manager.save({"val_accuracy": 0.75})
-    manager.finish()
-    dist.barrier()
+    save_and_finish(manager, {"val_accuracy": 0.75})
     logger = Messages(MonitoredMetric(own["metric"], own["metric_mode"]))
     again = manager_of(folder, metadata=own, logger=logger)
     again.resume(Path("auto"), 10)
@@ -1378,9 +1369,7 @@ def newest_after_an_early_step(folder: str) -> tuple[list[str], int]:
     manager = manager_of(folder)
     manager.resume(Path(folder, "step-10.pt"), 10)
     manager.state.progress.step = 12
-    manager.save()
-    manager.finish()
-    dist.barrier()
+    save_and_finish(manager)
     again = manager_of(folder)
     again.resume(Path("auto"), 10)
     return sorted(path.name for path in Path(folder).glob("*.pt")), again.state.progress.step
@@ -1440,9 +1429,7 @@ def test_full_disk_keeps_the_resumed_checkpoint(two_processes: Processes, tmp_pa
 def saved_once(folder: str, step: int) -> None:
     manager = manager_of(folder)
     manager.state.progress.step = step
-    manager.save()
-    manager.finish()
-    dist.barrier()
+    save_and_finish(manager)
 
 
 @pytest.mark.parametrize(
@@ -1488,9 +1475,7 @@ def resumed_average(folder: str, has_average: bool) -> tuple[float, list[str]]:
         manager.state.ema.module.bias.fill_(7.0)
     with torch.no_grad():
         model.bias.fill_(5.0)
-    manager.save()
-    manager.finish()
-    dist.barrier()
+    save_and_finish(manager)
     again = manager_of(folder)
     again.state.ema = Ema(again.state.model, 0.9)
     again.resume(Path("auto"), 10)
@@ -1511,9 +1496,7 @@ def warnings_of_an_evaluation(folder: str, better: str) -> list[str]:
     manager = manager_of(folder, model)
     manager.state.ema = Ema(model, 0.9)
     manager.state.progress.weights = better
-    manager.save()
-    manager.finish()
-    dist.barrier()
+    save_and_finish(manager)
     again = manager_of(folder)
     again.resume(Path(folder, "last.pt"), 10, required=True)
     return [text for text in again.logger if text.startswith("warning")]
@@ -1529,9 +1512,7 @@ def test_evaluation_without_the_better_average_is_a_warning(
 
 def evaluate_without_average(folder: str) -> None:
     manager = manager_of(folder)
-    manager.save()
-    manager.finish()
-    dist.barrier()
+    save_and_finish(manager)
     again = manager_of(folder)
     again.state.ema = Ema(again.state.model, 0.9)
     with pytest.raises(
@@ -1551,9 +1532,7 @@ def save_numbers_of_numpy(folder: str) -> dict:
     metadata = {"classes": [*np.array(["a", "b"])], "model_options": {"depth": np.int64(2)}}
     manager = manager_of(folder, model, optimizer, metadata=metadata)
     manager.logger.rows = [{"epoch": 1, "step": 1, "train_loss": np.float32(0.5)}]
-    manager.save({"val_accuracy": np.float64(0.5)})
-    manager.finish()
-    dist.barrier()
+    save_and_finish(manager, {"val_accuracy": np.float64(0.5)})
     return checkpoint.load(Path(folder, "last.pt"))
 
 
@@ -1592,9 +1571,7 @@ def resumed_on_other_data(folder: str, is_evaluation: bool) -> tuple[list, dict,
     there = {"train": range(9), "val": range(4)}
     metadata = {"classes": ["b", "a"], "opt_level": "O1", "model_options": {"image": {"size": 32}}}
     manager = manager_of(folder, metadata=metadata, data_sets=there)
-    manager.save()
-    manager.finish()
-    dist.barrier()
+    save_and_finish(manager)
     here = {"train": Labels([0, 1, 0]), "val": Labels([1, 0, 0, 1])}
     again = manager_of(folder, metadata={"classes": ["a", "b"], "opt_level": "O2"}, data_sets=here)
     again.resume(Path(folder, "last.pt"), 10, required=is_evaluation)
@@ -1639,9 +1616,7 @@ def resumed_with_other_labels(folder: str, samples: int, is_evaluation: bool) ->
     manager.state.progress.samples = samples
     manager.state.progress.scores = [0.5]
     manager._means = [{"train_loss": (1.0, 1)}]
-    manager.save({"val_accuracy": 0.5})
-    manager.finish()
-    dist.barrier()
+    save_and_finish(manager, {"val_accuracy": 0.5})
     here = {name: LabelledSamples([1, 0, 0, 1]) for name in ("train", "val")}
     again = manager_of(folder, data_sets=here)
     again.resume(Path(folder, "last.pt"), 10, required=is_evaluation)
@@ -1678,9 +1653,7 @@ def test_data_with_other_labels_is_a_warning(
 def resumed_while_it_is_replaced(folder: str) -> str:
     """Return the error of resuming a file that becomes another one when rank 0 has read it."""
     manager = manager_of(folder)
-    manager.save()
-    manager.finish()
-    dist.barrier()
+    save_and_finish(manager)
     path, other, load = Path(folder, "last.pt"), Path(folder, "other.pt"), checkpoint.load
 
     def load_and_replace(*arguments: object) -> dict:
@@ -1707,9 +1680,7 @@ def resumed_with_seed(folder: str, samples: int, seed: int) -> list[str]:
     manager = manager_of(folder, metadata={"seed": 1})
     manager.state.progress.samples = samples
     manager._means = [{"train_loss": (1.0, 1)}]
-    manager.save()
-    manager.finish()
-    dist.barrier()
+    save_and_finish(manager)
     again = manager_of(folder, metadata={"seed": seed})
     again.resume(Path(folder, "last.pt"), 10)
     return [line for line in again.logger if "--seed" in line]
@@ -2270,9 +2241,7 @@ def test_no_checkpoint_on_any_host(two_processes: Processes, tmp_path: Path) -> 
 def weights_without_an_average(folder: str) -> str:
     manager = manager_of(folder)
     manager.state.progress.weights = "ema"  # of a run with --ema, that is resumed without
-    manager.save()
-    manager.finish()
-    dist.barrier()
+    save_and_finish(manager)
     return torch.load(Path(folder, "last.pt"), weights_only=True)["weights"]
 
 
@@ -2286,9 +2255,7 @@ def scores_of_a_resumed_epoch(folder: str) -> list[float]:
     progress = manager.state.progress
     progress.epoch, progress.samples, progress.step, progress.scores = 1, 8, 15, [0.5, 0.7]
     manager._means = [{"train_loss": (1.0, 1)}]
-    manager.save({"val_accuracy": 0.7})
-    manager.finish()
-    dist.barrier()
+    save_and_finish(manager, {"val_accuracy": 0.7})
     again = manager_of(folder)
     again.resume(Path("auto"), 10)
     return again.state.progress.scores
@@ -2308,9 +2275,7 @@ def save_after_an_error(folder: str) -> tuple[str, float]:
         manager.save()
         manager.wait()
     problem = manager._writer.problem
-    manager.save({"val_accuracy": 0.7})
-    manager.finish()
-    dist.barrier()
+    save_and_finish(manager, {"val_accuracy": 0.7})
     return problem, torch.load(Path(folder, "best.pt"), weights_only=True)["best"]
 
 

@@ -392,13 +392,6 @@ def error_and_output(*how: str) -> tuple[str, str]:
     return raised, printed.getvalue()
 
 
-@pytest.fixture(scope="module")
-def one_process() -> Iterator[Processes]:
-    processes = Processes("gloo", 1)
-    yield processes
-    processes.stop()
-
-
 def test_unused_parameters_in_one_process_are_a_warning(one_process):
     [(raised, printed)] = one_process(error_and_output, "apex_native", "cpu", "O1", "none")
     assert raised == ""

@@ -134,7 +134,7 @@ def test_only_rank_0_reports(root, capsys, monkeypatch):
     assert capsys.readouterr().err == ""
 
 
-def test_images_below_a_folder(root, capsys):
+def test_images_below_a_folder(root):
     add(root, "cat/._1.jpg")
     names = [os.path.relpath(path, root) for path in list_images(root)]
     assert names == ["cat/1.jpg", "cat/a.webp", "cat/old/2.PNG", "dog/3.jpeg"]
@@ -148,7 +148,7 @@ def test_segmentation_ignores_hidden_files_and_subfolders(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("names", [[], ["cat/a.txt"], ["1.jpg"]])
-def test_folder_without_images_is_an_error(tmp_path, names, capsys):
+def test_folder_without_images_is_an_error(tmp_path, names):
     add(tmp_path, *names)
     with pytest.raises(UserError, match="holds no images"):
         task.Images(tmp_path, task.center_crop)

@@ -88,11 +88,6 @@ def cached(cache: Path) -> list[Path]:
     return sorted(cache.glob("*/*/shard-*.tar"))
 
 
-def mirror_of(dataset: task.Images) -> Mirror:
-    """Return what reads its shards in this process."""
-    return remote.open_mirror(str(dataset.samples.pack.folder), os.getpid())
-
-
 @needs_nginx
 def test_samples_are_those_of_the_local_pack(server, packed, tmp_path):
     url = RemoteFolder(f"{server.url}/packed/", tmp_path / "cache", MANY)
@@ -727,7 +722,7 @@ def test_locations():
         cli.local_path("https://host/x.jpg")
 
 
-def test_missing_package_is_an_error(monkeypatch, tmp_path):
+def test_missing_package_is_an_error(monkeypatch):
     import fsspec
 
     def fail(protocol, **options):

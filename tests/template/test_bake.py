@@ -510,7 +510,7 @@ def test_template_error_names_file_and_line(switched, capfd, tmp_path, source, l
 
 
 @pytest.mark.parametrize("license", ["MIT", "none"])
-def test_project_is_installable(bake, tmp_path, license):
+def test_project_is_installable(bake, license):
     project = bake(license=license)
     build = "from setuptools import build_meta as b; b.prepare_metadata_for_build_editable('.')"
     run(sys.executable, "-c", build, cwd=project)

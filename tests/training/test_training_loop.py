@@ -216,7 +216,7 @@ def initial_weights(project: Project) -> dict[str, Tensor]:
     return getattr(model, "image_encoder", model).state_dict()
 
 
-def distance(project: Project, state: dict, expected: nn.Module, start: nn.Module) -> float:
+def distance(state: dict, expected: nn.Module, start: nn.Module) -> float:
     """Return the distance of weights from the expected ones, as a share of that from the start."""
     names = [name for name, _ in start.named_parameters()]
 
@@ -235,7 +235,7 @@ class Comparison:
 
     def distance(self, state: dict, expected: nn.Module) -> float:
         build = self.small.build_normed if self.with_norms else self.small.build_model
-        return distance(self.project, state, expected, build())
+        return distance(state, expected, build())
 
     def tolerance(self, level: str) -> float:
         return 1e-4 if level == "O0" else self.small.half_tolerance
