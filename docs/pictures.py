@@ -42,16 +42,18 @@ def record(project: Path) -> list[Frame]:
     frames: list[Frame] = [(PROMPT,)]
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (HEIGHT - 1, WIDTH))
-    with subprocess.Popen(["./run.sh"], cwd=project, stdout=theirs, stderr=theirs):
+    with (
+        subprocess.Popen(["./run.sh"], cwd=project, stdout=theirs, stderr=theirs),
+        contextlib.suppress(OSError),  # the run is over
+    ):
         os.close(theirs)
         due = time.monotonic()
-        with contextlib.suppress(OSError):  # the run is over
-            while True:
-                if select.select([ours], [], [], INTERVAL_S)[0]:
-                    stream.feed(os.read(ours, 4096))
-                if time.monotonic() >= due:
-                    due = time.monotonic() + INTERVAL_S
-                    _append(frames, screen)
+        while True:
+            if select.select([ours], [], [], INTERVAL_S)[0]:
+                stream.feed(os.read(ours, 4096))
+            if time.monotonic() >= due:
+                due = time.monotonic() + INTERVAL_S
+                _append(frames, screen)
     _append(frames, screen)
     return frames
 

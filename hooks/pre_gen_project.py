@@ -12,6 +12,7 @@ if not getattr(sys.flags, "safe_path", False):
 
 import json
 import re
+from itertools import chain
 
 # JSON inside a raw string is the one way in: nothing typed can end the string or be run.
 ANSWERS = json.loads(
@@ -44,7 +45,8 @@ TAKEN = {
 }
 
 
-def refusals():
+def refused_names():
+    """Yield why a project cannot have this name."""
     slug = str(ANSWERS["project_slug"])
     # The length keeps lines of code that hold it from growing too long.
     if not re.fullmatch("[A-Za-z]([A-Za-z0-9_-]{0,58}[A-Za-z0-9])?", slug):
@@ -59,50 +61,72 @@ def refusals():
             f"project_slug cannot be {slug!a}: it would hide the Python module or package of that"
             f" name, so choose another, such as 'my_{slug}'."
         )
+
+
+def refused_answers():
+    """Yield why a single answer is invalid."""
     for name, choices in CHOICES.items():
         if ANSWERS[name] not in choices:
             yield f"{name} cannot be {ANSWERS[name]!a}: choose one of {', '.join(choices)}."
     for name in ("fused_adam", "sync_bn"):
         if str(ANSWERS[name]).lower() not in YES + NO:
             yield f"{name} cannot be {ANSWERS[name]!a}: answer yes or no."
+
+
+def refused_combinations():
+    """Yield why answers cannot go together."""
     if ANSWERS["opt_level"] in ("O4", "O5") and ANSWERS["backend"] == "apex":
         yield (
             f"opt_level {ANSWERS['opt_level']} does not exist in NVIDIA's Apex: set backend to auto"
             " or native, or opt_level to O0, O1, O2 or O3."
         )
     if ANSWERS["ddp"] == "fsdp":
-        if ANSWERS["opt_level"] not in ("O0", "O4", "O5"):
-            yield (
-                f"opt_level {ANSWERS['opt_level']} cannot go with ddp fsdp, whose sharded gradients"
-                " have no loss scale, which fp16 needs: set opt_level to O4 or O5, which compute in"
-                " bf16, or to O0, or ddp to apex or torch."
-            )
-        if ANSWERS["backend"] == "apex":
-            yield (
-                "backend apex cannot go with ddp fsdp, whose sharded parameters Apex's kernels do"
-                " not take: set backend to auto or native, or ddp to apex or torch."
-            )
+        yield from refused_with_fsdp()
     if ANSWERS["ddp"] == "dataparallel":
-        if str(ANSWERS["sync_bn"]).lower() not in NO:
-            yield (
-                "sync_bn cannot go with ddp dataparallel, whose copies of a model normalise each on"
-                " its own: set sync_bn to no, or ddp to apex or torch."
-            )
-        if ANSWERS["cluster"] != "none":
-            yield (
-                f"cluster {ANSWERS['cluster']} cannot go with ddp dataparallel, which stays on one"
-                " machine: set cluster to none, or ddp to apex or torch."
-            )
-        if ANSWERS["backend"] == "apex":
-            yield (
-                "backend apex cannot go with ddp dataparallel, whose copies of a model would all"
-                " run on the first GPU: set backend to auto or native, or ddp to apex or torch."
-            )
-        if ANSWERS["opt_level"] == "O4":
-            yield (
-                "opt_level O4 cannot go with ddp dataparallel, whose threads its casts do not"
-                " reach: set opt_level to O5, which is bf16 too, or ddp to apex or torch."
-            )
+        yield from refused_with_dataparallel()
+
+
+def refused_with_fsdp():
+    """Yield why answers cannot go with ddp fsdp."""
+    if ANSWERS["opt_level"] not in ("O0", "O4", "O5"):
+        yield (
+            f"opt_level {ANSWERS['opt_level']} cannot go with ddp fsdp, whose sharded gradients"
+            " have no loss scale, which fp16 needs: set opt_level to O4 or O5, which compute in"
+            " bf16, or to O0, or ddp to apex or torch."
+        )
+    if ANSWERS["backend"] == "apex":
+        yield (
+            "backend apex cannot go with ddp fsdp, whose sharded parameters Apex's kernels do"
+            " not take: set backend to auto or native, or ddp to apex or torch."
+        )
+
+
+def refused_with_dataparallel():
+    """Yield why answers cannot go with ddp dataparallel."""
+    if str(ANSWERS["sync_bn"]).lower() not in NO:
+        yield (
+            "sync_bn cannot go with ddp dataparallel, whose copies of a model normalise each on"
+            " its own: set sync_bn to no, or ddp to apex or torch."
+        )
+    if ANSWERS["cluster"] != "none":
+        yield (
+            f"cluster {ANSWERS['cluster']} cannot go with ddp dataparallel, which stays on one"
+            " machine: set cluster to none, or ddp to apex or torch."
+        )
+    if ANSWERS["backend"] == "apex":
+        yield (
+            "backend apex cannot go with ddp dataparallel, whose copies of a model would all"
+            " run on the first GPU: set backend to auto or native, or ddp to apex or torch."
+        )
+    if ANSWERS["opt_level"] == "O4":
+        yield (
+            "opt_level O4 cannot go with ddp dataparallel, whose threads its casts do not"
+            " reach: set opt_level to O5, which is bf16 too, or ddp to apex or torch."
+        )
+
+
+def refused_texts():
+    """Yield why a text cannot be written to a file."""
     for name in ("project_name", "description", "author_name"):
         # Half of a surrogate pair: what is left of a byte that was not UTF-8. No file holds it.
         if half := re.search("[\ud800-\udfff]", str(ANSWERS[name])):
@@ -112,4 +136,5 @@ def refusals():
             )
 
 
-sys.exit(next(refusals(), None))
+REFUSALS = (refused_names, refused_answers, refused_combinations, refused_texts)
+sys.exit(next(chain.from_iterable(refused() for refused in REFUSALS), None))

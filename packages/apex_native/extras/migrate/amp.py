@@ -82,6 +82,12 @@ class Analysis(Order):
         self.calls.append((attribute or source(node.func), node))
         self.usage.has_half |= bool(HALF.search(source(node)))
         self.usage.has_load |= attribute == "load_state_dict"
+        self._find_steps_and_models(node, attribute)
+        if name.startswith("apex.amp."):
+            self._visit_amp(node, name.removeprefix("apex.amp."))
+
+    def _find_steps_and_models(self, node: cst.Call, attribute: str) -> None:
+        """Find steps, flags, changes of containers, models, and gradients that are clipped."""
         if attribute == "step" and isinstance(node.func, cst.Attribute):
             self.steps.append((source(node.func.value), node))
         elif attribute == "add_argument" and "store_true" in source(node):
@@ -93,9 +99,9 @@ class Analysis(Order):
             self.models.add(source(node.func.value))
         elif "clip_grad" in source(node.func):
             self._add_reader(node, "")
-        if not name.startswith("apex.amp."):
-            return
-        short = name.removeprefix("apex.amp.")
+
+    def _visit_amp(self, node: cst.Call, short: str) -> None:
+        """Record a call of amp's function `short`."""
         if short in REGISTERED and isinstance(self.parent(node), cst.Expr):
             self.registered.append(short)
         elif short not in HANDLED:
@@ -420,16 +426,15 @@ class Analysis(Order):
         """Require that a forward pass in another method, whose result is used, is called there."""
         code = "\n".join(map(source, covered))
         used = set(re.findall(r"\bself\.(\w+)", code))
+        here = {self.function(line) for line in covered}
         for name, functions in forward.functions.items():
-            is_elsewhere = name in forward.runners and not re.search(rf"\b{name}\(", code)
-            for function in functions if is_elsewhere else ():
-                if function in {self.function(line) for line in covered}:
-                    continue
-                for line in function.body.body:
-                    if assigned(line) & used and forward.runs(line):
-                        self.usage.reasons.append(
-                            f"{name} has a forward pass that the loss is computed from"
-                        )
+            if name not in forward.runners or re.search(rf"\b{name}\(", code):
+                continue
+            others = [function for function in functions if function not in here]
+            for line in [line for function in others for line in function.body.body]:
+                if assigned(line) & used and forward.runs(line):
+                    reason = f"{name} has a forward pass that the loss is computed from"
+                    self.usage.reasons.append(reason)
 
     def _check_outputs(self, loss: Loss, forward: Forward) -> None:
         """Require that the outputs of models which a loss is computed from are under autocast.

@@ -92,12 +92,12 @@ class Order(Gradients):
         """Require a backward pass, then unscaled gradients, then the step, for each optimizer."""
         for optimizer in self.usage.scalers:
             losses = [loss for loss in self.usage.losses if loss.optimizer == optimizer]
+            unscaled = [line for line, owners in self.usage.unscale.items() if optimizer in owners]
             for step in [step for owner, step in self.steps if owner == optimizer]:
                 self._check_backward(optimizer, losses, step)
                 self._check_loop(optimizer, losses, step)
-                for statement, unscaled in self.usage.unscale.items():
-                    if optimizer in unscaled:
-                        self._check_unscaled_until(losses, statement, step)
+                for statement in unscaled:
+                    self._check_unscaled_until(losses, statement, step)
         for pair in combinations(self.usage.scalers, 2):
             self._check_shared(pair)
 
