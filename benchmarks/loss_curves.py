@@ -20,8 +20,8 @@ from statistics import fmean
 import matplotlib
 
 matplotlib.use("Agg")
-from cookiecutter.main import cookiecutter  # noqa: E402
-from matplotlib import pyplot as plt  # noqa: E402
+from cookiecutter.main import cookiecutter
+from matplotlib import pyplot as plt
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tests"))

@@ -22,7 +22,7 @@ from loader import HERE, table, write_folder
 from step import conditions
 
 sys.path.insert(0, str(HERE.parent / "{{cookiecutter.project_slug}}"))
-from engine.data import pack, packing  # noqa: E402
+from engine.data import pack, packing
 
 IMAGENET = 1_281_167  # training images
 

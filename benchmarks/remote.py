@@ -24,10 +24,10 @@ from loader import HERE, pack, project_datasets, table, write_folder
 from step import conditions
 
 sys.path.append(str(HERE.parent / "tests"))
-from engine.data import ResumableDistributedSampler, SeededDataset  # noqa: E402
-from engine.data.loading import TrainLoader  # noqa: E402
-from engine.data.remote import RemoteFolder  # noqa: E402
-from nginx import NGINX, serving  # noqa: E402
+from engine.data import ResumableDistributedSampler, SeededDataset
+from engine.data.loading import TrainLoader
+from engine.data.remote import RemoteFolder
+from nginx import NGINX, serving
 
 CACHE_SIZE = 10**12
 LOCAL, EMPTY, FULL = "local shards", "URL, empty cache", "URL, full cache"

@@ -46,7 +46,7 @@ from torch.nn.utils.rnn import pack_sequence
         ("O5", BF16, FP32, BF16, FP32, True, 1.0),
     ],
 )
-def test_opt_level_properties(device, level, weight, norm, function, output, masters, loss_scale):  # noqa: PLR0913, one for each value
+def test_opt_level_properties(device, level, weight, norm, function, output, masters, loss_scale):
     model = Net().to(device)
     model, optimizer = initialize(model, sgd(model), level)
     functions = []

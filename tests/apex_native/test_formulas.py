@@ -50,7 +50,7 @@ def agree(optimizer, rule, device: torch.device, **options) -> None:
         torch.testing.assert_close(value.double(), reference, rtol=1e-5, atol=1e-6)
 
 
-def sgd(  # noqa: PLR0913, one parameter for each property or hyperparameter
+def sgd(
     p, g, state, step, every, *, lr, momentum=0, dampening=0, weight_decay=0, nesterov=False,
     wd_after_momentum=False,
 ):  # fmt: skip
@@ -93,7 +93,7 @@ def test_sgd_invalid_values_raise(bad):
         FusedSGD([nn.Parameter(torch.zeros(1))], **{"lr": 0.1} | bad)
 
 
-def lamb(  # noqa: PLR0913, one parameter for each property or hyperparameter
+def lamb(
     p, g, state, step, every, *, lr=1e-3, bias_correction=True, weight_decay=0.01,
     adam_w_mode=True, grad_averaging=True, max_grad_norm=1.0, use_nvlamb=False,
 ):  # fmt: skip
@@ -126,7 +126,7 @@ def test_lamb(device, options):
     agree(FusedLAMB, lamb, device, lr=0.05, **options)
 
 
-def novograd(  # noqa: PLR0913, one parameter for each property or hyperparameter
+def novograd(
     p, g, state, step, every, *, lr=1e-3, bias_correction=True, weight_decay=0.0,
     reg_inside_moment=False, grad_averaging=True, norm_type=2, init_zero=False,
 ):  # fmt: skip
@@ -161,7 +161,7 @@ def test_novograd(device, options):
     agree(FusedNovoGrad, novograd, device, lr=0.05, **options)
 
 
-def adagrad(p, g, state, step, every, *, lr=1e-2, weight_decay=0.0, adagrad_w_mode=False):  # noqa: PLR0913, one for each value
+def adagrad(p, g, state, step, every, *, lr=1e-2, weight_decay=0.0, adagrad_w_mode=False):
     if not adagrad_w_mode:
         g = g + weight_decay * p
     state["h"] = state.get("h", 0) + g * g
@@ -174,7 +174,7 @@ def test_adagrad(device, options):
     agree(FusedAdagrad, adagrad, device, lr=0.05, **{"weight_decay": 0.1} | options)
 
 
-def larc(p, g, state, step, every, *, lr, weight_decay, trust_coefficient=0.02, clip=True):  # noqa: PLR0913, one for each value
+def larc(p, g, state, step, every, *, lr, weight_decay, trust_coefficient=0.02, clip=True):
     rate = trust_coefficient * p.norm() / (g.norm() + weight_decay * p.norm() + 1e-8)
     rate = min(rate / lr, 1) if clip else rate
     if p.norm() == 0 or g.norm() == 0:

@@ -34,7 +34,7 @@ def steps(optimizer, all_gradients):
         optimizer.step()
 
 
-def adam(values, all_gradients, lr, betas, eps, weight_decay, adam_w_mode, bias_correction):  # noqa: PLR0913, one for each value
+def adam(values, all_gradients, lr, betas, eps, weight_decay, adam_w_mode, bias_correction):
     """Return the parameters after steps of the formula, in fp64."""
     values = [value.detach().double() for value in values]
     m, v = ([torch.zeros_like(value) for value in values] for _ in range(2))

@@ -314,7 +314,7 @@ def test_full_disk_is_an_error_and_the_pack_continues(folder, tmp_path, run_pack
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
     flags = (LARGE, "--shard-size=30KB")
-    process = start(folder, out, *flags, "--workers=1", preexec_fn=restrict)  # noqa: PLW1509
+    process = start(folder, out, *flags, "--workers=1", preexec_fn=restrict)
     said = process.communicate(timeout=60)[1]
     assert process.returncode == 2 and "Traceback" not in said
     assert "can't be written (File too large); complete shards are kept: correct this" in said

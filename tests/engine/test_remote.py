@@ -436,7 +436,7 @@ class Hostile(BaseHTTPRequestHandler):
 
     encodings: ClassVar[set[str]] = set()  # that were asked for
 
-    def do_GET(self) -> None:  # noqa: N802 - a name of http.server
+    def do_GET(self) -> None:
         self.encodings.add(self.headers["Accept-Encoding"])
         kind = self.path.split("/")[1]
         target = {"loop": self.path, "file": "file:///" + "a" * 5000}.get(kind)

@@ -12,7 +12,7 @@ from torch.nn.utils import clip_grad_norm_ as clip_grad_norm  # noqa: F401, Apex
 from .amp.casting import cast_weights
 
 
-class tofp16(nn.Module):  # noqa: N801, Apex's name
+class tofp16(nn.Module):  # Apex's name
     """Layer that casts its input to fp16."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -20,7 +20,7 @@ class tofp16(nn.Module):  # noqa: N801, Apex's name
         return input.half()
 
 
-def BN_convert_float(module: nn.Module) -> nn.Module:  # noqa: N802, Apex's name
+def BN_convert_float(module: nn.Module) -> nn.Module:  # Apex's name
     """Cast the affine batch norms in `module` to fp32, in place."""
     for layer in module.modules():
         if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.affine:

@@ -20,7 +20,7 @@ class _Attention(nn.Module):
     out_proj_weight: Tensor
     out_proj_bias: Tensor | None
 
-    def __init__(  # noqa: PLR0913, Apex's signature
+    def __init__(
         self,
         embed_dim: int,
         num_heads: int,
@@ -177,7 +177,7 @@ class SelfMultiheadAttn(_Attention):
         biases = [getattr(self, f"{part}_bias").view(shape[:2]) for part in "qkv"]
         return weight, torch.stack(biases, dim=1).flatten()
 
-    def forward(  # noqa: PLR0913, Apex's signature
+    def forward(
         self,
         query: Tensor,
         key: Tensor | None = None,
@@ -214,7 +214,7 @@ class EncdecMultiheadAttn(_Attention):
     in_proj_bias_q: Tensor | None
     in_proj_bias_kv: Tensor | None
 
-    def __init__(  # noqa: PLR0913, Apex's signature
+    def __init__(
         self,
         embed_dim: int,
         num_heads: int,
@@ -235,7 +235,7 @@ class EncdecMultiheadAttn(_Attention):
         self._add_bias("out_proj_bias", embed_dim)
         self._add_norm()
 
-    def forward(  # noqa: PLR0913, Apex's signature
+    def forward(
         self,
         query: Tensor,
         key: Tensor,
@@ -260,7 +260,7 @@ class EncdecMultiheadAttn(_Attention):
         return self._attend([*queries, *keys], mask, query, is_training), None
 
 
-def fast_mask_softmax_dropout_func(  # noqa: PLR0913, Apex's signature
+def fast_mask_softmax_dropout_func(
     is_training: bool,
     heads: int,
     inputs: Tensor,

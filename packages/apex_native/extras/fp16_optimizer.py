@@ -34,7 +34,7 @@ class FP16Model(nn.Module):
         return self.network(*(tensor.half() for tensor in inputs))
 
 
-class FP16_Optimizer(MasterWeights):  # noqa: N801, Apex's name
+class FP16_Optimizer(MasterWeights):
     """Optimizer of ``apex.fp16_utils``: fp32 masters and a loss scale around `init_optimizer`.
 
     ``optimizer.backward(loss)`` takes the place of ``loss.backward()``. Gradients are unscaled

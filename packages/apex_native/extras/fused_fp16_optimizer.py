@@ -10,7 +10,7 @@ from .loss_scaler import any_non_finite
 from .master_weights import MasterWeights
 
 
-class FP16_Optimizer(MasterWeights):  # noqa: N801, Apex's name
+class FP16_Optimizer(MasterWeights):
     """Optimizer of ``apex.optimizers`` (until 2019) and ``apex.contrib.optimizers``.
 
     Unlike that of ``apex.fp16_utils``, it leaves gradients scaled until ``step``, which checks them
@@ -35,7 +35,7 @@ class FP16_Optimizer(MasterWeights):  # noqa: N801, Apex's name
         self.last_overflow_iter = -1
         self.scale_factor, self.scale_window = 2, 1000
 
-    def zero_grad(self, set_grads_to_None: bool = True) -> None:  # noqa: N803, Apex's name
+    def zero_grad(self, set_grads_to_None: bool = True) -> None:
         """Drop the gradients of the model, or zero them."""
         super().zero_grad(set_grads_to_None)
 

@@ -74,7 +74,7 @@ class FusedScaleMaskSoftmax(nn.Module):
         scale: factor of the scores, or None.
     """
 
-    def __init__(  # noqa: PLR0913, Apex's signature
+    def __init__(
         self,
         input_in_fp16: bool,
         input_in_bf16: bool,
@@ -150,7 +150,7 @@ class FusedScaleMaskSoftmax(nn.Module):
 class GenericFusedScaleMaskSoftmax(FusedScaleMaskSoftmax):
     """FusedScaleMaskSoftmax for padding masks and scores of any length."""
 
-    def __init__(  # noqa: PLR0913, Apex's signature
+    def __init__(
         self,
         input_in_fp16: bool,
         input_in_bf16: bool,

@@ -9,7 +9,7 @@ from .compiled import compute
 ACTIVATIONS = (None, "", "silu", "swish")
 
 
-def _group_norm(  # noqa: PLR0913, parts of the module
+def _group_norm(
     input: Tensor,
     num_groups: int,
     weight: Tensor | None,
@@ -39,7 +39,7 @@ class GroupNorm(nn.Module):
         act: "silu" or "swish", which are the same; others raise ValueError.
     """
 
-    def __init__(  # noqa: PLR0913, Apex's signature
+    def __init__(
         self,
         num_groups: int,
         num_channels: int,

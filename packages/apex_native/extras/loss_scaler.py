@@ -83,7 +83,7 @@ class AmpLossScaler:
         min_loss_scale, max_loss_scale: its limits.
     """
 
-    def __init__(  # noqa: PLR0913, Apex's signature
+    def __init__(
         self,
         loss_scale: float | str,
         init_scale: float = 2.0**16,

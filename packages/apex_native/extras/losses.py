@@ -60,7 +60,7 @@ class SoftmaxCrossEntropyLoss:
         return losses if half_to_float else losses.to(logits.dtype)
 
 
-def focal_loss(  # noqa: PLR0913, Apex's signature
+def focal_loss(
     cls_output: Tensor,
     cls_targets_at_level: Tensor,
     num_positive_sum: Tensor,

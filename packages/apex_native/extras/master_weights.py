@@ -76,7 +76,7 @@ class MasterWeights:
     def __getstate__(self) -> NoReturn:
         raise RuntimeError("FP16_Optimizer is saved by its state_dict(), not by pickle or copy.")
 
-    def zero_grad(self, set_grads_to_None: bool = False) -> None:  # noqa: N803, Apex's name
+    def zero_grad(self, set_grads_to_None: bool = False) -> None:
         """Zero or drop the gradients of the model's parameters and of the masters."""
         for parameter in (*self.halves, *self.masters, *self.plain):
             if set_grads_to_None:

@@ -69,7 +69,7 @@ def multi_tensor_scale(
 
 
 @torch.no_grad()
-def multi_tensor_axpby(  # noqa: PLR0913, amp_C's signature
+def multi_tensor_axpby(
     chunk_size: int,
     noop_flag: Tensor,
     tensor_lists: Lists,

@@ -72,7 +72,7 @@ def multi_tensor_adam(  # noqa: PLR0913, amp_C's signature
 
 
 @torch.no_grad()
-def multi_tensor_adagrad(  # noqa: PLR0913, amp_C's signature
+def multi_tensor_adagrad(
     chunk_size: int,
     noop_flag: Tensor,
     tensor_lists: Lists,

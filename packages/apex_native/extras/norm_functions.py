@@ -16,7 +16,7 @@ from torch.nn import functional as F
 Shape = int | Sequence[int]
 
 
-def fused_layer_norm_affine(  # noqa: PLR0913, Apex's signature
+def fused_layer_norm_affine(
     input: Tensor,
     weight: Tensor,
     bias: Tensor,
@@ -35,7 +35,7 @@ def fused_layer_norm(
     return F.layer_norm(input, _as_shape(normalized_shape), eps=eps)
 
 
-def mixed_dtype_fused_layer_norm_affine(  # noqa: PLR0913, Apex's signature
+def mixed_dtype_fused_layer_norm_affine(
     input: Tensor,
     weight: Tensor,
     bias: Tensor,
@@ -99,7 +99,7 @@ def _as_shape(normalized_shape: Shape) -> list[int]:
     return [normalized_shape] if is_number else list(normalized_shape)  # type: ignore
 
 
-def _normalize(  # noqa: PLR0913, the functions' arguments
+def _normalize(
     function: Callable[..., Tensor],
     input: Tensor,
     normalized_shape: Shape,

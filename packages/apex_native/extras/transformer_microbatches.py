@@ -59,7 +59,7 @@ class RampupBatchsizeNumMicroBatches(NumMicroBatchesCalculator):
         ramup_samples: number of samples after which `global_batch_size` is reached.
     """
 
-    def __init__(  # noqa: PLR0913, Apex's signature
+    def __init__(
         self,
         start_batch_size: int,
         batch_size_increment: int,

@@ -18,7 +18,7 @@ class _Groups:
     model: Any = None
 
 
-def initialize_model_parallel(
+def initialize_model_parallel(  # noqa: PLR0913, Apex's signature
     tensor_model_parallel_size_: int = 1,
     pipeline_model_parallel_size_: int = 1,
     virtual_pipeline_model_parallel_size_: int | None = None,

@@ -236,7 +236,7 @@ def _copy(value: Any, copies: dict[int, Copy], level: int) -> Copy:
         versions = _versions(getattr(value, "__dict__", {}).get("_metadata"))
         if versions and kind is dict:
             made = OrderedDict(made)
-            made._metadata = versions  # noqa: SLF001, as nn.Module.load_state_dict documents
+            made._metadata = versions  # as nn.Module.load_state_dict documents
         depth = 1 + max((part.depth for part in parts), default=0)
         length = sum(part.length for part in parts)
         copies[id(value)] = Copy(made, 1 + sum(part.size for part in parts), length, depth)

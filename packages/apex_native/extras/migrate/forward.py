@@ -61,7 +61,7 @@ class Forward(cst.CSTVisitor):
     def visit_Call(self, node: cst.Call) -> None:
         self._calls.append(node)
 
-    def leave_Module(self, original_node: cst.Module) -> None:  # noqa: ARG002
+    def leave_Module(self, original_node: cst.Module) -> None:
         """Follow the models through assignments and arguments, then find what runs them."""
         size = 0
         while size != len(self.models):

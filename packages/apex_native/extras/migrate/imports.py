@@ -27,10 +27,10 @@ class _Used(cst.CSTVisitor):
     def __init__(self) -> None:
         self.names: set[str] = set()
 
-    def visit_Import(self, node: cst.Import) -> bool:  # noqa: ARG002
+    def visit_Import(self, node: cst.Import) -> bool:
         return False
 
-    def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:  # noqa: ARG002
+    def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:
         return False
 
     def visit_AssignTarget(self, node: cst.AssignTarget) -> bool:
@@ -132,7 +132,7 @@ class _Remove(cst.CSTTransformer):
             return cst.RemoveFromParent()
         return cst.FlattenSentinel(lines) if lines and flags & self.used <= kept else updated_node
 
-    def leave_If(self, original_node: cst.If, updated_node: cst.If) -> Any:  # noqa: ARG002
+    def leave_If(self, original_node: cst.If, updated_node: cst.If) -> Any:
         """Remove an if about an import or a statement that is gone."""
         is_name = re.fullmatch(r"[\w.]+|\w*apex\w*\(\)", _code(updated_node.test))
         if is_name and not updated_node.orelse and not updated_node.body.body:

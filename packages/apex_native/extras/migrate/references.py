@@ -23,10 +23,10 @@ class References(Tree):
         self.found: dict[str, str] = {}  # the class, by the name of it or of what creates it
         self.compared: set[str] = set()  # classes of torch that isinstance() is given
 
-    def visit_Import(self, node: cst.Import) -> bool:  # noqa: ARG002
+    def visit_Import(self, node: cst.Import) -> bool:
         return False
 
-    def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:  # noqa: ARG002
+    def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:
         return False
 
     def visit_Arg(self, node: cst.Arg) -> bool:

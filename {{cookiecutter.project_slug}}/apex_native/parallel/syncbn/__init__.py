@@ -170,7 +170,7 @@ def has_triton() -> bool:
     reason = "Triton finds no C compiler"
     if any(map(shutil.which, (os.environ.get("CC", "gcc"), "gcc", "clang"))):
         try:
-            from . import kernels  # noqa: F401, the test is whether the import succeeds
+            from . import kernels  # the test is whether the import succeeds
 
             return True
         except ImportError as error:
