@@ -28,7 +28,7 @@ from torch.utils.data import Dataset
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 
-from engine import UserError, cli, distributed, fingerprint, summarize
+from engine import UserError, cli, distributed, fingerprint, replacing, summarize
 from engine.checkpoint.compatibility import is_validation_set
 from engine.data import SizedDataset, select_batch
 from engine.data.files import FileError
@@ -285,7 +285,8 @@ def show(
     path = image_grid.image_path(output, epoch)
     path.parent.mkdir(parents=True, exist_ok=True)
     palette = make_palette(len(val_set.classes))
-    with path.with_suffix(".csv").open("w", newline="", encoding="utf-8") as file:
+    table = path.with_suffix(".csv")
+    with replacing(table) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["class", "iou", "colour"])
         for index, (name, iou) in enumerate(zip(val_set.classes, metrics.iou(), strict=True)):

@@ -4,10 +4,12 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
-from engine.monitoring.events import EventWriter
+from engine.monitoring.events import PREFIX, EventWriter
 from fresh import TEMPLATE
+from PIL import Image
 
 SCRIPT = """
 import resource
@@ -75,6 +77,23 @@ def test_steps_after_the_clock_was_set_back_are_shown(tmp_path, monkeypatch):
     assert names == [f"events.out.tfevents.{now + ns}" for ns in (0, 1, 2, 1800 * 10**9)]
     shown = accumulator.EventAccumulator(str(tmp_path)).Reload()
     assert [point.step for point in shown.Scalars("step/loss")] == [1, 2, 3, 4]
+
+
+def test_links_are_not_followed(tmp_path, monkeypatch):
+    """Whoever else can write to the folder may make one at any time."""
+    Image.new("RGB", (8, 8)).save(tmp_path / "picture.png")
+    (tmp_path / "link.png").symlink_to(tmp_path / "picture.png")
+    (tmp_path / "run").mkdir()
+    writer = EventWriter(tmp_path / "run", 0)
+    writer.add_image("picture", tmp_path / "picture.png", 1)
+    with pytest.raises(OSError, match="Too many levels of symbolic links"):
+        writer.add_image("picture", tmp_path / "link.png", 1)
+    (tmp_path / "run" / f"{PREFIX}.{2**63}").touch()  # the next is higher by one
+    monkeypatch.setattr(Path, "glob", lambda folder, _: [folder / f"{PREFIX}.{2**63}"])
+    (tmp_path / "run" / f"{PREFIX}.{2**63 + 1}").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(FileExistsError):
+        EventWriter(tmp_path / "run", 0)
+    assert not (tmp_path / "elsewhere").exists()
 
 
 @pytest.mark.slow

@@ -146,3 +146,16 @@ def test_files_of_the_validation_are_not_written_through_a_link(tmp_path, suffix
     os.mkfifo(tmp_path / "validation" / f"epoch_002{suffix}")
     with pytest.raises(OSError, match=rf"epoch_002\{suffix} is a FIFO"):
         image_grid.image_path(tmp_path, 2)
+
+
+def test_links_that_appear_later_are_replaced(tmp_path):
+    """Whoever else can write to the folder may make one at any time."""
+    (tmp_path / "elsewhere").write_text("a text")
+    paths = [tmp_path / "grid.png", tmp_path / "panels.png"]
+    for path in paths:
+        path.symlink_to(tmp_path / "elsewhere")
+    image = torch.zeros(3, 32, 32, dtype=torch.uint8)
+    save_image_grid(paths[0], image[None].float(), [("a", True)])
+    save_panels(paths[1], [[image, image, image]], ["a", "b", "c"], [("d", [0, 0, 0])])
+    assert (tmp_path / "elsewhere").read_text() == "a text"
+    assert [Image.open(path).format for path in paths] == ["PNG", "PNG"]

@@ -102,7 +102,7 @@ def data_location(text: str) -> Path | str:
         return path(text)
     if not re.fullmatch(r"(https?|s3)://[^\s?#@]+", text):
         raise argparse.ArgumentTypeError(
-            f"{text} must be https://HOST/PATH or s3://BUCKET/PATH, without a query or a password"
+            "a URL must be https://HOST/PATH or s3://BUCKET/PATH, without a query or a password"
         )
     return text
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 from PIL import Image
 
+from engine import regular_only
+
 PREFIX = "events.out.tfevents"
 
 
@@ -32,7 +34,7 @@ class EventWriter:
         last = max((int(number) for number in numbers if number.isdecimal()), default=0)
         path = folder / f"{PREFIX}.{max(time.time_ns(), last + 1)}"
         self._record_writer = RecordWriter
-        self.file = FileIO(path, "w")
+        self.file = FileIO(path, "x")
         self._write(file_version="brain.Event:2")
         # Hides events of later steps, which a stopped run wrote after its last checkpoint.
         self._write(step=step + 1, session_log={"status": event_pb2.SessionLog.START})
@@ -44,9 +46,10 @@ class EventWriter:
 
     def add_image(self, tag: str, path: Path, step: int) -> None:
         """Add the image in a PNG file."""
-        with Image.open(path) as file:
-            width, height = file.size
-        image = {"width": width, "height": height, "encoded_image_string": path.read_bytes()}
+        with open(path, "rb", opener=regular_only) as file:
+            content = file.read()
+        width, height = Image.open(io.BytesIO(content)).size
+        image = {"width": width, "height": height, "encoded_image_string": content}
         self._write(step=step, summary={"value": [{"tag": tag, "image": image}]})
 
     def _write(self, **fields: object) -> None:

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torchvision.transforms.v2.functional import pil_to_tensor
 from torchvision.utils import make_grid
 
+from engine import replacing
 from engine.data import SizedDataset, select_batch
 from engine.data.images import MEAN, STD
 from engine.monitoring.fonts import LINE_HEIGHT, draw_text
@@ -65,7 +66,8 @@ def save_image_grid(path: Path, images: Tensor, captions: Sequence[tuple[str, bo
     framed = F.pad(torch.stack(cells), [MARGIN] * 4, value=255)
     grid = make_grid(framed, nrow=COLUMNS, padding=0, pad_value=255)
     path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(grid.permute(1, 2, 0).numpy()).save(path)
+    with replacing(path) as temporary:
+        Image.fromarray(grid.permute(1, 2, 0).numpy()).save(temporary, "PNG")
 
 
 def _lines(caption: str) -> list[str]:
@@ -112,4 +114,5 @@ def save_panels(
         draw.rectangle((left, top + 2, left + 10, top + 12), tuple(colour), "grey")
         draw_text(picture, (left + 16, top), name, LEGEND_WIDTH - 16 - MARGIN)
     path.parent.mkdir(parents=True, exist_ok=True)
-    picture.save(path)
+    with replacing(path) as temporary:
+        picture.save(temporary, "PNG")
