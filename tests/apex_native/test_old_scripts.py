@@ -361,7 +361,8 @@ OPTIONS = """
 import argparse
 from . import cycle
 parser = argparse.ArgumentParser()
-parser.add_argument("--local_rank", type=int, default=-1)
+parser.add_argument(  # as torch.distributed.launch passes it (until torch 1.9)
+    "--local_rank", type=int, default=-1)
 """
 
 
@@ -409,9 +410,9 @@ def test_modules_that_the_script_does_not_import_have_no_local_rank(start, tmp_p
     """An unpacked Apex beside the script is none of them."""
     (tmp_path / "apex").mkdir()
     for name in ("apex/__init__.py", "apex/options.py", "apex.py", "other.py", "sys.txt"):
-        (tmp_path / name).write_text('parser.add_argument("--local_rank")')
-    others = 'command = ["--local_rank=%d"]\nold = "".startswith("--local_rank")'
-    (tmp_path / "launch.py").write_text(others)
+        (tmp_path / name).write_text('"--local_rank"')
+    mentions = """["--local_rank=%d"], "".startswith('--local_rank'), "" == "--local_rank", 0"""
+    (tmp_path / "launch.py").write_text(f"command = {mentions}, '--local_rank' in ''")
     script = "import apex, sys\nfrom apex import amp\nimport launch\nprint(sys.argv)"
     (tmp_path / "old.py").write_text(script)
     assert start("old.py", LOCAL_RANK="1").stdout == "['old.py']\n"

@@ -146,9 +146,8 @@ def local_rank_arguments(script: str, folder: str, arguments: list[str]) -> list
     files = [os.path.abspath(script)]
     for path in files:  # to which the loop adds
         text = Path(path).read_text("latin-1")
-        declared = "" if path == files[0] else r"\b(?:add\w*|\w*option)\([^()]*?"
-        # In compiled code, a text of 12 characters follows its length.
-        if flag := re.search(declared + r"""["'\x0c](--local[_-]rank)(?![= ])""", text):
+        # Not where it is compared. In compiled code, a text of 12 characters follows its length.
+        if flag := re.search(r"(?<!with\()(?<!== )[\x22'\x0c](--local[_-]rank)(?![= ]|. in)", text):
             break
         files += sorted(set(imported_files(text, path, folder)).difference(files))
     rank = os.environ["LOCAL_RANK"]
