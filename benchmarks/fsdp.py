@@ -67,7 +67,7 @@ def ours(arch: str, device: torch.device, sharded: bool, recompute: bool) -> Ste
     optimizer = FusedAdam(model.parameters(), lr=1e-4, weight_decay=0.01)
     amp.initialize(model, optimizer, opt_level="O4", verbosity=0)
     if not sharded and dist.get_world_size() > 1:
-        model = DistributedDataParallel(model)
+        model = DistributedDataParallel(model, retain_allreduce_buffers=True)
 
     def step(images: Tensor, labels: Tensor) -> None:
         loss = F.cross_entropy(model(images), labels)

@@ -42,7 +42,7 @@ SAVE_BANDWIDTH = 2 * GB  # of one process writing a checkpoint
 RESTART = 600.0  # seconds from a failure to the first step after it
 
 RESNET50, TRANSFORMER = 25_557_032, 1_315_950_592  # parameters; the second is MPT-1B's
-STATE = {"DDP, O1": 20, "DDP, O2": 22, "FSDP": 16}  # bytes per parameter, see large_models.md
+STATE = {"DDP, O1": 16, "DDP, O2": 20, "FSDP": 16}  # bytes per parameter, see large_models.md
 IMAGE = 101e3  # bytes of a JPEG file in benchmarks/RESULTS.md
 DECODED = 3_325 / 8  # images/s of a core by --decode cpu, beside the training; from there, too
 SEQUENCE = 2048

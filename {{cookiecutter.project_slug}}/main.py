@@ -394,6 +394,7 @@ def wrap_model(
             model,
             # --deterministic: one order of reduction, after the whole backward pass.
             delay_allreduce=args.delay_allreduce or args.deterministic,
+            retain_allreduce_buffers=True,  # saves memory; a gradient to keep needs clone()
         )
         # % else
         device = next(model.parameters()).device
@@ -401,6 +402,7 @@ def wrap_model(
             model,
             device_ids=[device] if device.type == "cuda" else None,
             find_unused_parameters=args.deterministic,  # see make_deterministic
+            gradient_as_bucket_view=True,  # saves memory; a gradient to keep needs clone()
         )
         # % endif
     backend.tune_communication(

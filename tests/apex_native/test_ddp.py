@@ -53,23 +53,31 @@ def test_gradients_are_reduced(two_processes, options, factor, at_once):
         assert torch.equal(gradient, rows.sum(0) * factor)
 
 
-def on_each_rank_keep_gradients(rows):
+def on_each_rank_keep_gradients(rows, retain):
     x = rows[dist.get_rank()]
-    model = wrap(Weighted(x), at_once=False)
+    model = wrap(Weighted(x), at_once=False, retain_allreduce_buffers=retain)
     kept = []
     for factor in (1.0, 2.0, 3.0):
         model.zero_grad()
         model(factor * x).backward()
         kept.append(model.module.weight.grad)
-        kept[-1].detach_()  # an error for views of other memory
+        if not retain:
+            kept[-1].detach_()  # an error for views of other memory
     return kept
 
 
 def test_gradients_have_their_own_memory(two_processes):
     rows = torch.tensor([[1.0, 2.0], [3.0, -6.0]])
     mean = rows.mean(0)
-    for kept in two_processes(on_each_rank_keep_gradients, rows):
+    for kept in two_processes(on_each_rank_keep_gradients, rows, False):
         assert same(kept, [mean, 2 * mean, 3 * mean])
+
+
+def test_gradients_in_retained_buffers_are_overwritten(two_processes):
+    rows = torch.tensor([[1.0, 2.0], [3.0, -6.0]])
+    mean = rows.mean(0)
+    for _, second, third in two_processes(on_each_rank_keep_gradients, rows, True):
+        assert same([second, third], [3 * mean, 3 * mean])
 
 
 class Mixed(nn.Module):
@@ -421,7 +429,6 @@ def test_invalid_arguments_raise():
     "options",
     [
         {"allreduce_trigger_params": []},
-        {"retain_allreduce_buffers": True},
         {"num_allreduce_streams": 2, "allreduce_communicators": "any"},
         {"gradient_average_split_factor": 2.0},
         {"prof": True},

@@ -31,9 +31,10 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         allreduce_always_fp32: reduce half gradients in fp32.
         gradient_average: divide the sum by the number of processes.
         gradient_predivide_factor: divide by this much before the sum, by the rest after it.
-        allreduce_trigger_params, retain_allreduce_buffers, num_allreduce_streams,
-            allreduce_communicators, gradient_average_split_factor, prof: accepted and unused;
-            torch schedules its own communication.
+        retain_allreduce_buffers: make gradients views of the buckets instead of copies, torch's
+            ``gradient_as_bucket_view``: the next backward pass overwrites them.
+        allreduce_trigger_params, num_allreduce_streams, allreduce_communicators,
+            gradient_average_split_factor, prof: accepted, without effect.
 
     Raises ValueError for `shared_param`, and for arguments that exclude each other.
     """
@@ -68,6 +69,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             module,
             bucket_cap_mb=message_size * 4 / 2**20,
             find_unused_parameters=delay_allreduce,
+            gradient_as_bucket_view=retain_allreduce_buffers,
         )
         _amp_state.parallel_models.add(self)
         _broadcast_masters(module)
@@ -120,12 +122,11 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     def average_at_once(self) -> None:
         """Average all gradients of a type at once, after each backward pass from now on.
 
-        For a compiled model whose kernels are CUDA graphs (see GradientAverager). Gradients become
-        views of memory that the next pass overwrites. Communication hooks receive a Bucket.
-
-        Where two forward passes come before their backward passes, only the first of the latter
-        averages, as in torch's class. A parameter without a gradient, or with a sparse one, is a
-        RuntimeError in the backward pass. ``join()`` is not supported.
+        For a compiled model whose kernels are CUDA graphs (see GradientAverager). The next pass
+        overwrites the gradients, communication hooks receive a Bucket, and ``join()`` is not
+        supported. Where two forward passes come before their backward passes, only the first of
+        the latter averages, as in torch's class. A parameter without a gradient, or with a sparse
+        one, is a RuntimeError in the backward pass.
         """
         self._averager = GradientAverager(self._trained, self._hook)
         self.averages_at_once = True
@@ -153,8 +154,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             unused = re.search(r"indices which did not receive grad.*?: ([\d ]+)", str(error))
             if unused is None:
                 raise
-            trained = list(self._trained)
-            names = [trained[int(index)] for index in unused[1].split()]
+            names = [list(self._trained)[int(index)] for index in unused[1].split()]
             raise RuntimeError(no_gradient_message(names)) from None
 
 

@@ -15,15 +15,12 @@ from engine.optim import build_on_meta, freeze
 def persistent_bytes(args: Namespace, ddp: str) -> int:
     """Return the bytes for each parameter of weights, gradients, optimizer and average.
 
-    FSDP divides them by the number of processes; DDP's buckets hold another copy of gradients.
+    FSDP divides them by the number of processes; DDP's buckets are the gradients themselves.
     """
     level = OPT_LEVELS[args.opt_level]
     is_half = ddp != "fsdp" and level.cast_model_type in (torch.float16, torch.bfloat16)
-    weight = 2 if is_half else 4
     moments = 1 if hasattr(args, "momentum") else 2  # of SGD, of Adam
-    total = 2 * weight + 4 * (moments + bool(args.ema))
-    if ddp in ("apex", "torch"):
-        total += weight
+    total = 2 * (2 if is_half else 4) + 4 * (moments + bool(args.ema))
     if is_half and level.master_weights:
         total += 8  # fp32 weights and their gradients
     return total
