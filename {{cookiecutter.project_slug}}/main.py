@@ -402,7 +402,6 @@ def wrap_model(
             model,
             device_ids=[device] if device.type == "cuda" else None,
             find_unused_parameters=args.deterministic,  # see make_deterministic
-            gradient_as_bucket_view=True,  # saves memory; a gradient to keep needs clone()
         )
         # % endif
     backend.tune_communication(
