@@ -15,12 +15,13 @@ from engine.optim import build_on_meta, freeze
 def persistent_bytes(args: Namespace, ddp: str) -> int:
     """Return the bytes for each parameter of weights, gradients, optimizer and average.
 
-    FSDP divides them by the number of processes; DDP's buckets are the gradients themselves.
+    FSDP divides them by the number of processes. DDP's buckets hold the gradients, torch's copies.
     """
     level = OPT_LEVELS[args.opt_level]
     is_half = ddp != "fsdp" and level.cast_model_type in (torch.float16, torch.bfloat16)
     moments = 1 if hasattr(args, "momentum") else 2  # of SGD, of Adam
-    total = 2 * (2 if is_half else 4) + 4 * (moments + bool(args.ema))
+    count = 3 if ddp == "torch" else 2
+    total = count * (2 if is_half else 4) + 4 * (moments + bool(args.ema))
     if is_half and level.master_weights:
         total += 8  # fp32 weights and their gradients
     return total
