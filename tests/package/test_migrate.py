@@ -686,6 +686,13 @@ def test_name_of_the_script_is_escaped(run, tmp_path):
     assert "a\\x1b[2J.py does not import Apex" in done.stderr
 
 
+def test_literals_of_the_script_are_escaped(run, tmp_path):
+    (tmp_path / "a.py").write_text(START + TRAIN.replace("LEVEL", "O1\x1b[2J"))
+    done = run(*COMMAND, "migrate", "a.py")
+    assert (done.returncode, "\x1b" in done.stderr) == (1, False)
+    assert "O1\\x1b[2J" in done.stderr
+
+
 def test_failed_write_leaves_the_file(run, tmp_path):
     name = "x" * 250 + ".py"  # too long for a temporary file's name beside it
     (tmp_path / name).write_text(CALLS[2][0] + "\n")

@@ -132,7 +132,7 @@ def main(arguments: list[str]) -> int:
         )
         name = str(args.script)
         sys.stdout.writelines(difflib.unified_diff(before, after, name, name))
-    sys.stderr.write(report.text(_printable(str(args.script))))
+    sys.stderr.writelines(f"{_printable(line)}\n" for line in report.lines(str(args.script)))
     return 1 if report.left else 0
 
 
@@ -142,5 +142,5 @@ def _fail(message: str) -> int:
 
 
 def _printable(text: str) -> str:
-    """Return `text` with escapes for what would control a terminal, as a file's name may."""
+    """Return `text` with escapes for what would control a terminal, as a name or a literal may."""
     return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
