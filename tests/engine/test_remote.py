@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import resource
+import shutil
 import threading
 import time
 from argparse import Namespace
@@ -629,6 +630,21 @@ def test_another_pack_at_the_url_has_another_mirror(server, packed, tmp_path, ru
     run_pack(write_images(tmp_path / "other", 20), packed, LARGE)
     after = RemoteFolder(f"{server.url}/packed", tmp_path / "cache", MANY)
     assert after.mirror != before and len(datasets(after)[0]) == 20
+
+
+@needs_nginx
+def test_slow_index_delays_no_other_pack(server, packed, tmp_path, monkeypatch, alarm):  # noqa: F811
+    shutil.copytree(packed, packed.with_name("other"))
+    download = Store.download
+
+    def slow(self, *args):
+        monkeypatch.setattr(Store, "download", download)
+        assert RemoteFolder(f"{server.url}/other", tmp_path / "cache", MANY).is_dir()
+        download(self, *args)
+
+    monkeypatch.setattr(Store, "download", slow)
+    assert RemoteFolder(f"{server.url}/packed", tmp_path / "cache", MANY).is_dir()
+    assert len([*(tmp_path / "cache").glob("*/train/index.bin")]) == 2
 
 
 @needs_nginx

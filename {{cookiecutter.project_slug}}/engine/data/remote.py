@@ -78,7 +78,7 @@ class RemoteFolder:
             digest.update(f"\n{name} {len(data)}\n".encode() + data)
         mirror = self.cache_dir / digest.hexdigest()[:16]
         os.environ[shards.CACHE] = str(self.cache_dir)
-        with writing(self.cache_dir, FIX), _locked(self.cache_dir):
+        with writing(self.cache_dir, FIX), _locked(mirror):
             for name, data in files.items():
                 path = mirror / name
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -296,10 +296,10 @@ def _is_locked(path: Path) -> bool:
 
 
 @contextmanager
-def _locked(cache_dir: Path) -> Iterator[None]:
-    """Hold the lock of a cache, one process at a time."""
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    with open(cache_dir / "lock", "ab", opener=regular_only) as file:
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of a cache or a mirror, one process at a time."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "ab", opener=regular_only) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         try:
             yield
