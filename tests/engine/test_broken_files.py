@@ -98,15 +98,18 @@ def test_progressive_file_with_hundreds_of_scans_is_an_error(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("width", "height", "message"),
+    ("size", "width", "height", "message"),
     [
-        (30_000, 30_000, "it has 900000000 pixels, more than"),
-        (5_000_000, 16, "it has tiles of 5000000 × 16 pixels"),
+        ((16, 16), 30_000, 30_000, "it has 900000000 pixels, more than"),
+        ((16, 16), 5_000_000, 16, "it has tiles of 5000000 × 16 pixels"),
+        ((20_000, 1), 16, 20_000, "it has 400000000 pixels, more than"),  # of 1,250 tiles
     ],
 )
-def test_tile_that_is_larger_than_its_image_is_an_error(tmp_path, width, height, message):
+def test_tiles_that_are_larger_than_their_image_are_an_error(
+    tmp_path, size, width, height, message
+):
     path = tmp_path / "a.tif"
-    fields = {256: 16, 257: 16, 258: 8, 259: 8, 262: 1, 277: 1, 322: width, 323: height}
+    fields = {256: size[0], 257: size[1], 258: 8, 259: 8, 262: 1, 277: 1, 322: width, 323: height}
     fields |= {324: 8 + 2 + 12 * 10 + 4, 325: 1}
     entries = b"".join(struct.pack("<HHII", tag, 4, 1, fields[tag]) for tag in sorted(fields))
     path.write_bytes(b"II*\0" + struct.pack("<IH", 8, len(fields)) + entries + bytes(5))

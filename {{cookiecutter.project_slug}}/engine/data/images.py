@@ -201,8 +201,9 @@ def _check_size(image: Image.Image) -> None:
     """Raise OSError for an image that would take more than a gigabyte to decode."""
     tags = getattr(image, "tag_v2", {})  # of a TIFF file, whose tiles can be larger than the image
     sides = [tags.get(name) for name in (TILE_WIDTH, TILE_LENGTH)]
-    tile = [side for side in sides if isinstance(side, int)]
-    pixels = max(math.prod(image.size), math.prod(tile))
+    tile = [side for side in sides if isinstance(side, int) and side > 0]
+    tiled = [-(-length // side) * side for length, side in zip(image.size, tile, strict=False)]
+    pixels = max(math.prod(image.size), math.prod(tiled))
     if pixels > MAX_PIXELS:
         raise OSError(0, f"it has {pixels} pixels, more than {MAX_PIXELS}")
     if max(tile, default=0) > max(*image.size, MAX_TILE):  # a small file may have many of them
