@@ -162,7 +162,8 @@ else
     number MASTER_PORT "${MASTER_PORT:-29500}" 1 65535
     number NODE_WAIT "${NODE_WAIT:-600}" 1 100000
     # engine.launch serves the store. An elastic job waits 15 s for hosts beyond the least number.
-    waits="join_timeout=${NODE_WAIT:-600},last_call_timeout=15,read_timeout=20"
+    wait=$((${NODE_WAIT:-600} + (most > least ? 15 : 0)))
+    waits="join_timeout=$wait,last_call_timeout=15,read_timeout=20"
     set -- "--nnodes=$hosts" --rdzv-backend=c10d "--rdzv-conf=is_host=false,$waits" \
         "--rdzv-endpoint=$MASTER_ADDR:${MASTER_PORT:-29500}" "$@"
     if [ "$module" = engine.diagnostics.preflight ]; then # checks the least number of hosts

@@ -188,6 +188,8 @@ def test_several_hosts(machine, shell):
 def test_number_of_hosts_may_be_a_range_and_needs_no_rank(machine, shell, hosts):
     argv, seen = machine.run(NNODES=hosts, MASTER_ADDR="a", shell=shell)
     assert value(argv, "nnodes") == seen["NNODES"] == hosts
+    wait = 600 + 15 * (":" in hosts)  # for more hosts than the least number
+    assert f"join_timeout={wait},last_call_timeout=15," in value(argv, "rdzv-conf")
 
 
 def test_a_check_of_several_hosts_is_of_the_least_number_and_needs_a_rank(machine):

@@ -161,9 +161,9 @@ def join_hosts(nodes: str) -> tuple[dist.Store | None, dist.Store | None, list[s
         server.set(FAILED, "")
         threading.Thread(target=_publish_time, args=(server,), daemon=True).start()
     log_line(f"waiting for {nodes} hosts at {address}, port {port}")
-    store = dist.TCPStore(address, port, timeout=timedelta(seconds=wait), wait_for_workers=False)
-    expected = store.get("settings").decode()
-    if expected != settings:
+    limit = timedelta(seconds=wait / 2)  # torch tries twice
+    store = dist.TCPStore(address, port, timeout=limit, wait_for_workers=False)
+    if (expected := store.get("settings").decode()) != settings:
         host = socket.gethostname()
         raise UserError(f"{settings} on {host}, but {expected} at {address}: use the same")
     os.environ[LAUNCH_ID] = store.get("launch").decode()
