@@ -476,6 +476,7 @@ def write_masks(folder, count, labels):
         (4, [0, 255], "4 of 4 training masks has the label 1 (tree), 2 (house); ignored: 255"),
         (4, [0, 1], "4 of 4 training masks has the label 2 (house); ignored: 255"),
         (4, [0, 1, 2], ""),
+        (4, [0, 7], ""),  # an error in training
         (101, [0, 255], "51 of 101 training masks has the label 1 (tree), 2 (house)"),
         (101, [0, 1], ""),  # a sample may lack a rare class
     ],

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -176,15 +175,16 @@ def warn_of_absent_classes(
     """
     if not distributed.is_rank_zero():
         return
-    step = math.ceil(len(files) / MAX_SAMPLE)
-    sample = [files[index][1] for index in range(0, len(files), step)]
+    sample = [mask for _, mask in files[:: math.ceil(len(files) / MAX_SAMPLE)]]
     absent = set(range(len(classes)))
     for path in sample:
-        with suppress(FileError):  # reading it in training raises the error
+        try:
             absent -= set(read_mask(path, numbers).unique().tolist())
+        except FileError:  # which training reports
+            return
         if not absent:
             return
-    if step > 1 and 2 * len(absent) < len(classes):
+    if len(sample) < len(files) and 2 * len(absent) < len(classes):
         return
     labels = numbers.tolist()
     names = [f"{labels.index(number)} ({classes[number]})" for number in sorted(absent)]
