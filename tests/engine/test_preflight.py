@@ -86,8 +86,11 @@ def test_driver(run_check, nvidia_smi, monkeypatch, script, status, words):
     assert found[0] == status and words in found[1]
 
 
-def test_missing_driver_is_a_warning(run_check, monkeypatch, tmp_path):
+@pytest.mark.parametrize("is_forbidden", [False, True])
+def test_missing_driver_is_a_warning(run_check, monkeypatch, tmp_path, is_forbidden):
     monkeypatch.setenv("PATH", str(tmp_path))
+    if is_forbidden:
+        (tmp_path / "nvidia-smi").touch(0o644)
     preflight.gpus.cache_clear()
     assert run_check(check_driver)[0] == WARNING
     assert run_check(check_links) == (PENDING, "")

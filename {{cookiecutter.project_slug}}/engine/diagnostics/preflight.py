@@ -56,7 +56,7 @@ def nvidia_smi(*arguments: str) -> str:
     command = ["nvidia-smi", *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=DRIVER_TIMEOUT_S)
-    except FileNotFoundError:
+    except (FileNotFoundError, PermissionError):  # such as a folder in PATH that is closed
         return ""
     except subprocess.TimeoutExpired:
         raise UserError("nvidia-smi does not answer: search dmesg for errors, and reboot") from None
