@@ -512,7 +512,7 @@ def test_untrainable_model_is_an_error(batch, criterion, reason):
     )
     assert str(error.value).startswith(start)
     assert reason in str(error.value)
-    assert str(error.value).endswith("choose another --arch, --image-size or --batch-size")
+    assert str(error.value).endswith("choose another --arch, image size or --batch-size")
 
 
 def test_model_that_can_not_validate_images_of_a_size_is_an_error() -> None:
@@ -523,7 +523,7 @@ def test_model_that_can_not_validate_images_of_a_size_is_an_error() -> None:
         check_evaluable(model, prepare, [torch.randn(1, 3, 9, 9), torch.zeros(1)])
     message = str(error.value)
     assert message.startswith("this --arch can't validate a batch of 1 samples (tensors of shape 1")
-    assert message.endswith("choose another --arch or --eval-size")
+    assert message.endswith("choose another --arch or image size")
 
 
 def test_model_that_can_not_be_copied_is_an_error():

@@ -123,7 +123,7 @@ class Pooled(nn.Linear):
 
 def test_batch_of_one_pair_is_refused(processes):
     """Its loss is 0 whatever the weights."""
-    with pytest.raises(UserError, match="one pair has no negatives.*--image-size or --batch-size"):
+    with pytest.raises(UserError, match="one pair has no negatives.*image size or --batch-size"):
         check_pairs(1)
     check_pairs(2)
     processes(check_pairs, 1)

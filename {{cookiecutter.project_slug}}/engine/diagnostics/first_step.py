@@ -83,7 +83,7 @@ def check_trainable(
         batch: tensors on the model's device.
     """
     inputs, targets = prepare(batch)
-    with _explaining("train on", batch, "--arch, --image-size or --batch-size"):
+    with _explaining("train on", batch, "--arch, image size or --batch-size"):
         loss = criterion(_copy(model).train()(inputs), targets)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise TypeError("the loss is not a single number")
@@ -109,7 +109,7 @@ def check_evaluable(model: nn.Module, prepare: Callable, batch: Sequence[Tensor]
         prepare, batch: as for `check_trainable`.
     """
     inputs, _ = prepare(batch)
-    with _explaining("validate", batch, "--arch or --eval-size"), eval_mode(model):
+    with _explaining("validate", batch, "--arch or image size"), eval_mode(model):
         model(inputs)
 
 
@@ -119,7 +119,7 @@ def _explaining(action: str, batch: Sequence[Tensor], choices: str) -> Iterator[
 
     Args:
         action: what the model can't do, for the message.
-        choices: flags to change.
+        choices: what to change.
     """
     try:
         yield
