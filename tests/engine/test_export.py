@@ -174,6 +174,16 @@ def test_compiled_code_that_others_could_write_is_checked(tmp_path, monkeypatch)
                 protect_compiled_code()
 
 
+def test_export_reads_no_files_of_another_user(tmp_path, monkeypatch) -> None:
+    """torch reads some of that folder while it traces, and writes there, too."""
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    protect_compiled_code()
+    monkeypatch.setattr(os, "getuid", lambda: 1 + tmp_path.stat().st_uid)
+    with pytest.raises(UserError, match="belongs to another user.*: set TMPDIR"):
+        export.export_model(nn.Identity(), tmp_path / "model.pt2", torch.ones)
+
+
 def test_headers_of_compiled_code_are_in_a_folder_that_is_checked() -> None:
     """torch has them in its default folder, whatever TORCHINDUCTOR_CACHE_DIR is."""
     code = """

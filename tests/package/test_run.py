@@ -187,15 +187,22 @@ def test_fill_without_an_apex_exits(run, tmp_path):
 
 
 def test_compiled_code_of_another_user_is_not_used(run, tmp_path):
-    code = "from apex_native.extras.compiled import _cache_folder; print(_cache_folder())"
-    usual = Path(run("-c", code, TMPDIR=str(tmp_path)).stdout.strip())
-    assert usual.parent == tmp_path and usual.stat().st_mode & 0o777 == 0o700
-    assert run("-c", code, TMPDIR=str(tmp_path)).stdout.strip() == str(usual)
+    """Nor is torch's default, which torch may set when it is imported."""
+    code = (
+        "import os; from apex_native.extras.compiled import _compiled; _compiled(lambda x: x); "
+        "print(os.environ['TORCHINDUCTOR_CACHE_DIR'])"
+    )
+    default = tmp_path / "torchinductor_name"
+    variables = {"TMPDIR": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": str(default)}
+    usual = Path(run("-c", code, **variables).stdout.strip())
+    assert usual.parent == tmp_path and usual != default
+    assert usual.stat().st_mode & 0o777 == 0o700
+    assert run("-c", code, **variables).stdout.strip() == str(usual)
     usual.rmdir()
     usual.touch()
-    assert Path(run("-c", code, TMPDIR=str(tmp_path)).stdout.strip()) not in (usual, Path("."))
+    assert Path(run("-c", code, **variables).stdout.strip()) not in (usual, Path("."))
     usual.unlink()
     usual.symlink_to("/")  # another user's, or through a link that another user can change
     if os.getuid() == 0:
         os.chown(usual, 65534, 65534, follow_symlinks=False)
-    assert Path(run("-c", code, TMPDIR=str(tmp_path)).stdout.strip()) not in (usual, Path("/"))
+    assert Path(run("-c", code, **variables).stdout.strip()) not in (usual, Path("/"))

@@ -78,8 +78,8 @@ def exists(path: Path) -> bool:
     return False
 
 
-def require_traceable() -> None:
-    """Raise UserError if torch can't trace code in the project's folder, because of its name."""
+def prepare_tracing() -> None:
+    """Protect compiled code. Raises UserError if torch can't trace in a folder of this name."""
     folder = Path(__file__).parent.parent
     try:
         str(folder).encode()
@@ -87,6 +87,7 @@ def require_traceable() -> None:
         raise UserError(
             f"rename the folder {folder}: torch can't compile or export where a name is not UTF-8"
         ) from None
+    protect_compiled_code()
 
 
 def protect_compiled_code() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine import UserError, move, require_traceable
+from engine import UserError, move, prepare_tracing
 from engine.diagnostics.first_step import tensors_in
 
 FORMATS = (".onnx", ".pt2")
@@ -41,7 +41,7 @@ def export_model(model: nn.Module, path: Path, sample_inputs: Callable[[int], An
         raise UserError(f"--export {path}: choose a file name that ends in {' or '.join(FORMATS)}")
     if path.suffix == ".onnx":
         _require_onnx(path)
-    require_traceable()
+    prepare_tracing()
     try:
         with TemporaryDirectory(dir=path.parent) as folder:
             written = Path(folder, path.name)

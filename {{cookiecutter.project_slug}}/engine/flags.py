@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from apex_native.amp.frontend import OPT_LEVELS
-from engine import cli, distributed, protect_compiled_code, require_traceable
+from engine import cli, distributed, prepare_tracing
 from engine.data.remote import RemoteFolder
 from engine.monitoring.trackers import NAMES as TRACKERS
 from engine.monitoring.trackers import TENSORBOARD
@@ -223,8 +223,7 @@ def backend_needs(args: argparse.Namespace, ddp: str) -> dict[str, bool]:
         return {"replicated": True}
     needs = {"compiled": args.compile or args.cuda_graphs}
     if needs["compiled"]:
-        require_traceable()
-        protect_compiled_code()
+        prepare_tracing()
     if ddp == "fsdp":
         needs["sharded"] = True
     if ddp == "apex":

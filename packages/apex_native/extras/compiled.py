@@ -22,16 +22,15 @@ def compute(formula: Callable[..., Tensor], inputs: Tensor, *args: Any) -> Tenso
 
 @cache
 def _compiled(formula: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")
+    # torch may set it when it is imported, to a folder in /tmp, whoever has made that.
+    if not folder or Path(folder).parent == Path(tempfile.gettempdir()):
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = _cache_folder()
     return torch.compile(formula)
 
 
 def _cache_folder() -> str:
-    """Return a folder of this user for compiled code, which torch unpickles.
-
-    torch takes one in /tmp, whoever has made it.
-    """
+    """Return a folder of this user for compiled code, which torch unpickles."""
     path = Path(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
     with suppress(OSError):  # such as a file or a broken link of that name
         path.mkdir(mode=0o700, exist_ok=True)
