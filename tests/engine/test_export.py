@@ -184,6 +184,14 @@ def test_export_reads_no_files_of_another_user(tmp_path, monkeypatch) -> None:
         export.export_model(nn.Identity(), tmp_path / "model.pt2", torch.ones)
 
 
+def test_onnxruntime_writes_to_no_shared_folder(tmp_path) -> None:
+    pytest.importorskip("onnxruntime")
+    code = "from engine.export import _import_onnxruntime as load; load().InferenceSession"
+    variables = os.environ | {"TMPDIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", code], cwd=TEMPLATE, env=variables, check=True)
+    assert not (tmp_path / ".ses").exists()
+
+
 def test_headers_of_compiled_code_are_in_a_folder_that_is_checked() -> None:
     """torch has them in its default folder, whatever TORCHINDUCTOR_CACHE_DIR is."""
     code = """

@@ -1,11 +1,14 @@
 """Export of trained models to files that run without this project."""
 
 import io
+import os
+import tempfile
 import warnings
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -99,8 +102,7 @@ def _export_onnx(
     model: nn.Module, inputs: Any, sizes: tuple, path: Path
 ) -> Callable[[Any], list[Tensor]]:
     """Write an ONNX model; return a function that runs the file."""
-    import onnxruntime
-
+    onnxruntime = _import_onnxruntime()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about the exporter's own internals
         program = torch.onnx.export(
@@ -117,6 +119,17 @@ def _export_onnx(
         return [torch.from_numpy(output) for output in outputs]
 
     return run
+
+
+def _import_onnxruntime() -> ModuleType:
+    """Import it with TMPDIR of its own: it writes to a file there, whoever has made that."""
+    with TemporaryDirectory() as own:
+        os.environ["TMPDIR"] = own
+        try:
+            import onnxruntime
+        finally:
+            os.environ["TMPDIR"] = tempfile.gettempdir()  # as before
+    return onnxruntime
 
 
 def _require_onnx(path: Path) -> None:
