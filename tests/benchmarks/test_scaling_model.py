@@ -233,7 +233,7 @@ def test_the_numbers_in_the_pages_sentences_are_still_these():
     [("DDP, O1", "O1", "apex"), ("DDP, O2", "O2", "apex"), ("FSDP", "O4", "fsdp")],
 )
 def test_bytes_per_parameter_are_those_of_check(state, level, ddp):
-    args = Namespace(opt_level=level, ema=0.0)
+    args = Namespace(opt_level=level, ema=0.0, accumulate=1, cuda_graphs=False)
     assert model.STATE[state] == persistent_bytes(args, ddp)
 
 

@@ -20,7 +20,8 @@ def build_model() -> nn.Module:
 
 
 def flags(opt_level: str, *, ema: float = 0.0, cpu_offload: bool = False, **sgd: float):
-    return Namespace(opt_level=opt_level, ema=ema, cpu_offload=cpu_offload, freeze=None, **sgd)
+    others = {"freeze": None, "accumulate": 1, "cuda_graphs": False}
+    return Namespace(opt_level=opt_level, ema=ema, cpu_offload=cpu_offload, **others | sgd)
 
 
 @pytest.mark.parametrize(
@@ -30,6 +31,8 @@ def flags(opt_level: str, *, ema: float = 0.0, cpu_offload: bool = False, **sgd:
         ("torch", flags("O1"), 20),  # and the bucket
         ("torch", flags("O0", momentum=0.9), 16),
         ("apex", flags("O1"), 16),  # whose buckets are the gradients
+        ("apex", flags("O1", accumulate=2), 20),  # but for those that are not averaged yet
+        ("apex", flags("O1", cuda_graphs=True), 20),
         ("apex", flags("O2"), 20),  # 2 × 2, masters 8, moments 8
         ("apex", flags("O3"), 12),
         ("fsdp", flags("O5"), 16),

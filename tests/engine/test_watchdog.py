@@ -359,6 +359,20 @@ def listening(port: int) -> list[str]:
     return [address for address in addresses if address.endswith(f":{port}")]
 
 
+def test_server_is_waited_for_up_to_a_limit():
+    port, stores = free_port(), []
+    start = time.monotonic()
+    with pytest.raises(dist.DistNetworkError, match="Connection refused"):
+        network.wait_for_server("127.0.0.1", port, 2.0)
+    assert 1.0 < time.monotonic() - start < 4.0
+    serve = partial(network.serve_store, "127.0.0.1", port)
+    timer = threading.Timer(1.0, lambda: stores.append(serve()))
+    timer.start()
+    network.wait_for_server("127.0.0.1", port, 30.0)
+    timer.join()
+    assert stores
+
+
 def test_store_listens_at_its_address_only() -> None:
     store = network.serve_store("127.0.0.1", 0)
     assert listening(store.port) == [f"127.0.0.1:{store.port}"]

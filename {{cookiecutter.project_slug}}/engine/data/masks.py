@@ -175,7 +175,8 @@ def warn_of_absent_classes(
     """
     if not distributed.is_rank_zero():
         return
-    sample = [mask for _, mask in files[:: math.ceil(len(files) / MAX_SAMPLE)]]
+    step = math.ceil(len(files) / MAX_SAMPLE)
+    sample = [files[index][1] for index in range(0, len(files), step)]
     absent = set(range(len(classes)))
     for path in sample:
         try:
@@ -184,7 +185,7 @@ def warn_of_absent_classes(
             return
         if not absent:
             return
-    if len(sample) < len(files) and 2 * len(absent) < len(classes):
+    if step > 1 and 2 * len(absent) < len(classes):
         return
     labels = numbers.tolist()
     names = [f"{labels.index(number)} ({classes[number]})" for number in sorted(absent)]

@@ -15,13 +15,15 @@ from engine.optim import build_on_meta, freeze
 def persistent_bytes(args: Namespace, ddp: str) -> int:
     """Return the bytes for each parameter of weights, gradients, optimizer and average.
 
-    FSDP divides them by the number of processes. DDP's buckets hold the gradients, torch's copies.
+    FSDP divides them by the number of processes. DDP's buckets hold the gradients, or copies of
+    those that torch's DDP, --accumulate and --cuda-graphs keep apart.
     """
     level = OPT_LEVELS[args.opt_level]
     is_half = ddp != "fsdp" and level.cast_model_type in (torch.float16, torch.bfloat16)
     moments = 1 if hasattr(args, "momentum") else 2  # of SGD, of Adam
-    count = 3 if ddp == "torch" else 2
-    total = count * (2 if is_half else 4) + 4 * (moments + bool(args.ema))
+    is_apart = ddp == "apex" and (args.accumulate > 1 or args.cuda_graphs)
+    copies = 3 if ddp == "torch" or is_apart else 2
+    total = copies * (2 if is_half else 4) + 4 * (moments + bool(args.ema))
     if is_half and level.master_weights:
         total += 8  # fp32 weights and their gradients
     return total

@@ -19,7 +19,7 @@ from engine.diagnostics import preflight
 from engine.diagnostics.first_step import device_identity, find_shared_gpu
 from engine.diagnostics.preflight import ERROR, GIB, MIB, OK, WARNING, Results
 from engine.distributed import consistency
-from engine.distributed.network import serve_store
+from engine.distributed.network import serve_store, wait_for_server
 
 MIN_TORCH = (2, 6)
 ALL_REDUCE_BYTES = 16 * MIB
@@ -171,7 +171,8 @@ def rendezvous(rank: int, world_size: int, device: str) -> dist.Store:
     if rank == 0:
         store = serve_store(address, port, timeout)
     else:
-        store = dist.TCPStore(address, port, None, False, timeout / 3, False)  # torch tries twice
+        wait_for_server(address, port, TIMEOUT_S)
+        store = dist.TCPStore(address, port, None, False, timeout, wait_for_workers=False)
     store.set(f"processes {os.environ.get('NODE_RANK') or 0}", os.environ["LOCAL_WORLD_SIZE"])
     store.set(f"device {rank}", device)
     if rank == 0:

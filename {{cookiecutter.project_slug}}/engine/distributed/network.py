@@ -26,6 +26,7 @@ FAILED = "failed"  # key of the store, with the time of the last failure
 HAS_FAILED = threading.Event()  # less than FAILURE_S ago, on another host
 RESUME = "start ./run.sh on all hosts again, with --resume auto"
 ELSEWHERE = f"the job has failed on another host, which logs why: {RESUME}"
+RETRY_S = 0.5  # between two attempts to reach a server
 STORE_TIMEOUT = timedelta(seconds=20)  # for an answer of a store
 # A host that does not answer for 9 s is lost: after 3 s without data, 3 probes, one every 2 s.
 KEEP_ALIVE = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 9000}
@@ -124,6 +125,23 @@ def serve_store(address: str, port: int, timeout: timedelta = STORE_TIMEOUT) -> 
     )
 
 
+def wait_for_server(address: str, port: int, seconds: float) -> None:
+    """Wait until a server answers: torch's own wait takes up to three times its limit.
+
+    Raises DistNetworkError after `seconds`.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            socket.create_connection((address, port), min(5.0, max(0.1, left))).close()
+            return
+        except OSError as error:
+            if left < RETRY_S:
+                raise dist.DistNetworkError(str(error.strerror or error)) from None
+        time.sleep(RETRY_S)
+
+
 def is_loopback(address: str) -> bool:
     """Return whether only this host can reach `address`, as far as its text says."""
     return address == "localhost" or address.startswith("127.")
@@ -161,8 +179,8 @@ def join_hosts(nodes: str) -> tuple[dist.Store | None, dist.Store | None, list[s
         server.set(FAILED, "")
         threading.Thread(target=_publish_time, args=(server,), daemon=True).start()
     log_line(f"waiting for {nodes} hosts at {address}, port {port}")
-    limit = timedelta(seconds=wait / 2)  # torch tries twice
-    store = dist.TCPStore(address, port, timeout=limit, wait_for_workers=False)
+    wait_for_server(address, port, wait)
+    store = dist.TCPStore(address, port, timeout=timedelta(seconds=wait), wait_for_workers=False)
     if (expected := store.get("settings").decode()) != settings:
         host = socket.gethostname()
         raise UserError(f"{settings} on {host}, but {expected} at {address}: use the same")
