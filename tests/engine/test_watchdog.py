@@ -368,7 +368,7 @@ def test_server_is_waited_for_up_to_a_limit():
     serve = partial(network.serve_store, "127.0.0.1", port)
     timer = threading.Timer(1.0, lambda: stores.append(serve()))
     timer.start()
-    network.wait_for_server("127.0.0.1", port, 30.0)
+    network.wait_for_server("127.0.0.1", port, 30.0).close()
     timer.join()
     assert stores
 

@@ -122,11 +122,10 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     def average_at_once(self) -> None:
         """Average all gradients of a type at once, after each backward pass from now on.
 
-        For a compiled model whose kernels are CUDA graphs (see GradientAverager). The next pass
-        overwrites the gradients, communication hooks receive a Bucket, and ``join()`` is not
-        supported. Where two forward passes come before their backward passes, only the first of
-        the latter averages, as in torch's class. A parameter without a gradient, or with a sparse
-        one, is a RuntimeError in the backward pass.
+        For compiled models of CUDA graphs (see GradientAverager). The next pass overwrites the
+        gradients, communication hooks get a Bucket, ``join()`` is not supported. If two forward
+        passes come before their backward passes, only the first of these averages, as in torch. A
+        parameter without a gradient, or with a sparse one, is a RuntimeError in a backward pass.
         """
         self._averager = GradientAverager(self._trained, self._hook)
         self.averages_at_once = True
@@ -154,7 +153,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             unused = re.search(r"indices which did not receive grad.*?: ([\d ]+)", str(error))
             if unused is None:
                 raise
-            names = [list(self._trained)[int(index)] for index in unused[1].split()]
+            trained = list(self._trained)
+            names = [trained[int(index)] for index in unused[1].split()]
             raise RuntimeError(no_gradient_message(names)) from None
 
 

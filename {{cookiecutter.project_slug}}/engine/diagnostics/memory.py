@@ -21,9 +21,8 @@ def persistent_bytes(args: Namespace, ddp: str) -> int:
     level = OPT_LEVELS[args.opt_level]
     is_half = ddp != "fsdp" and level.cast_model_type in (torch.float16, torch.bfloat16)
     moments = 1 if hasattr(args, "momentum") else 2  # of SGD, of Adam
-    is_apart = ddp == "apex" and (args.accumulate > 1 or args.cuda_graphs)
-    copies = 3 if ddp == "torch" or is_apart else 2
-    total = copies * (2 if is_half else 4) + 4 * (moments + bool(args.ema))
+    is_copied = ddp == "torch" or (ddp == "apex" and (args.accumulate > 1 or args.cuda_graphs))
+    total = (2 + is_copied) * (2 if is_half else 4) + 4 * (moments + bool(args.ema))
     if is_half and level.master_weights:
         total += 8  # fp32 weights and their gradients
     return total

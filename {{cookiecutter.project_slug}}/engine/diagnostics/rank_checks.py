@@ -171,7 +171,7 @@ def rendezvous(rank: int, world_size: int, device: str) -> dist.Store:
     if rank == 0:
         store = serve_store(address, port, timeout)
     else:
-        wait_for_server(address, port, TIMEOUT_S)
+        wait_for_server(address, port, TIMEOUT_S).close()
         store = dist.TCPStore(address, port, None, False, timeout, wait_for_workers=False)
     store.set(f"processes {os.environ.get('NODE_RANK') or 0}", os.environ["LOCAL_WORLD_SIZE"])
     store.set(f"device {rank}", device)

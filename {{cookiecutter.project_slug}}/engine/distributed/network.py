@@ -125,8 +125,8 @@ def serve_store(address: str, port: int, timeout: timedelta = STORE_TIMEOUT) -> 
     )
 
 
-def wait_for_server(address: str, port: int, seconds: float) -> None:
-    """Wait until a server answers: torch's own wait takes up to three times its limit.
+def wait_for_server(address: str, port: int, seconds: float) -> socket.socket:
+    """Return a connection to a server that may start later: torch waits up to thrice its limit.
 
     Raises DistNetworkError after `seconds`.
     """
@@ -134,8 +134,9 @@ def wait_for_server(address: str, port: int, seconds: float) -> None:
     while True:
         left = deadline - time.monotonic()
         try:
-            socket.create_connection((address, port), min(5.0, max(0.1, left))).close()
-            return
+            connection = socket.create_connection((address, port), min(5.0, max(0.1, left)))
+            connection.settimeout(None)
+            return connection
         except OSError as error:
             if left < RETRY_S:
                 raise dist.DistNetworkError(str(error.strerror or error)) from None
@@ -179,7 +180,7 @@ def join_hosts(nodes: str) -> tuple[dist.Store | None, dist.Store | None, list[s
         server.set(FAILED, "")
         threading.Thread(target=_publish_time, args=(server,), daemon=True).start()
     log_line(f"waiting for {nodes} hosts at {address}, port {port}")
-    wait_for_server(address, port, wait)
+    connection = wait_for_server(address, port, wait)
     store = dist.TCPStore(address, port, timeout=timedelta(seconds=wait), wait_for_workers=False)
     if (expected := store.get("settings").decode()) != settings:
         host = socket.gethostname()
@@ -187,7 +188,6 @@ def join_hosts(nodes: str) -> tuple[dist.Store | None, dist.Store | None, list[s
     os.environ[LAUNCH_ID] = store.get("launch").decode()
     if problem := clock_problem(float(store.get("time")), f"that of {address}"):
         raise UserError(problem)
-    connection = socket.create_connection((address, port))
     threading.Thread(target=_exit_without_store, args=(connection, address), daemon=True).start()
     threading.Thread(target=_exit_after_failure, args=(store,), daemon=True).start()
     # Each rendezvous has a store of its own, on the host that has rank 0 then.
