@@ -478,7 +478,8 @@ def test_unusual_names_of_captioned_images_are_packed(captions_folder, tmp_path,
 
 
 @pytest.mark.parametrize(
-    ("byte", "message"), [(b"\xff", ".*utf-8"), (b"\0", "it is empty or holds a NUL character")]
+    ("byte", "message"),
+    [(b"\xff", ".*utf-8"), (b"\0", "it is empty or too long .* a NUL character")],
 )
 def test_packed_caption_that_is_not_a_text_is_an_error(
     captions_folder, tmp_path, run_pack, byte, message
@@ -494,6 +495,14 @@ def test_packed_caption_that_is_not_a_text_is_an_error(
     (out / "train" / "pack.json").write_text(json.dumps(manifest))
     with pytest.raises(UserError, match=rf"can't be read as a caption \({message}"):
         [*list_captions(out / "train", 99)]
+
+
+def test_packed_caption_longer_than_the_longest_is_an_error(captions_folder, tmp_path, run_pack):
+    assert run_pack(captions_folder, tmp_path / "out") == 0
+    path = tmp_path / "out" / "train" / "pack.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"longest": 3}))
+    with pytest.raises(UserError, match="it is empty or too long for pack.json"):
+        [*list_captions(tmp_path / "out" / "train", 99)]
 
 
 def test_huge_or_endless_file_of_captions_is_an_error(captions_folder):

@@ -178,6 +178,7 @@ GOOD = child("send('torch', 'ok', 'good')")
                 "torch",
                 "can't be imported (no output",
             ),
+            (RANK_0, "os.kill(os.getpid(), 9)", RANK_0, "ended by SIGKILL (no output)"),
             (RANK_0, "time.sleep(60)", "torch", "no answer"),
             (RANK_0, "send('x', 'ok', ''); os.kill(os.getpid(), 11)", RANK_0, "ended by SIGSEGV"),
             (
@@ -207,7 +208,7 @@ GOOD = child("send('torch', 'ok', 'good')")
                 "the check did not finish",
             ),
         ],
-        fast=7,
+        fast=8,
     ),
 )
 def test_crash_or_hang_is_an_error(who, code, name, words):

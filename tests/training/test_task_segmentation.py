@@ -488,6 +488,13 @@ def test_classes_that_no_mask_has_are_a_warning(folder, capsys, count, labels, a
     assert (f"warning: no pixel of {absent}" in said) if absent else not said
 
 
+def test_broken_masks_do_not_count_for_absent_classes(folder, capsys):
+    write_masks(folder, 4, [0, 1])
+    (folder / "annotations" / "training" / "2.png").write_bytes(b"")
+    build_datasets(folder)
+    assert "no pixel of 3 of 4 training masks has the label 2 (house)" in capsys.readouterr().err
+
+
 def test_invalid_masks_are_skipped_and_found_by_verify(
     folder, tmp_path_factory, monkeypatch, capsys
 ):

@@ -29,8 +29,8 @@ class PackedCaptions(Sequence):
         with naming_errors(path, "a caption"):
             caption = bytes(read_file(path)).split(b"\n")[self.pack.records["label"][index]]
             caption.decode()  # raises UnicodeDecodeError
-            if not caption or b"\0" in caption:
-                raise ValueError("it is empty or holds a NUL character")
+            if not caption or b"\0" in caption or len(caption) > self.longest:
+                raise ValueError("it is empty or too long for pack.json or holds a NUL character")
         return Path(self.pack.image(index)), caption
 
 

@@ -1,5 +1,6 @@
 """Folders of images with masks, or packed ones."""
 
+import contextlib
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -176,21 +177,20 @@ def warn_of_absent_classes(
     if not distributed.is_rank_zero():
         return
     step = math.ceil(len(files) / MAX_SAMPLE)
-    sample = [files[index][1] for index in range(0, len(files), step)]
     absent = set(range(len(classes)))
-    for path in sample:
-        try:
-            absent -= set(read_mask(path, numbers).unique().tolist())
-        except FileError:  # which training reports
-            return
+    num_read = 0
+    for index in range(0, len(files), step):
+        with contextlib.suppress(FileError):  # which training reports
+            absent -= set(read_mask(files[index][1], numbers).unique().tolist())
+            num_read += 1
         if not absent:
             return
-    if step > 1 and 2 * len(absent) < len(classes):
+    if not num_read or (step > 1 and 2 * len(absent) < len(classes)):
         return
     labels = numbers.tolist()
     names = [f"{labels.index(number)} ({classes[number]})" for number in sorted(absent)]
     ignored = [str(label) for label, number in enumerate(labels) if number == IGNORED]
     distributed.print_on_rank_zero(
-        f"warning: no pixel of {len(sample)} of {len(files)} training masks has the label "
+        f"warning: no pixel of {num_read} of {len(files)} training masks has the label "
         f"{summarize(names)}; ignored: {', '.join(ignored)}"
     )

@@ -249,7 +249,7 @@ class Child:
         lines = [line for line in self.log if line.strip()]
         warnings = [line for line in lines if "NCCL WARN" in line]
         message = shorten((warnings or lines or ["no output"])[-1], 300)
-        if has_sent and status:
+        if status and (has_sent or status == -signal.SIGKILL):  # which torch did not cause
             how = f"with status {status}" if status > 0 else f"by {signal.Signals(-status).name}"
             return self.name, f"this process was ended {how} ({message})"
         check, fix = {
