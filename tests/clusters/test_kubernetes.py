@@ -74,6 +74,13 @@ def test_its_names_are_dns_labels_with_room_for_what_is_appended(bake, slug):
     assert "--" not in prefix
 
 
+def test_manager_of_the_patch_is_a_domain_with_a_path(project):
+    """Kubeflow Trainer's webhook refuses others, which its models do not tell."""
+    (patch,) = job(project)["spec"]["runtimePatches"]
+    label = "[a-z0-9]([-a-z0-9]*[a-z0-9])?"
+    assert re.fullmatch(rf"{label}(\.{label})*/[a-z0-9-]+", patch["manager"])
+
+
 def test_two_jobs_do_not_share_a_folder(project):
     trainer = job(project)["spec"]["trainer"]
     own = next(variable for variable in trainer["env"] if "valueFrom" in variable)
