@@ -56,7 +56,7 @@ from engine.monitoring.logger import Logger
 from engine.monitoring.meter import Meter, NanCounter
 from engine.monitoring.metric import AVERAGE, MonitoredMetric
 
-DDP = "«ddp»"  # which wrapper `wrap_model` has: flags are checked for it; change both
+DDP = "«ddp»"  # how the code below averages gradients: flags are checked for it; change both
 OUTPUT = Path("runs/«project_slug»")
 DUMMY_STEPS = 100  # per epoch of --dummy
 
@@ -88,7 +88,7 @@ def parse_args() -> argparse.Namespace:
     add("--batch-size", type=cli.positive_int, default=task.BATCH_SIZE, help="per process")
     # % if fused_adam
     add("--lr", type=cli.non_negative_float, default=1e-3, help="peak learning rate")
-    add("--weight-decay", type=cli.non_negative_float, default=1e-2, help="decoupled (AdamW)")
+    add("--weight-decay", type=cli.non_negative_float, default=1e-2, help="decoupled, as AdamW's")
     # % else
     add("--lr", type=cli.non_negative_float, default=0.05, help="peak learning rate")
     add("--momentum", type=cli.non_negative_float, default=0.9, help="of SGD")
@@ -97,7 +97,7 @@ def parse_args() -> argparse.Namespace:
     flags.add_optimization_arguments(parser, task.WARMUP_EPOCHS)
     flags.add_precision_arguments(parser, opt_level="«opt_level»", backend="«backend»")
     add = parser.group("distributed").add_argument
-    add("--local-rank", "--local_rank", type=int, help="of old launchers; LOCAL_RANK wins")
+    add("--local-rank", "--local_rank", type=int, help="for old launchers; LOCAL_RANK overrides it")
     # % if ddp == "apex"
     add("--delay-allreduce", action="store_true", help="accept parameters without a gradient")
     # % endif
@@ -148,7 +148,7 @@ class Run:
     metrics: dict[str, task.Metrics] = field(init=False)  # for each of them
 
     def __post_init__(self) -> None:
-        self.progress = self.checkpoints.state.progress  # which `resume` changes in place
+        self.progress = self.checkpoints.state.progress  # one object: `resume` changes it in place
         self.eval_models = {"": unwrap(self.model)}
         if self.ema:
             self.eval_models[AVERAGE] = self.ema.module
@@ -184,7 +184,7 @@ def init_distributed(args: argparse.Namespace) -> tuple[torch.device, Backend]:
     # % endif
     if args.deterministic:
         distributed.make_deterministic()
-    # Real Apex if it is installed and still has the calls, else apex_native: `backend.apex`.
+    # `backend.apex` is real Apex if it is installed and has what the flags need, else apex_native.
     backend = load_backend(args.backend, args.opt_level, **flags.backend_needs(args, DDP))
     timeout = distributed.operation_limit(args.timeout)
     # Also compares versions and flags of all processes, which env:// would not.
@@ -217,13 +217,13 @@ def build_data(
         classes = [str(number) for number in range(task.DUMMY_CLASSES)]
         sample = [tensor[:2].cpu() for tensor in batch]
         return Data(repeated, repeated, DUMMY_STEPS, [batch], {}, classes, sample, sample)
-    train_set, val_set = (
-        skip_broken(dataset, args.skip_broken, args.output) for dataset in task.build_datasets(args)
-    )
+    train_set, val_set = task.build_datasets(args)
+    train_set = skip_broken(train_set, args.skip_broken, args.output)
+    val_set = skip_broken(val_set, args.skip_broken, args.output)
     require_same_data(train_set, val_set)
-    if args.eval_only:  # which may lack some of the classes that the model has
-        both = {"train": train_set, "val": val_set}
-        use_saved_classes(both, args.output, args.resume, logger, args.timeout)
+    data_sets = {"train": train_set, "val": val_set}
+    if args.eval_only:  # the data may lack some of the model's classes
+        use_saved_classes(data_sets, args.output, args.resume, logger, args.timeout)
     # The random numbers of a batch follow from seed, epoch and first sample, not from the worker.
     seeded_train_set = SeededDataset(train_set, args.seed)
     seeded_val_set = SeededDataset(val_set, args.seed)
@@ -244,7 +244,7 @@ def build_data(
         sampler=sampler,
         batches_per_epoch=len(train_loader),
         val_loader=val_loader,
-        data_sets={"train": train_set, "val": val_set},
+        data_sets=data_sets,
         classes=[str(name) for name in getattr(train_set, "classes", ())],
         sample=select_batch(seeded_train_set, range(sample_size)),
         val_sample=sample_evenly(seeded_val_set, 8),
@@ -259,7 +259,7 @@ def build_model(
     data: Data,
     logger: Logger,
 ) -> tuple[nn.Module, optim.Ema | None]:
-    """Build the model and its moving average, with initial weights and SyncBN, on the device."""
+    """Build the model and its moving average on the device, with their initial weights."""
 
     def build(num_classes: int) -> nn.Module:
         # % if ddp == "fsdp"
@@ -355,7 +355,7 @@ def build_optimizer(
 def wrap_model(
     args: argparse.Namespace, backend: Backend, model: nn.Module, optimizer: Optimizer
 ) -> tuple[nn.Module, Optimizer]:
-    """Apply mixed precision, then gradient averaging: DDP must see the parameters after casting."""
+    """Apply mixed precision, then what must see the parameters after casting, such as DDP."""
     apex = backend.apex
     # % if task == "contrastive"
     _, optimizer = apex.amp.initialize(
@@ -427,7 +427,7 @@ def describe_model(args: argparse.Namespace, classes: list[str]) -> dict[str, An
 
 
 def build(args: argparse.Namespace) -> Run:
-    """Set up a run: device, process group, data, model, SyncBN, optimizer, amp, DDP."""
+    """Set up a run: device, process group, data, model, optimizer, amp, DDP or what replaces it."""
     device, backend = init_distributed(args)
     seed_everything(args.seed)  # all processes build the same weights
     metric = MonitoredMetric(task.METRIC, task.METRIC_MODE)
@@ -482,23 +482,23 @@ def build(args: argparse.Namespace) -> Run:
 
 def train_step(run: Run, batches: list[list[Tensor]], meter: Meter) -> object:
     """Train one optimizer step on its batches; return an input of the model, for `check_finite`."""
-    args, amp = run.args, run.backend.apex.amp
+    amp = run.backend.apex.amp
     for number, batch in enumerate(batches, 1):
         is_last = number == len(batches)
         batch = to_device(batch, run.device, run.memory_format)
         inputs, targets = task.prepare(batch)
         # Gradients accumulate on each process, still scaled, and are averaged with the last batch:
-        # the others run in DDP's no_sync(), or its equivalent in Apex.
+        # `gradient_sync` turns averaging off for the others.
         with run.backend.gradient_sync(run.model, enabled=is_last):
             # The output has no name, so that its memory is free during the backward pass.
-            loss = task.criterion(run.model(inputs), targets, args.label_smoothing)
+            loss = task.criterion(run.model(inputs), targets, run.args.label_smoothing)
             scaled = amp.scale_loss(loss / len(batches), run.optimizer, delay_unscale=not is_last)
             with scaled as scaled_loss:
                 scaled_loss.backward()
         meter.update(loss)
     run.audit.check_gradients()  # of the first step, or the first one without an overflow
-    if args.clip_grad:
-        nn.utils.clip_grad_norm_(amp.master_params(run.optimizer), args.clip_grad)
+    if run.args.clip_grad:
+        nn.utils.clip_grad_norm_(amp.master_params(run.optimizer), run.args.clip_grad)
     run.optimizer.step()  # after an overflow, amp skips the update; the step counts all the same
     run.optimizer.zero_grad()  # here, so that validation can use the gradients' memory
     if run.ema:
@@ -545,13 +545,13 @@ def train_one_epoch(run: Run) -> dict[str, Any]:
         if logger.is_due(progress.step):
             # On a GPU, the record is that of the logging step before: reading it waits for nothing.
             lr = run.optimizer.param_groups[0]["lr"]
-            log = logger.log_step(bar, meter, progress.step, lr, run.backend.loss_scale())
-            first_step.check_finite(log, run.model, inputs)
-        # The last one of --steps is saved with its row, so that a resumed run validates it.
-        is_last = progress.step == args.steps
-        stop_signal = 0 if is_last else run.checkpoints.end_step()  # saves if it is time
-        if stop_signal:
-            run.checkpoints.save_and_exit(stop_signal)
+            record = logger.log_step(bar, meter, progress.step, lr, run.backend.loss_scale())
+            first_step.check_finite(record, run.model, inputs)
+        # The last step of --steps is saved with its row, so that a resumed run validates it.
+        if progress.step != args.steps:
+            stop_signal = run.checkpoints.end_step()  # saves if --save-every is due
+            if stop_signal:
+                run.checkpoints.save_and_exit(stop_signal)
 
     if num_steps:
         first_step.check_finite(meter.read(), run.model, inputs)
@@ -581,21 +581,21 @@ def evaluate(run: Run, batches: Sequence | DataLoader) -> dict[str, float]:
 
     They are nan if a model's outputs hold nan.
     """
-    # Not the DDP wrapper: it would wait for all processes, and their shards may differ in length.
     for suffix, model in run.eval_models.items():
         distributed.broadcast_buffers(model)  # batch norm's statistics may differ between processes
         run.metrics[suffix].reset()
     nans = {suffix: NanCounter(run.device) for suffix in run.eval_models}
-    loaded = run.watchdog.watch(batches, "validating")
-    loaded = run.logger.progress_bar(loaded, "validating", len(batches))
+    watched = run.watchdog.watch(batches, "validating")
+    bar = run.logger.progress_bar(watched, "validating", len(batches))
     # % if ddp == "fsdp"
-    loaded = run.checkpoints.until_stopped(loaded, partial(join_forward, run))
+    until_stopped = run.checkpoints.until_stopped(bar, partial(join_forward, run))
     # % else
-    loaded = run.checkpoints.until_stopped(loaded)
+    # No DDP wrapper runs: it would wait for all processes, whose shards may differ in length.
+    until_stopped = run.checkpoints.until_stopped(bar)
     # % endif
     results: dict[str, float] = {}
     with optim.eval_mode(nn.ModuleList(run.eval_models.values())):
-        for batch in loaded:
+        for batch in until_stopped:
             inputs, targets = task.prepare(to_device(batch, run.device, run.memory_format))
             for suffix, model in run.eval_models.items():
                 outputs = model(inputs)
@@ -603,11 +603,11 @@ def evaluate(run: Run, batches: Sequence | DataLoader) -> dict[str, float]:
                 run.metrics[suffix].update(outputs, targets)
         run.watchdog.enter("computing the metrics")
         for suffix, metrics in run.metrics.items():
-            found = MonitoredMetric.with_suffix(metrics.compute(), suffix)
+            values = MonitoredMetric.with_suffix(metrics.compute(), suffix)
             if batches_with_nan := nans[suffix].compute():
                 run.logger.warning(f"the outputs for {batches_with_nan} batches hold nan")
-                found = dict.fromkeys(found, math.nan)
-            results |= found
+                values = dict.fromkeys(values, math.nan)
+            results |= values
         results = run.logger.agree_on(results)
         run.watchdog.leave()
     return results
@@ -624,17 +624,17 @@ def show_samples(run: Run, results: dict[str, float], epoch: int | None = None) 
     """Write a picture of validation samples, by the better one of model and average; log it."""
     if not run.data.data_sets:
         return
-    suffix = run.logger.monitored.best(results).name.removeprefix(task.METRIC)
-    model, metrics = run.eval_models[suffix], run.metrics[suffix]
+    suffix = run.logger.monitored.best(results).name.removeprefix(task.METRIC)  # "" or AVERAGE
+    model = run.eval_models[suffix]
     val_set = run.data.data_sets["val"]
     # % if ddp == "fsdp"
     with distributed.folder_of_rank(run.args.output) as output:  # all ranks run the model
-        show = partial(task.show, model, val_set, metrics, output, epoch)
+        show = partial(task.show, model, val_set, run.metrics[suffix], output, epoch)
         if dist.get_rank() != 0:
             show()
         run.logger.log_image(run.progress.step, show)
     # % else
-    show = partial(task.show, model, val_set, metrics, run.args.output, epoch)
+    show = partial(task.show, model, val_set, run.metrics[suffix], run.args.output, epoch)
     run.logger.log_image(run.progress.step, show)
     # % endif
 
@@ -661,20 +661,19 @@ def validate_epoch(run: Run) -> None:
     progress.pending_row = {}
     progress.scores.append(logger.monitored.best(results).score)
     run.checkpoints.save(results)  # as best.pt too, if the metric is the best yet
-    if progress.samples:  # --steps ended within the epoch: if it is completed, it gets another one
+    if progress.samples:  # --steps ended within the epoch, which gets a score once it is complete
         progress.scores = progress.scores[:-1]
 
 
 def train(run: Run, resumed: Path | None) -> None:
     """Train until `is_finished`; save after each epoch, and validate those that are due."""
     logger, progress = run.logger, run.progress
-    config: dict[str, object] | None = cli.parsed_settings(run.args)
-    if is_finished(run) and not progress.pending_row:
-        config = None  # those in the folder's config.json stay
+    has_ended = is_finished(run) and not progress.pending_row
+    if has_ended:
         logger.info(
             "nothing is left to train: --epochs, --steps and --patience count from the beginning"
         )
-        if run.args.resume != Path("auto"):  # perhaps an earlier checkpoint: later rows are kept
+        if run.args.resume != Path("auto"):  # it may be an earlier one: keep the later rows
             return
     run.audit = first_step.FirstStepAudit(
         run.model, run.optimizer, run.backend, run.data.train_loader, logger
@@ -682,7 +681,8 @@ def train(run: Run, resumed: Path | None) -> None:
     run.watchdog.start()
     if not resumed:
         check_validation(run)
-    run.stop_signals.start()  # about when the other processes do, which do not open files
+    run.stop_signals.start()  # before rank 0 opens files: all ranks start it at the same time
+    config = None if has_ended else cli.parsed_settings(run.args)  # None: config.json stays
     logger.open(config, resumed, progress, cli.settings(run.args))
     # The row of an epoch is pending from its last step until it is validated: a run that was
     # stopped in between resumes with the validation.

@@ -32,7 +32,7 @@ def parse_args() -> argparse.Namespace:
     """Return the flags."""
     parser = cli.ArgumentParser(description="Run inference with a trained model on image files.")
     add = parser.add_argument
-    add("checkpoint", type=cli.path, help="of --ema, the better of model and average")
+    add("checkpoint", type=cli.path, help="with --ema, the better weights are used")
     add("images", type=cli.local_path, nargs="*", metavar="FILE|FOLDER", help="image files")
     add = parser.group("inference").add_argument
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU, if any")

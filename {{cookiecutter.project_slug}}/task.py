@@ -61,9 +61,8 @@ RANDOM_CROP = v2.RandomResizedCrop(IMAGES.size)  # used for its random parameter
 
 def add_arguments(parser: cli.ArgumentParser) -> None:
     """Add the flags of this task."""
-    add = parser.group("model").add_argument
     help = f"a torchvision model, such as resnet50, timm:NAME, {' or '.join(EXAMPLES)}"
-    add("--arch", default="resnet18", help=help)
+    parser.group("model").add_argument("--arch", default="resnet18", help=help)
     models.add_timm_arguments(parser)
     parser.group("data").add_argument(
         "--decode",
@@ -75,13 +74,13 @@ def add_arguments(parser: cli.ArgumentParser) -> None:
         "--class-weights", action="store_true", help="weigh samples so that classes count equally"
     )
     add = parser.group("data").add_argument
-    alpha_type = cli.number_type(float, 0, math.nextafter(1000, 1001), "a number from 0 to 1000")
-    alpha = {"type": alpha_type, "default": 0.0, "metavar": "ALPHA"}
-    add("--mixup", **alpha, help="blend images, such as 0.2 (default: 0, not at all)")
-    add("--cutmix", **alpha, help="paste parts of images, such as 1.0 (default: 0, not at all)")
-    chance = {"type": cli.probability, "metavar": "P"}
-    add("--random-erasing", **chance, default=0.0, help="probability")
-    add("--hflip", **chance, default=0.5, help="of --data: flip probability")
+    alpha = cli.number_type(float, 0, math.nextafter(1000, 1001), "a number from 0 to 1000")
+    help = "blend images, such as 0.2 (default: 0, not at all)"
+    add("--mixup", type=alpha, default=0.0, metavar="ALPHA", help=help)
+    help = "paste parts of images, such as 1.0 (default: 0, not at all)"
+    add("--cutmix", type=alpha, default=0.0, metavar="ALPHA", help=help)
+    add("--random-erasing", type=cli.probability, default=0.0, metavar="P", help="probability")
+    add("--hflip", type=cli.probability, default=0.5, metavar="P", help="probability, for --data")
     add("--auto-augment", choices=augmentation.POLICIES, help="torchvision's; for --data")
     parser.group("run").add_argument(
         "--report", action="store_true", help="write figures of each class and a confusion matrix"
@@ -111,7 +110,7 @@ def check_arguments(parser: cli.ArgumentParser, args: argparse.Namespace) -> Non
 
 
 def default_image(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the fields of the ImageSpec that IMAGES and the data determine."""
+    """Return the fields of the ImageSpec that IMAGES and the data set; the flags override them."""
     changes = IMAGES.changes()
     if idx.is_idx(args.data):
         size = idx.image_size(args.data)
@@ -120,7 +119,7 @@ def default_image(args: argparse.Namespace) -> dict[str, Any]:
         return changes
     if args.arch.startswith(models.PREFIX):
         return changes | {"size": Digits.SIZE}
-    return changes if args.image_size else {}
+    return changes if args.image_size else {}  # nothing: the digits have Digits.SIZE
 
 
 def build_model(arch: str, num_classes: int, **options: Any) -> nn.Module:
@@ -187,7 +186,7 @@ def read_datasets(args: argparse.Namespace) -> tuple[SizedDataset, SizedDataset]
     """
     spec = IMAGES._replace(**args.model_options.get("image", {}))
     if args.data is None:
-        size = spec.size if args.model_options else Digits.SIZE
+        size = spec.size if args.model_options else Digits.SIZE  # see `default_image`
         return Digits(train=True, size=size), Digits(train=False, size=size)
     if idx.is_idx(args.data):
         eval_size = spec.for_eval().size
@@ -238,8 +237,8 @@ def criterion(
     if isinstance(targets, Tensor):
         total = F.cross_entropy(output, targets, reduction="sum", label_smoothing=label_smoothing)
         return total / len(targets)
-    options: dict[str, Any] = {"label_smoothing": label_smoothing, "reduction": "none"}
-    losses = [weights * F.cross_entropy(output, labels, **options) for labels, weights in targets]
+    cross_entropy = nn.CrossEntropyLoss(reduction="none", label_smoothing=label_smoothing)
+    losses = [weights * cross_entropy(output, labels) for labels, weights in targets]
     return torch.stack(losses).sum(dim=0).mean()
 
 
@@ -292,8 +291,8 @@ def center_crop(height: int, width: int, spec: ImageSpec = IMAGES) -> Crop:
 
 
 def center_span(side: int, shorter: int, spec: ImageSpec) -> Span:
-    """Return the central part of a side of an image whose shorter side is `shorter`."""
-    length = min(side, images.MAX_RATIO * shorter)
+    """Return the central part of a side of `side` pixels; the shorter side has `shorter`."""
+    length = min(side, images.MAX_RATIO * shorter)  # as `images.trim`
     resized = int(spec.size / spec.crop_fraction) * length // shorter
     first = round((resized - spec.size) / 2)
     return Span(start=(side - length) // 2, length=length, resized=resized, first=first)
@@ -359,8 +358,8 @@ class Predictor:
         self.top = args.top
         self.device = next(model.parameters()).device
         image = metadata.get("model_options", {}).get("image", {})
-        is_alike = not metadata["data"] and self.classes == [*Digits.classes]
-        if is_alike and is_validation_set(Digits(train=False), metadata):
+        may_be_digits = not metadata["data"] and self.classes == [*Digits.classes]
+        if may_be_digits and is_validation_set(Digits(train=False), metadata):
             self.read = partial(Digits.read, size=image.get("size", Digits.SIZE))
         else:
             self.read = partial(read_center_crop, spec=IMAGES._replace(**image).for_eval())
@@ -398,7 +397,8 @@ class Digits(Dataset):
 
     def __init__(self, train: bool, size: int = SIZE) -> None:
         file = np.load(Path(__file__).parent / "data" / "digits.npz", allow_pickle=False)
-        chosen = (np.arange(len(file["labels"])) % 5 != 0) == train
+        is_val = np.arange(len(file["labels"])) % 5 == 0
+        chosen = ~is_val if train else is_val
         self.images = enlarge(torch.from_numpy(file["images"][chosen]).float().div(16), size)
         self.labels = torch.from_numpy(file["labels"][chosen]).long()
         background = v2.functional.normalize(torch.zeros(3, 1, 1), MEAN, STD).flatten().tolist()

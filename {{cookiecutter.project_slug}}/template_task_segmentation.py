@@ -57,7 +57,6 @@ WARMUP_EPOCHS = 3.0
 BLOCKS: tuple[str, ...] = ()
 DUMMY_CLASSES = 150
 
-SPLITS = ("training", "validation")
 SIZE = 512  # pixels: side of the training crops, longer side in validation
 AUX_WEIGHT = 0.5  # of the auxiliary head's loss
 GREY = tuple(round(255 * value) for value in MEAN)  # 0 after normalization
@@ -170,24 +169,23 @@ def build_datasets(args: argparse.Namespace) -> tuple[SizedDataset, SizedDataset
     Raises:
         UserError: if the folder has another structure.
     """
-    data, ignore_index = args.data, args.ignore_index
+    data = args.data
     if data is None:
-        if ignore_index is not None:
+        if args.ignore_index is not None:
             raise UserError("--ignore-index is for the labels of --data, the digits' all count")
         return Digits(train=True), Digits(train=False)
-    required = SPLITS[1:] if args.eval_only else SPLITS
-    splits = [folder for split in required for folder in mask_folders(data, split)]
-    for folder in (data, *splits):
+    splits = ("validation",) if args.eval_only else ("training", "validation")
+    folders = [folder for split in splits for folder in mask_folders(data, split)]
+    for folder in (data, *folders):
         if not folder.is_dir():
             raise UserError(f"--data {data}: there is no folder {folder}; it takes {LAYOUT}")
-    classes, labels = read_classes(data, ignore_index)
-    train, val = SPLITS
-    val_set = Pairs(list_masks(data, val), classes, labels, letterbox)
+    classes, numbers = read_classes(data, args.ignore_index)
+    val_set = Pairs(list_masks(data, "validation"), classes, numbers, letterbox)
     if args.eval_only:
         return val_set, val_set
-    train_set = Pairs(list_masks(data, train), classes, labels, augment)
+    train_set = Pairs(list_masks(data, "training"), classes, numbers, augment)
     if not train_set.shard_sizes:  # reading a sample by URL would load many shards
-        warn_of_absent_classes(train_set.files, classes, labels)
+        warn_of_absent_classes(train_set.files, classes, numbers)
     return train_set, val_set
 
 
@@ -200,7 +198,7 @@ def prepare(batch: list[Tensor]) -> tuple[Tensor, Tensor]:
 def criterion(
     output: Tensor | Mapping[str, Tensor], targets: Tensor, label_smoothing: float = 0.0
 ) -> Tensor:
-    """Return the mean cross entropy of the pixels not IGNORED, with an auxiliary head's if any."""
+    """Return the mean cross entropy of logits (N, num_classes, H, W) and labels (N, H, W)."""
     outputs = output if isinstance(output, Mapping) else {"out": output}
     num_pixels = (targets != IGNORED).sum().clamp(min=1)  # a crop may hold none
     # Summed here, because torch's reduction over pixels has no deterministic CUDA kernel.
@@ -393,8 +391,9 @@ class Predictor:
         batch = square.as_subclass(Tensor).unsqueeze(0).to(self.device)
         logits = logits_of(self.model(normalize(batch)))
         labels = logits.argmax(dim=1, keepdim=True).byte().cpu()
-        rows, columns = ((mask != IGNORED).sum(dim=dim).max() for dim in (0, 1))
-        labels = labels[:, :, :rows, :columns]  # without the padding
+        rows = (mask != IGNORED).any(dim=1).sum()  # of the image; the others are padding
+        columns = (mask != IGNORED).any(dim=0).sum()
+        labels = labels[:, :, :rows, :columns]
         return F.interpolate(labels, size=(height, width), mode="nearest-exact")[0, 0]
 
 
@@ -537,7 +536,7 @@ def resize(image: Tensor, mask: Tensor, size: list[int]) -> tuple[Tensor, Tensor
 
 
 def random_resize(image: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Resize the shorter side of an image and its mask to a random length."""
+    """Resize the shorter side of an image and its mask to SIZE / 2 to 2 * SIZE - 1 pixels."""
     return resize(image, mask, [random(SIZE // 2, 2 * SIZE, None)])
 
 
@@ -568,9 +567,9 @@ class UNet(nn.Module):
 
     def __init__(self, num_classes: int, width: int = 16) -> None:
         super().__init__()
-        widths = [width * 2**scale for scale in range(4)]
-        self.down = nn.ModuleList(map(block, [3, *widths[:-1]], widths))
-        self.up = nn.ModuleList(block(3 * narrow, narrow) for narrow in widths[-2::-1])
+        w1, w2, w3, w4 = width, 2 * width, 4 * width, 8 * width
+        self.down = nn.ModuleList([block(3, w1), block(w1, w2), block(w2, w3), block(w3, w4)])
+        self.up = nn.ModuleList([block(w4 + w3, w3), block(w3 + w2, w2), block(w2 + w1, w1)])
         self.head = nn.Conv2d(width, num_classes, 1)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -587,10 +586,10 @@ class UNet(nn.Module):
         return self.head(features)
 
 
-def block(inputs: int, outputs: int) -> nn.Sequential:
+def block(in_channels: int, out_channels: int) -> nn.Sequential:
     """Return two 3 x 3 convolutions, each with batch norm and ReLU."""
     layers: list[nn.Module] = []
-    for channels in (inputs, outputs):
-        layers += [nn.Conv2d(channels, outputs, 3, padding=1, bias=False)]
-        layers += [nn.BatchNorm2d(outputs), nn.ReLU(inplace=True)]
+    for channels in (in_channels, out_channels):
+        layers += [nn.Conv2d(channels, out_channels, 3, padding=1, bias=False)]
+        layers += [nn.BatchNorm2d(out_channels), nn.ReLU(inplace=True)]
     return nn.Sequential(*layers)

@@ -35,7 +35,7 @@ def test_a_long_warm_up_is_logged_once(clock, tmp_path, capsys, seconds, is_logg
             clock[0] += seconds if step < meter.warm_up else 1.0
             meter.update(torch.tensor(1.0))
         logger._print_warm_up(meter.results()["images_per_second"])
-    text = "warm-up: 3 steps in 15.0 s, not counted in images/s\n"
+    text = "warm-up: 3 batches in 15.0 s, not counted in images/s\n"
     assert capsys.readouterr().out == (text if is_logged else "")
 
 
@@ -89,7 +89,7 @@ def test_record_is_the_mean_since_the_previous_one(clock):
             meter.update(torch.tensor(loss))
         record = meter.record(10, 0.1, 8.0)
         assert record[:3] == (10, 0.1, sum(losses) / len(losses))
-        assert record[4:] == (8.0, 10 * meter.num_steps / clock[0], {})
+        assert record[4:] == (8.0, 10 * meter.num_batches / clock[0], {})
     assert meter.results()["train_loss"] == 110.0 / 8
 
 

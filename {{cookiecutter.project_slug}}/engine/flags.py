@@ -21,7 +21,7 @@ def add_data_arguments(parser: cli.ArgumentParser, layout: str) -> None:
     add(
         "--cache-dir", type=cli.not_empty, default="~/.cache/packed_data", metavar="PATH", help=help
     )
-    help = "of the shards in --cache-dir (default: 64GB)"
+    help = "maximum size of --cache-dir (default: 64GB)"
     add("--cache-size", type=cli.size_type, default=64 * 10**9, metavar="SIZE", help=help)
     add("--dummy", action="store_true", help="train on one synthetic batch, made on the device")
     add("--workers", type=cli.worker_count, help="data-loading processes for each process")
@@ -86,14 +86,13 @@ def add_optimization_arguments(parser: cli.ArgumentParser, warmup_epochs: float)
     add("--layer-decay", type=cli.factor, metavar="FACTOR", help=help)
     schedules = ("cosine", "step", "none")
     add("--schedule", choices=schedules, default="cosine", help="step: ÷ 10 at 1/3 and 2/3")
-    add(
-        "--warmup-epochs", type=cli.non_negative_float, default=warmup_epochs, help="linear warm-up"
-    )
+    help = "epochs of linear warm-up"
+    add("--warmup-epochs", type=cli.non_negative_float, default=warmup_epochs, help=help)
     add("--accumulate", type=cli.positive_int, default=1, help="batches per step")
     add("--label-smoothing", type=cli.fraction, default=0.0, help="in the training loss")
-    help = "maximum gradient norm; 0: none"
+    help = "maximum gradient norm (default: 0, no limit)"
     add("--clip-grad", type=cli.non_negative_float, metavar="NORM", help=help)
-    help = "also validate and save a moving average; 0: none"
+    help = "also validate and save a moving average of the weights (default: 0, none)"
     add("--ema", type=cli.fraction, metavar="DECAY", help=help)
 
 
@@ -105,9 +104,8 @@ def add_precision_arguments(parser: cli.ArgumentParser, opt_level: str, backend:
     )
     add("--loss-scale", type=cli.loss_scale, help="dynamic, or a number (default: the level's)")
     yes_or_no = BooleanOptionalAction
-    add(
-        "--keep-batchnorm-fp32", action=yes_or_no, help="if weights are cast (default: the level's)"
-    )
+    help = "keep batch norms in fp32 where weights are cast (default: the level's)"
+    add("--keep-batchnorm-fp32", action=yes_or_no, help=help)
     backends = ("auto", "apex", "native")
     add("--backend", choices=backends, default=backend, help="real Apex or apex_native")
 
@@ -124,17 +122,15 @@ def add_run_arguments(parser: cli.ArgumentParser, output: Path) -> None:
     )
     help = "a checkpoint, or 'auto' for the newest in --output, if any"
     add("--resume", type=cli.local_path, help=help)
-    add("--save-every", type=cli.interval, help="steps or minutes between checkpoints")
+    help = "steps or minutes between checkpoints (default: one after each epoch)"
+    add("--save-every", type=cli.interval, help=help)
     add("--eval-every", type=cli.positive_int, default=1, help="epochs between validations")
     add(
         "--patience", type=cli.positive_int, help="stop after N validations without a better metric"
     )
     add("--keep", type=cli.positive_int, default=2, help="how many checkpoints to keep")
-    add(
-        "--log-every",
-        type=cli.positive_int,
-        help="steps between log records (default: 10; lines: 1 min)",
-    )
+    help = "steps between records and log lines (default: 10, and a line each minute)"
+    add("--log-every", type=cli.positive_int, help=help)
     add(
         "--tracker",
         nargs="+",
@@ -144,7 +140,8 @@ def add_run_arguments(parser: cli.ArgumentParser, output: Path) -> None:
         help=f"log to any of {', '.join(TRACKERS)} (default: {TENSORBOARD})",
     )
     add("--eval-only", action="store_true", help="validate --resume, do not train")
-    add("--seed", type=cli.non_negative_int, default=0, help="of weights, order and augmentation")
+    help = "random seed of weights, order and augmentation"
+    add("--seed", type=cli.non_negative_int, default=0, help=help)
     add("--deterministic", action="store_true", help="bit-identical on a GPU too; slower")
     add("--check", action="store_true", help="check this machine and these flags, do not train")
     add("--json", dest="check", action="store_true", help="--check with output as JSON")

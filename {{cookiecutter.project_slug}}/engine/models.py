@@ -31,12 +31,12 @@ def add_timm_arguments(parser: cli.ArgumentParser) -> None:
         help="height and width, or their growth during training, such as 128:224 (default: 32 for "
         "the digits, that of IDX files or of a timm model, or 224)",
     )
-    help = "that of validation and inference (default: --image-size)"
+    help = "height and width in validation and inference (default: --image-size)"
     add("--eval-size", type=cli.positive_int, help=help)
     add(
         "--interpolation",
         choices=INTERPOLATIONS,
-        help="of resized images (default: that of a timm model, or bilinear)",
+        help="how images are resized (default: that of a timm model, or bilinear)",
     )
 
 

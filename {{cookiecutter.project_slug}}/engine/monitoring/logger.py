@@ -40,7 +40,7 @@ EVALUATION = "eval.json"
 CHECKPOINT = re.compile(r".*\.pt|step-.*[0-9]|last|best")
 STEP_SCALARS = ("train_loss", "lr", "loss_scale", "images_per_second")
 LOG_EVERY = 10  # steps
-WARM_UP = 3  # steps, in which kernels are chosen and compiled
+WARM_UP = 3  # batches, in which kernels are chosen and compiled
 
 
 class Logger(Console):
@@ -243,11 +243,11 @@ class Logger(Console):
         except kind as error:
             self.warning(f"{consequence} ({getattr(error, 'strerror', None) or error})")
 
-    def start_epoch(self, device: torch.device, images_per_step: int) -> Meter:
+    def start_epoch(self, device: torch.device, images_per_batch: int) -> Meter:
         """Return a new Meter; the first one of a run has a warm-up."""
         warm_up = WARM_UP if self._meter is None else 0
         reserved = {*COLUMNS, *self._metrics}
-        meter = Meter(device, images_per_step, warm_up, self._log_record, reserved)
+        meter = Meter(device, images_per_batch, warm_up, self._log_record, reserved)
         if self._meter is not None:
             meter.nonfinite_losses = self._meter.nonfinite_losses
         self._meter = meter
@@ -334,14 +334,14 @@ class Logger(Console):
         return everywhere[0]  # on which --patience depends, and with it who trains on
 
     def _print_warm_up(self, images_per_second: float) -> None:
-        """Print how long the warm-up took, if it was notably longer than other steps."""
+        """Print how long the warm-up took, if it was notably longer than other batches."""
         meter = self._meter
         seconds = meter.warm_up_seconds() if meter else 0.0
         if not (meter and seconds):  # such as in a resumed run, which only validates this epoch
             return
-        usual = WARM_UP * meter.images_per_step / images_per_second
+        usual = WARM_UP * meter.images_per_batch / images_per_second
         if seconds > usual + 1:
-            self.info(f"warm-up: {WARM_UP} steps in {seconds:.1f} s, not counted in images/s")
+            self.info(f"warm-up: {WARM_UP} batches in {seconds:.1f} s, not counted in images/s")
 
     def log_image(self, step: int, write_image: Callable[..., Any], *args: object) -> None:
         """Call ``write_image(*args)``, which writes files; if it returns a PNG file, log that."""

@@ -65,8 +65,8 @@ class Meter:
 
     Args:
         device: of the losses.
-        images_per_step: of all ranks.
-        warm_up: number of first steps, which choose and compile kernels, to time separately.
+        images_per_batch: of all ranks.
+        warm_up: number of first batches, which choose and compile kernels, to time separately.
         on_record: called with each record once its numbers have arrived.
         reserved: names that other columns of metrics.csv have.
     """
@@ -74,20 +74,20 @@ class Meter:
     def __init__(
         self,
         device: torch.device,
-        images_per_step: int,
+        images_per_batch: int,
         warm_up: int = 0,
         on_record: Callable[[LogRecord], None] = lambda record: None,
         reserved: Collection[str] = COLUMNS,
     ) -> None:
-        self.images_per_step = images_per_step
+        self.images_per_batch = images_per_batch
         self.warm_up = warm_up
         self.on_record = on_record
         self.reserved = frozenset(reserved)
         # [0]: of the epoch, [1]: since the latest record, which a difference of totals would round.
         self.sums = {LOSS: torch.zeros(2, device=device)}
-        self.counts = {LOSS: 0}  # more than the steps if a stopped run had begun the epoch
+        self.counts = {LOSS: 0}  # more than the batches if a stopped run had begun the epoch
         self.nonfinite_losses = torch.zeros((), device=device)  # consecutive ones, across epochs
-        self.num_steps = 0
+        self.num_batches = 0
         self.latest: LogRecord | None = None
         self._pending: Callable[[], LogRecord] | None = None  # waits for its numbers
         self._recorded: dict[str, int] = {}  # counts at the latest record
@@ -95,12 +95,12 @@ class Meter:
         self._warm_up_end = self._start
 
     def update(self, loss: Tensor) -> None:
-        """Count a step with the given loss. Does not wait for the device."""
+        """Count a batch with the given loss. Does not wait for the device."""
         loss = loss.detach().reshape(())
         self._add(LOSS, loss, 1)
         self.nonfinite_losses = (self.nonfinite_losses + 1) * ~loss.isfinite()
-        self.num_steps += 1
-        if self.num_steps == self.warm_up:
+        self.num_batches += 1
+        if self.num_batches == self.warm_up:
             self._warm_up_end = self._now()
 
     def log(self, **values: Tensor | float) -> None:
@@ -206,7 +206,7 @@ class Meter:
 
     def warm_up_seconds(self) -> float:
         """Return how long the warm-up took; 0 if the throughput includes it. Waits for it."""
-        if self.warm_up and self.num_steps > self.warm_up:
+        if self.warm_up and self.num_batches > self.warm_up:
             return _seconds(self._start, self._warm_up_end)
         return 0.0
 
@@ -219,11 +219,11 @@ class Meter:
         return event
 
     def _timed_interval(self) -> tuple[int, Timestamp, Timestamp]:
-        """Return the images, start and end of the steps after the warm-up, or within it."""
-        if self.num_steps > self.warm_up:
-            num_steps = self.num_steps - self.warm_up
-            return num_steps * self.images_per_step, self._warm_up_end, self._now()
-        return self.num_steps * self.images_per_step, self._start, self._now()
+        """Return the images, start and end of the batches after the warm-up, or within it."""
+        if self.num_batches > self.warm_up:
+            num_batches = self.num_batches - self.warm_up
+            return num_batches * self.images_per_batch, self._warm_up_end, self._now()
+        return self.num_batches * self.images_per_batch, self._start, self._now()
 
 
 def _throughput(num_images: int, start: Timestamp, end: Timestamp) -> float:
