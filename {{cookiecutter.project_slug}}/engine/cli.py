@@ -309,7 +309,7 @@ class ConfigurableParser(ArgumentParser):
 
 def _is_word(value: object) -> bool:
     """Return whether `value` is one of several arguments of a flag, and no flag to argparse."""
-    return type(value) in (int, float) or isinstance(value, str) and not value.startswith("-")
+    return type(value) in (int, float) or (isinstance(value, str) and not value.startswith("-"))
 
 
 def _is_argument(text: str) -> bool:

@@ -71,8 +71,8 @@ def param_groups(
 def _print_layers(numbers: Mapping[str, int], factor: float) -> None:
     """Print which parameters have the lowest and the highest learning rate."""
     last = max(numbers.values())
-    ends = ([name for name, number in numbers.items() if number == end] for end in (0, last))
-    first_names, last_names = map(summarize, ends)
+    first_names = summarize([name for name, number in numbers.items() if number == 0])
+    last_names = summarize([name for name, number in numbers.items() if number == last])
     distributed.print_on_rank_zero(
         f"--layer-decay: of {last + 1} layers, the first ({first_names}) has {factor**last:.3g} "
         f"times the learning rate of the last ({last_names})"

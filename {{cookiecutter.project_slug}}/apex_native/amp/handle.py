@@ -86,7 +86,7 @@ def scale_loss(
         yield loss
         return
 
-    if _amp_state.device_type == "cpu" != loss.device.type:  # a GPU's model may have a CPU's loss
+    if _amp_state.device_type == "cpu" and loss.device.type != "cpu":  # the opposite is allowed
         raise RuntimeError(
             f"amp.initialize prepared models on the CPU, and the loss is on {loss.device}: move "
             "the models there first, then call amp.initialize."
@@ -136,13 +136,14 @@ def _scaler_for(stashes: list[AmpStash], loss_id: int) -> tuple[LossScaler, Tens
             f"amp.scale_loss was given loss_id={loss_id}, and amp.initialize "
             f"num_losses={len(scalers)}: ids start at 0."
         )
-    scaler = scalers[loss_id]
-    delayed = [(stash, *stash.delayed) for stash in stashes if stash.delayed]
-    scaler, factor = delayed[0][1:] if delayed else (scaler, scaler.factor)
-    for stash, _, own in delayed:
-        if own is not factor:  # one block unscales them all
+    delayed = [stash.delayed for stash in stashes if stash.delayed]
+    if not delayed:
+        return scalers[loss_id], scalers[loss_id].factor
+    scaler, factor = delayed[0]
+    for stash in stashes:
+        if stash.delayed and stash.delayed[1] is not factor:  # one block unscales them all
             grads = [p.grad for p in (*stash.plain, *stash.masters) if p.grad is not None]
-            LossScaler.unscale_(grads, own / factor)
+            LossScaler.unscale_(grads, stash.delayed[1] / factor)
             stash.delayed = scaler, factor
     return scaler, factor
 
@@ -360,13 +361,12 @@ def _step(optimizer: Any, plain_step: types.MethodType, closure: object) -> obje
         current_master(parameter)
     if closure is not None and (found_inf is not None or stash.masters):
         raise RuntimeError("amp does not support optimizer.step(closure): call step() without it.")
-    arguments = () if closure is None else (closure,)
     skips_on_device = _skips_on_device(optimizer)
 
     result = None
     with disable_casts():
         if found_inf is None:
-            result = plain_step(*arguments)
+            result = plain_step() if closure is None else plain_step(closure)
         elif skips_on_device:
             optimizer.grad_scale, optimizer.found_inf = None, found_inf
             try:

@@ -197,7 +197,7 @@ class FusedSGD(FusedOptimizer):
         options = {name: group[name] for name in ("momentum", "dampening", "nesterov")}
         momenta = [state.get(MOMENTUM) for state in states]
         for is_first in (True, False):  # all parameters of a call have a momentum, or none has
-            chosen = [i for i, momentum in enumerate(momenta) if (momentum is None) is is_first]
+            chosen = [i for i, momentum in enumerate(momenta) if (momentum is None) == is_first]
             kept = [momenta[i] for i in chosen]
             of_chosen = [values[i] for i in chosen], [grads[i] for i in chosen], kept
             sgd(*of_chosen, fused=True, lr=lr, weight_decay=decay, maximize=False, **options)
@@ -291,8 +291,8 @@ class FusedAdam(FusedOptimizer):
         found_inf = getattr(self, "found_inf", None)
         update = adamw if self.adam_w_mode else adam
         means, squares = ([state[name] for state in states] for name in self.moments)
-        options: dict[str, Any] = {name: group[name] for name in ("weight_decay", "eps")}
-        options |= dict(zip(("beta1", "beta2"), group["betas"], strict=True))
+        options: dict[str, Any] = {"weight_decay": group["weight_decay"], "eps": group["eps"]}
+        options |= {"beta1": group["betas"][0], "beta2": group["betas"][1]}
         options |= {"lr": float(group["lr"]), "amsgrad": False, "maximize": False}
         options |= {"grad_scale": getattr(self, "grad_scale", None), "found_inf": found_inf}
         update(list(values), list(grads), means, squares, [], counted, fused=True, **options)

@@ -227,12 +227,12 @@ def _copy(value: Any, copies: dict[int, Copy], level: int) -> Copy:
     if id(value) not in copies:
         if level > MAX_DEPTH:
             raise RecursionError
-        keys = [*dict.keys(value)] if isinstance(value, dict) else []
-        items = dict.values(value) if isinstance(value, dict) else value
-        parts = [_copy(item, copies, level + 1) for item in (*items, *keys)]
         kind: Any = next(kind for kind in CONTAINERS if isinstance(value, kind))
-        copied = [part.made for part in parts[: len(value)]]
-        made: Any = kind(zip(keys, copied, strict=True)) if kind is dict else kind(copied)
+        keys = list(dict.keys(value)) if isinstance(value, dict) else []
+        items = list(dict.values(value) if isinstance(value, dict) else value)
+        parts = [_copy(part, copies, level + 1) for part in items + keys]
+        copied_items = [part.made for part in parts[: len(items)]]
+        made: Any = dict(zip(keys, copied_items, strict=True)) if keys else kind(copied_items)
         versions = _versions(getattr(value, "__dict__", {}).get("_metadata"))
         if versions and kind is dict:
             made = OrderedDict(made)

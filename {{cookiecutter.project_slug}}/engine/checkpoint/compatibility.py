@@ -298,11 +298,10 @@ def compare_metrics(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str:
 
 def compare_validation(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str:
     """Return how the validation of the same images has changed, or an empty string."""
-    theirs, ours = (
-        image.for_eval()._asdict()
-        | {"eval_size": None, "--flip-tta": one.get("flip_tta", own.get("flip_tta"))}
-        for image, one in zip(_images_of(saved, own), (saved, own), strict=True)
-    )
+    theirs, ours = (image.for_eval()._asdict() for image in _images_of(saved, own))
+    flips = own.get("flip_tta")
+    theirs |= {"eval_size": None, "--flip-tta": saved.get("flip_tta", flips)}
+    ours |= {"eval_size": None, "--flip-tta": flips}
     changed = [
         f"{name} {value} and not {theirs[name]}"
         for name, value in ours.items()

@@ -197,50 +197,50 @@ def _restore_optimizer(optimizer: Optimizer, saved: dict[str, Any], trained: set
 
     Raises ValueError if it is the state of another kind of optimizer, or does not fit.
     """
-    theirs = _kind(saved["param_groups"][0])
-    ours = _kind(optimizer.param_groups[0])
-    if theirs != ours:  # torch's SGD would load the state of Adam
-        raise ValueError(f"an optimizer with {theirs} saved it, and this one has {ours}")
-    if len(saved["param_groups"]) != (own := len(optimizer.param_groups)):
-        raise ValueError(f"it has {len(saved['param_groups'])} parameter groups and not {own}")
+    saved_groups = saved["param_groups"]
+    kinds = [_kind(saved_groups[0]), _kind(optimizer.param_groups[0])]
+    if kinds[0] != kinds[1]:  # torch's SGD would load the state of Adam
+        raise ValueError(f"an optimizer with {kinds[0]} saved it, and this one has {kinds[1]}")
+    if len(saved_groups) != (own := len(optimizer.param_groups)):
+        raise ValueError(f"it has {len(saved_groups)} parameter groups and not {own}")
     groups = []
-    for theirs, group in zip(saved["param_groups"], optimizer.param_groups, strict=True):
-        groups.append(group | {"params": theirs["params"]})
-        for name in trained.intersection(theirs):  # FusedAdam's groups have a step
-            _check_number(f"the group's {name}", theirs[name], is_count=name == "step")
-            groups[-1][name] = theirs[name]
+    for saved_group, group in zip(saved_groups, optimizer.param_groups, strict=True):
+        groups.append(group | {"params": saved_group["params"]})
+        for name in trained.intersection(saved_group):  # FusedAdam's groups have a step
+            _check_number(f"the group's {name}", saved_group[name], is_count=name == "step")
+            groups[-1][name] = saved_group[name]
     indices = list(chain.from_iterable(group["params"] for group in groups))
     if len(set(indices)) < len(indices):  # the moments of one parameter would be those of another
         raise ValueError("its parameter groups hold a parameter twice")
     parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     known = dict(zip(indices, parameters, strict=True))
     state = {index: saved["state"][index] for index in known if saved["state"].get(index)}
-    kinds = {one.__name__ for one in type(optimizer).__mro__}
+    class_names = {cls.__name__ for cls in type(optimizer).__mro__}
     for index, moments in state.items():
-        _check_state(index, known[index], moments, kinds)
+        _check_state(index, known[index], moments, class_names)
     optimizer.load_state_dict({"param_groups": groups, "state": state})
     for index, moments in state.items():
         _place_moments(known[index], moments, optimizer.state[known[index]])
 
 
-def _check_state(index: int, parameter: Tensor, saved: dict[str, Any], kinds: set[str]) -> None:
+def _check_state(index: int, parameter: Tensor, saved: dict[str, Any], names: set[str]) -> None:
     """Raise ValueError if the state of a parameter is altered, or of another shape.
 
     Tensors of another shape would be broadcast. Optimizers that are not known may have any.
 
     Args:
-        kinds: names of the optimizer's classes.
+        names: of the optimizer's classes.
     """
-    is_adam = not kinds.isdisjoint(ADAM)
+    is_adam = not names.isdisjoint(ADAM)
     missing = {"exp_avg", "exp_avg_sq"}.difference(saved) if is_adam else None
     if missing:
         raise ValueError(f"parameter {index} has no {min(missing)}")
     for name, value in saved.items():
         entry = f"{name} of parameter {index}"
-        if name in MOMENTS or isinstance(value, Tensor) and value.dim():
+        if name in MOMENTS or (isinstance(value, Tensor) and value.dim()):
             if value is None and not is_adam:  # as torch's SGD without momentum saves it
                 continue
-            if is_adam or not kinds.isdisjoint(SGD):
+            if is_adam or not names.isdisjoint(SGD):
                 check_like({entry: value}, {entry: parameter})
         elif isinstance(value, Tensor | float | int):
             _check_number(entry, value, is_count=name == "step")
@@ -248,7 +248,7 @@ def _check_state(index: int, parameter: Tensor, saved: dict[str, Any], kinds: se
 
 def _check_number(name: str, value: Any, is_count: bool) -> None:
     number = value.item() if isinstance(value, Tensor) else value
-    if not is_number(number) or is_count and not 0 <= number < MAX_COUNT:
+    if not is_number(number) or (is_count and not 0 <= number < MAX_COUNT):
         raise ValueError(f"{name} is altered")
 
 

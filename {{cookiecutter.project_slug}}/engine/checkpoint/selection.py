@@ -1,6 +1,6 @@
 """Choice of the checkpoint to resume from, among those of all hosts."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
@@ -93,7 +93,7 @@ def newest(
     may be the newest.
     """
     rank = dist.get_rank(group) if group else 0
-    listed = _list_checkpoints(folder, further) if is_searched else []
+    listed = _checkpoints(folder, further) if is_searched else []
     kept = [one for one in listed if one[1].modified_ns not in discarded]
     own = [(step, file, Source(path, rank)) for step, file, path in kept]
     candidates = sorted(chain(*all_gather(own, group)), key=lambda one: one[0], reverse=True)
@@ -129,21 +129,20 @@ def times_after(folder: Path, step: int) -> list[int]:
 
     A run that goes back to `step` discards them; its first save removes them.
     """
-    return [file.modified_ns for found, file, _ in _list_checkpoints(folder) if found > step]
+    return [file.modified_ns for found, file, _ in _checkpoints(folder) if found > step]
 
 
-def _list_checkpoints(folder: Path, further: Sequence[Path] = ()) -> list[tuple[float, File, Path]]:
-    """Return step, file and path of each checkpoint; raise UnreadableError if they may be there."""
-    names = [folder / LAST, folder / BEST]
+def _checkpoints(folder: Path, further: Sequence[Path] = ()) -> Iterator[tuple[float, File, Path]]:
+    """Yield step, file and path of each checkpoint; raise UnreadableError if they may be there."""
     numbered = files.numbered(folder)
     steps = {identify(path): float(files.step_of(path)) for path in numbered}
-    folders = [name.with_suffix("") for name in names]
-    paths = (names[0], *numbered, names[1], *folders, *further)
-    found = [(file, path) for path in paths if (file := identify(path))]
-    for file, path in found:
-        if file not in steps:  # last.pt and best.pt are mostly other names of numbered files
+    sharded = [(folder / name).with_suffix("") for name in (LAST, BEST)]
+    for path in (folder / LAST, *numbered, folder / BEST, *sharded, *further):
+        file = identify(path)
+        if file and file not in steps:  # last.pt and best.pt are mostly names of numbered files
             steps[file] = read_patiently(format.read_step, path)
-    return [(steps[file], file, path) for file, path in found]
+        if file:
+            yield steps[file], file, path
 
 
 def identify(path: Path) -> File | None:

@@ -75,7 +75,7 @@ def check_values(path: Path, entries: dict[str, Any]) -> None:
     if not (is_number(best) and best < math.inf and isinstance(entries["ranks"], list)):
         raise UserError(f"{path}: its best or its ranks are altered; use another one")
     are_valid = all(map(_is_rank, entries["ranks"]))
-    if not are_valid or entries["samples"] and not any(map(_has_losses, entries["ranks"])):
+    if not are_valid or (entries["samples"] and not any(map(_has_losses, entries["ranks"]))):
         raise UserError(f"{path}: the state of its processes is altered; use another one")
     metadata = entries["metadata"]
     weights = sum(tensor.numel() for _, tensor in _named_tensors(entries["model"]))
@@ -106,7 +106,7 @@ def _is_valid_history(entries: dict[str, Any]) -> bool:
     return (
         _are_rows(entries["history"])
         and isinstance(pending_row, dict)
-        and (not pending_row or "images_per_second" in pending_row and _are_rows([pending_row]))
+        and (not pending_row or ("images_per_second" in pending_row and _are_rows([pending_row])))
         and isinstance(results, dict)
         and all(_is_metric(name) and is_number(value) for name, value in results.items())
         and isinstance(scores, list)
@@ -234,7 +234,7 @@ def is_metadata(value: object) -> bool:
 
 def is_number(value: object) -> bool:
     """Return whether `value` is a float, or an integer that can be converted to one."""
-    return isinstance(value, float) or isinstance(value, int) and abs(value) < MAX_COUNT
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) < MAX_COUNT)
 
 
 def check_sizes(path: Path, entries: dict[str, Any]) -> None:

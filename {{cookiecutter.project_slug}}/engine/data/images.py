@@ -280,7 +280,7 @@ def _suits_gpu(image: Image.Image, data: bytearray) -> bool:
         return False
     holds_rgb = image.info.get("adobe_transform") == 0 or image.layer[0][0] == ord("R")
     return bool(
-        (image.mode == "L" or image.mode == "RGB" and not holds_rgb)
+        (image.mode == "L" or (image.mode == "RGB" and not holds_rgb))
         and "progressive" not in image.info
         and image.quantization
         and data.endswith(b"\xff\xd9")
@@ -301,7 +301,7 @@ def decode(encoded: Encoded) -> Tensor:
         if decode_jpeg and isinstance(image, JpegImageFile) and image.mode in ("L", "RGB"):
             # The same pixels as PIL's, in half the time.
             return decode_jpeg(torch.frombuffer(encoded.data, dtype=torch.uint8), mode=RGB)
-        if image.mode == "F" or image.mode == "I" and image.format == "TIFF":
+        if image.mode == "F" or (image.mode == "I" and image.format == "TIFF"):
             raise ValueError("32 bits a pixel in an unknown range: convert it to 8 or 16 bits")
         if image.mode.startswith("I"):  # 16 bits, which PIL would clip at 255
             eight_bits = image.convert("I").point(lambda value: value / 256)  # as torchvision's
@@ -313,13 +313,13 @@ def decode(encoded: Encoded) -> Tensor:
 
 def crop_and_resize(image: Tensor, crop: Crop) -> Tensor:
     """Return the crop of `image`, uint8 (3, H, W), antialiased: uint8 (3, size, size)."""
-    (top, height, to_height, y), (left, width, to_width, x), size, flip, interpolation = crop
-    mode = InterpolationMode(interpolation)
-    image = functional.resized_crop(
-        image, top, left, height, width, [to_height, to_width], mode, antialias=True
-    )
-    image = image[:, y : y + size, x : x + size]
-    return functional.horizontal_flip(image) if flip else image
+    rows = crop.rows
+    columns = crop.columns
+    image = functional.crop(image, rows.start, columns.start, rows.length, columns.length)
+    size = [rows.resized, columns.resized]
+    image = functional.resize(image, size, InterpolationMode(crop.interpolation), antialias=True)
+    image = functional.crop(image, rows.first, columns.first, crop.size, crop.size)
+    return functional.horizontal_flip(image) if crop.flip else image
 
 
 def normalize(images: Tensor) -> Tensor:

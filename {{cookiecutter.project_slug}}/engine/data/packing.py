@@ -278,7 +278,7 @@ class SplitPacker:
             is_begun = INDEX in others and not path.lstat().st_size  # killed before it had progress
             if others - ({TIMES, INDEX} if is_begun else {TIMES}):
                 raise UserError(f"{self.folder} holds something else; name a new folder")
-        if path.is_symlink() or path.exists() and not path.is_file():
+        if path.is_symlink() or (path.exists() and not path.is_file()):
             raise UserError(f"{path} is not a regular file; delete {self.folder} and pack anew")
         index = open(path, "ab", opener=regular_only)  # noqa: SIM115 - the lock ends with it
         try:

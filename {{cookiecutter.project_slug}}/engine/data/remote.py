@@ -210,7 +210,7 @@ class Mirror:
     def _count_miss(self, name: str) -> None:
         """Download a shard after MISSES of its samples were not in the cache, one at a time."""
         self.misses[name] += 1
-        if self.misses[name] % MISSES or self.thread and self.thread.is_alive():
+        if self.misses[name] % MISSES or (self.thread and self.thread.is_alive()):
             return
         shard = self.shards[name]
         if get_worker_info() is None:  # a thread's locks would be held for ever in a forked worker

@@ -251,7 +251,7 @@ def _is_final(error: Exception) -> bool:
     if isinstance(error, PermissionError) or type(error).__name__ in REFUSALS:
         return True
     is_loop = status == 0  # of aiohttp's TooManyRedirects
-    return is_loop or 400 <= status < 500 and status not in TEMPORARY
+    return is_loop or (400 <= status < 500 and status not in TEMPORARY)
 
 
 def _reason(error: Exception) -> str:

@@ -108,7 +108,7 @@ def check_cpu(settings: Namespace) -> Results:
     if allowed < cores * num_ranks:
         fix = "raise its limit, or reduce OMP_NUM_THREADS and --workers"
         yield WARNING, f"{text}; but this container may use only {allowed:g} cores in all: {fix}"
-    elif threads > cores or threads == 1 and cores >= 4:
+    elif threads > cores or (threads == 1 and cores >= 4):
         yield WARNING, f"{text}: unset OMP_NUM_THREADS, so that run.sh divides the cores by ranks"
     elif workers > cores:
         yield WARNING, f"{text}: use at most --workers {cores}, the number of cores"

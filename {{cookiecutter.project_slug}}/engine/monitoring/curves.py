@@ -119,14 +119,14 @@ def draw(runs: list[Run], path: Path) -> None:
     num_lines = sum(label.count("\n") + 1 for label in labels)
     has_scales = any(len({scale for _, scale in run.points("loss_scale")}) > 1 for run in runs)
     further = _further_metrics(runs)
-    layout: list[list] = [[*"LLLMMM"], [*("rriiss" if has_scales else "rrriii")]]
+    layout: list[list] = [list("LLLMMM"), list("rriiss" if has_scales else "rrriii")]
     for first in range(0, len(further), 3):  # three plots in a row, of two cells each
-        row = [number if number < len(further) else "." for number in range(first, first + 3)]
-        layout.append([cell for cell in row for _ in range(2)])
+        a, b, c = [*range(len(further)), ".", "."][first : first + 3]
+        layout.append([a, a, b, b, c, c])
     with matplotlib.rc_context(STYLE):
         height = 1.5 + 2.5 * len(layout) + 0.22 * num_lines
         figure = Figure(figsize=(10, height), layout="constrained")
-        axes = figure.subplot_mosaic(layout, height_ratios=[3, *[2] * (len(layout) - 1)])
+        axes = figure.subplot_mosaic(layout, height_ratios=[3] + [2] * (len(layout) - 1))
         _plot(axes["L"], "loss", runs, ["train_loss", "val_loss", "val_loss" + AVERAGE])
         handles = _plot(axes["M"], metric, runs, [metric, metric + AVERAGE])
         _plot(axes["r"], "learning rate", runs, ["lr"])

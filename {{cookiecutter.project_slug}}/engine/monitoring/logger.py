@@ -159,7 +159,7 @@ class Logger(Console):
         is_moved = is_auto and self.has_moved  # best.pt may have been copied here
         if not (is_resumed or is_moved or self.is_restart):
             # A run that stopped before its first checkpoint may have written a row.
-            if has_checkpoints(self.output) or table and not is_auto:
+            if has_checkpoints(self.output) or (table and not is_auto):
                 fix = "add --resume auto to resume it, or --output with another folder"
                 if is_auto:  # all that the folder has are links
                     fix = "its checkpoints are elsewhere, or can't be read; choose another folder"
