@@ -2152,6 +2152,24 @@ def test_the_best_checkpoint_is_copied_to_the_host_that_rank_0_moved_to(
     assert any("no host has the best checkpoint" in text for text in said[0]) == (best < 0)
 
 
+def resumed_best_on_a_full_disk(folders: list[Path]) -> tuple[float, list[str]]:
+    full = mock.Mock(side_effect=OSError(errno.ENOSPC, "no space"))
+    with mock.patch.object(files, "replace_best", full):
+        return resumed_best(folders)
+
+
+def test_best_checkpoint_that_can_not_be_copied_is_forgotten_by_all(
+    two_processes: Processes, tmp_path: Path
+) -> None:
+    folders = [tmp_path / "0", tmp_path / "1"]
+    prepared(folders[0], {})
+    prepared(folders[1], {6: 0.0, 9: 0.0}, best=0.6)
+    (folders[1] / "step-6.pt").rename(folders[1] / "best.pt")
+    results = two_processes(resumed_best_on_a_full_disk, folders)
+    assert [best for best, _ in results] == [-float("inf")] * 2
+    assert any("best.pt can't be written (no space)" in text for text in results[0][1])
+
+
 @pytest.mark.parametrize(("before", "step"), [(0.5, 9), (0.6, 6)], ids=["better", "equal"])
 def test_the_resumed_checkpoint_is_the_best_one_of_another_host(
     two_processes: Processes, tmp_path: Path, before: float, step: int

@@ -199,7 +199,7 @@ class CheckpointManager:
         if rewind.best_step >= 0:
             progress.best = -math.inf
             self.logger.warning(rewind.describe(self.folder))
-        elif progress.best == -math.inf or is_best and source.rank == 0:
+        elif progress.best == -math.inf or (is_best and source.rank == 0):
             compared = self._compare_best(source, own_best) if is_writer else -math.inf
             progress.best = all_gather(compared, self._group)[0]
         if is_best and source.rank == 0:
@@ -218,7 +218,7 @@ class CheckpointManager:
         The file of another validation gets another name once a new one is the best.
         """
         known = self.state.progress.best
-        if not best or known > -math.inf and files.read_patiently(best.samefile, source.path):
+        if not best or (known > -math.inf and files.read_patiently(best.samefile, source.path)):
             return known
         entries = files.read_patiently(files.load_best, best)
         score = float(entries["best"])
@@ -259,20 +259,24 @@ class CheckpointManager:
                 "makes a new best.pt"
             )
             progress.best = -math.inf
-        elif dist.get_rank() == 0:
-            self._write_best(content.getbuffer(), source.rank, own[1] if own else None)
+            return
+        is_kept = dist.get_rank() == 0 and self._write_best(
+            content.getbuffer(), source.rank, own[1] if own else None
+        )
+        if not all_gather(is_kept, self._group)[0]:
+            progress.best = -math.inf
 
-    def _write_best(self, content: memoryview, owner: int, own_step: int | None) -> None:
-        """Write best.pt of rank `owner`, keep that of `own_step`; on a full disk, forget it."""
+    def _write_best(self, content: memoryview, owner: int, own_step: int | None) -> bool:
+        """Write best.pt of rank `owner`, and keep that of `own_step`; return False if it fails."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             earlier = files.replace_best(self.folder, content, own_step)
         except OSError as error:
-            self.state.progress.best = -math.inf
             self.logger.warning(f"{files.BEST} can't be written ({error.strerror or error})")
-        else:
-            kept = f"; the one that was here is {earlier.name} now" if earlier else ""
-            self.logger.info(f"copied {files.BEST} from the host of rank {owner}{kept}")
+            return False
+        kept = f"; the one that was here is {earlier.name} now" if earlier else ""
+        self.logger.info(f"copied {files.BEST} from the host of rank {owner}{kept}")
+        return True
 
     def _restore_progress(
         self, path: Path, entries: dict[str, Any], is_own: bool, is_evaluation: bool
@@ -327,8 +331,8 @@ class CheckpointManager:
         signal_number, is_time = self._agreement.result()
         if signal_number:
             return signal_number
-        has_interval = self._interval_steps > 0
-        if is_time or has_interval and self.state.progress.step % self._interval_steps == 0:
+        interval = self._interval_steps  # 0 without one
+        if is_time or (interval and self.state.progress.step % interval == 0):
             self.save()
         # The clock of rank 0 decides: those of others may differ by a step.
         is_due = dist.get_rank() == 0 and time.monotonic() - self.saved_at >= self._interval_s
