@@ -8,7 +8,7 @@ import time
 import pytest
 from engine import UserError
 from engine.monitoring import deliver, trackers
-from engine.monitoring.deliver import Delivery, redact
+from engine.monitoring.deliver import PNG, Delivery, redact
 from engine.monitoring.trackers import FOLDER, QUEUE
 from parameters import mostly_slow
 
@@ -200,7 +200,7 @@ def test_each_step_arrives_once_through_random_failures_and_resumptions(queue, t
 
 def test_image_that_is_refused_does_not_hold_up_the_points(queue, tmp_path):
     FakeTracker.reset(has_images=False)
-    (tmp_path / "epoch_001.png").touch()
+    (tmp_path / "epoch_001.png").write_bytes(PNG)
     image = {"group": "validation", "step": 1, "image": "epoch_001.png"}
     queue(point(1), image, image | {"image": "removed.png", "step": 2}, point(2))
     delivery = Delivery(tmp_path, "mlflow")
@@ -213,17 +213,19 @@ def test_image_that_is_refused_does_not_hold_up_the_points(queue, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["../outside.png", "/etc/hostname", "link.png", "folder", "fifo", "sparse.png"]
+    "name",
+    ["../outside.png", "/etc/hostname", "link.png", "folder", "fifo", "sparse.png", "eps.png"],
 )
 def test_file_outside_the_run_is_not_sent(queue, tmp_path, name):
     output = tmp_path / "run"
     (output / FOLDER).mkdir(parents=True)
     (tmp_path / FOLDER / QUEUE).rename(output / FOLDER / QUEUE)
-    (tmp_path / "outside.png").touch()
+    (tmp_path / "outside.png").write_bytes(PNG)
+    (output / "eps.png").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0")  # PIL would run Ghostscript
     (output / "link.png").symlink_to(tmp_path / "outside.png")
     (output / "folder").mkdir()  # may hold links
     os.mkfifo(output / "fifo")
-    (output / "sparse.png").touch()
+    (output / "sparse.png").write_bytes(PNG)
     os.truncate(output / "sparse.png", 2**40)
     with (output / FOLDER / QUEUE).open("a") as file:
         file.write(json.dumps({"group": "validation", "step": 1, "image": name}) + "\n")

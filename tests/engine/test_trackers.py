@@ -668,7 +668,9 @@ def test_wandb_reads_settings_in_the_folder_of_the_project_only(tmp_path, monkey
     tracker = trackers.Wandb(Path("run"))
     start = {"run_id": "0123456789abcdef", "name": "run", "project": "p"}
     tracker.start(start | {"parameters": {}, "environment": {}})
-    base_url = tracker.run.settings.base_url
+    settings = tracker.run.settings
+    base_url = settings.base_url
+    assert settings.disable_git  # of a repository in the run's folder, git would run commands
     tracker.finish("FINISHED")
     wandb.teardown()
     assert base_url == "http://project.example"

@@ -34,6 +34,7 @@ MAX_DELAY_S = 60.0  # between attempts
 GRACE_S = 10.0  # after the end of the run that is followed
 MAX_POINTS = 200  # in a call of a tracker
 MAX_PROBLEM = 200  # characters
+PNG = b"\x89PNG\r\n\x1a\n"  # how the images of a run begin
 MAX_IMAGE_FAILURES = 3  # before an image is skipped
 SECRET = re.compile("KEY|TOKEN|PASSWORD|SECRET")  # in the name of an environment variable
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # a run saves, then ends
@@ -242,11 +243,14 @@ def _parse(line: bytes) -> Record:
 
 
 def _is_image_of_run(path: Path, output: Path) -> bool:
-    """Return whether a path is a regular file below `output`, of a size that an image has."""
+    """Return whether a path is a PNG file below `output`, of a size that an image has."""
     if path.is_symlink() or not path.resolve().is_relative_to(output.resolve()):
         return False
     status = path.stat()
-    return stat.S_ISREG(status.st_mode) and status.st_size <= MAX_BYTES
+    if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_BYTES:
+        return False
+    with path.open("rb") as file:  # a tracker's PIL would run Ghostscript for an EPS file
+        return file.read(len(PNG)) == PNG
 
 
 def _describe(error: Exception) -> str:

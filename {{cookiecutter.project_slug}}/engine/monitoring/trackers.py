@@ -164,6 +164,10 @@ class Wandb(Tracker):
     def _init(self, run: Mapping[str, Any]) -> Any:
         current = os.getcwd()
         os.chdir(PROJECT)  # W&B reads a settings file, with its server's address, in this folder
+        # Without git, which would run commands of a repository in the run's folder.
+        settings = self.wandb.Settings(
+            silent=True, console="off", init_timeout=WANDB_INIT_S, disable_git=True
+        )
         try:
             return self.wandb.init(
                 project=os.environ.get("WANDB_PROJECT") or run["project"],
@@ -171,7 +175,7 @@ class Wandb(Tracker):
                 name=run["name"],
                 resume="allow",
                 dir=str(self.folder),
-                settings=self.wandb.Settings(silent=True, console="off", init_timeout=WANDB_INIT_S),
+                settings=settings,
             )
         except Exception:
             self.wandb.teardown()  # its process would take the id for one in use
