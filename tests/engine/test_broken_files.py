@@ -1,6 +1,8 @@
 """Files that are damaged, hostile or gone: errors with their names, --skip-broken, verify."""
 
 import contextlib
+import errno
+import fcntl
 import io
 import os
 import random
@@ -10,6 +12,7 @@ import sys
 import zlib
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import task
@@ -91,6 +94,9 @@ def test_progressive_file_with_hundreds_of_scans_is_an_error(tmp_path):
         images.read_image(path)
     path.write_bytes(data[:-2] + images.MAX_SCANS * (b"\xff\x01" + scan) + data[-2:])
     with pytest.raises(FileError, match="it has more than 200 scans"):  # a marker without length
+        images.read_image(path)
+    path.write_bytes(data[:-2] + b"\xff\x02\xff\xff" + images.MAX_SCANS * scan + data[-2:])
+    with pytest.raises(FileError, match="it has more than 200 scans"):  # no marker to libjpeg
         images.read_image(path)
     comment = b"\xff\xfe\x08\x00" + marker * 1023  # 2,048 bytes, with the length's two
     path.write_bytes(data[:2] + comment + data[2:] + marker * 1000)  # such as a video
@@ -293,6 +299,14 @@ def test_one_unreadable_file_too_many_is_an_error(folder):
     assert len((folder.parent / "run" / RECORD).read_text().splitlines()) == 2
     with pytest.raises(FileError, match="2.png|3.png"):
         greys(SeededDataset(skipping(folder, 0), 0), 0)
+
+
+def test_record_needs_no_locks(folder, monkeypatch):
+    """Lustre has none unless it is mounted with them."""
+    missing = OSError(errno.ENOSYS, "Function not implemented")
+    monkeypatch.setattr(fcntl, "lockf", mock.Mock(side_effect=missing))
+    greys(SeededDataset(skipping(folder, 3), 0), 0)
+    assert len((folder.parent / "run" / RECORD).read_text().splitlines()) == 3
 
 
 def test_record_that_is_a_link_is_an_error(folder):

@@ -1,5 +1,6 @@
 """Tests of engine.distributed: comparison of processes, rendezvous and exit."""
 
+import errno
 import io
 import json
 import os
@@ -319,3 +320,16 @@ def test_gloo_does_not_use_the_loopback_interface_on_several_hosts(monkeypatch) 
     monkeypatch.setattr(os, "environ", variables)
     distributed.select_gloo_interface()
     assert variables.get("GLOO_SOCKET_IFNAME") != "lo"
+
+
+def test_files_that_nobody_needs_may_fill_the_disk(tmp_path, monkeypatch):
+    full = OSError(errno.ENOSPC, "no space")
+    with pytest.raises(OSError, match="no space"), distributed.folder_of_rank(tmp_path) as folder:
+        assert folder == tmp_path
+        raise full
+    monkeypatch.setenv("RANK", "1")
+    with distributed.folder_of_rank(tmp_path) as folder:
+        assert folder != tmp_path
+        raise full
+    with pytest.raises(FileNotFoundError), distributed.folder_of_rank(tmp_path):
+        raise FileNotFoundError  # such as of a sample, without which no model runs

@@ -126,15 +126,17 @@ def test_nohup_is_respected(launch):
     assert launcher.end() == (0, "")
 
 
-@pytest.mark.parametrize("wait", ["2", "60"])
-def test_processes_that_do_not_end_are_killed(launch, wait):
+@pytest.mark.parametrize(("wait", "text"), [("2", "error: processes are killed"), ("60", "")])
+def test_processes_that_do_not_end_are_killed(launch, wait, text):
     """After STOP_WAIT seconds, or at a second signal."""
     launcher = launch(UNBLOCK + SAVE.format(seconds=60), STOP_WAIT=wait)
     launcher.send(signal.SIGINT)
     time.sleep(1.3)
     if wait == "60":
         launcher.send(signal.SIGINT)
-    assert launcher.end() == (128 + signal.SIGINT, "")
+    status, said = launcher.end()
+    assert status == 128 + signal.SIGINT
+    assert said.startswith(text) and bool(said) == bool(text)
 
 
 def test_launcher_waits_for_the_last_thread_of_its_processes(launch):

@@ -1,6 +1,7 @@
 """python -m engine.data.pack: packed image folders, read as the folders are."""
 
 import copy
+import errno
 import fcntl
 import json
 import os
@@ -17,6 +18,7 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from threading import Barrier
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -223,6 +225,14 @@ def test_folder_is_locked_until_its_pack_is_complete(folder, tmp_path):
             pack.plan(folder, out, options)
     pack.pack(packers, 1, 0)
     assert all(packer.is_complete for packer in pack.plan(folder, out, options))
+
+
+def test_pack_needs_no_locks(folder, tmp_path, run_pack, monkeypatch, capsys):
+    """A file system may have none."""
+    missing = OSError(errno.ENOSYS, "Function not implemented")
+    monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=missing))
+    assert run_pack(folder, tmp_path / "out", LARGE) == 0
+    assert "can't be locked (Function not implemented): pack it once" in capsys.readouterr().err
 
 
 def test_pack_that_another_process_continues_before_the_lock_is_kept(folder, tmp_path, monkeypatch):

@@ -2,7 +2,8 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -102,9 +103,12 @@ def master(monkeypatch) -> None:
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(
+        rank_checks, "device_identity", lambda device: getattr(device, "identity", "")
+    )
 
 
-def rendezvous_errors(devices: list[str]) -> list[str]:
+def rendezvous_errors(devices: list[str], types: Sequence[str] = ("cpu", "cpu")) -> list[str]:
     """Return the error of each rank in a rendezvous of ranks with these devices."""
     errors = [""] * len(devices)
 
@@ -112,7 +116,8 @@ def rendezvous_errors(devices: list[str]) -> list[str]:
 
     def join(rank: int) -> None:
         try:
-            stores.append(rank_checks.rendezvous(rank, 2, devices[rank]))
+            device = SimpleNamespace(type=types[rank], identity=devices[rank])
+            stores.append(rank_checks.rendezvous(rank, 2, device))
         except UserError as error:
             errors[rank] = str(error)
 
@@ -131,6 +136,13 @@ def test_ranks_that_share_a_gpu_are_an_error(master, monkeypatch, devices):
     assert one == two
     shared = "ranks 0 and 1 have the same GPU (GPU-8a)"
     assert (shared in one) == (devices[1] == "GPU-8a") == bool(one)
+
+
+def test_different_facts_are_an_error(master, monkeypatch):
+    """Such as versions, and the project's code."""
+    monkeypatch.setattr(rank_checks, "TIMEOUT_S", 10)
+    one, two = rendezvous_errors(["", ""], types=["cpu", "cuda"])
+    assert one == two and one.startswith("the kind of device is cuda on ")
 
 
 def test_wrong_clock_is_an_error(master, monkeypatch):

@@ -192,12 +192,14 @@ class SignalThread(threading.Thread):
         if number != USAGE_SIGNAL:  # which comes from a process, after which all end
             for process in processes:
                 _send(signal.SIGKILL if _is_starting(process) else number, {process})
-        started = time.monotonic()
-        seconds = 0.0
-        while any(map(_is_running, processes)) and seconds < int(os.environ.get("STOP_WAIT") or 30):
+        limit, started = int(os.environ.get("STOP_WAIT") or 30), time.monotonic()
+        while any(map(_is_running, processes)):
             received = signal.sigtimedwait(STOP_SIGNALS, 0.05)
             seconds = time.monotonic() - started
             if received and received.si_pid not in processes and seconds > REPEAT_S:
+                break
+            if seconds > limit:
+                print_error(f"processes are killed that have not ended in {limit} s (STOP_WAIT)")
                 break
         if processes:
             self.on_failure()

@@ -49,7 +49,8 @@ FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 TILE_WIDTH, TILE_LENGTH = 322, 323  # tags of TIFF
 MAX_TILE = 2**12  # height and width of a tile that is larger than the image
 MAX_RLE_PIXELS = 2**22  # of a compressed BMP file, which PIL decodes in Python
-MARKER = re.compile(rb"\xff([\x02-\xcf\xd8-\xfe])")  # of a segment, which has a length
+# Of a segment, which has a length. In place of a restart marker, libjpeg skips others alone.
+MARKER = re.compile(rb"\xff([\xc0-\xc7\xc9-\xcf\xd9-\xdf\xe0-\xef\xfe])")
 MAX_SCANS = 200  # of a progressive JPEG file; each decodes all pixels again
 # Of comments of a text file of PPM, by its first bytes, or Exif segments of a JPEG file. PIL copies
 # what it has read of them for each further one.

@@ -21,7 +21,7 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional
 from tqdm import tqdm
 
-from engine import SUFFIX, UserError, read_text, regular_only, replacing
+from engine import SUFFIX, UserError, log_line, read_text, regular_only, replacing
 from engine.data import shards
 from engine.data.files import naming_errors, read_file
 from engine.data.images import read_image, read_labels, trim
@@ -284,8 +284,10 @@ class SplitPacker:
         try:
             # Not lockf: that lock would end as soon as this process closes the file once.
             fcntl.flock(index, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             raise UserError(f"{self.folder} is being packed by another process") from None
+        except OSError as error:  # a file system without locks
+            log_line(f"warning: {self.folder} can't be locked ({error.strerror}): pack it once")
         return index
 
     def _digests(self) -> tuple[str, str]:

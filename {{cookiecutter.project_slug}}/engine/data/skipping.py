@@ -2,6 +2,7 @@
 
 import fcntl
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,8 @@ class SkippingDataset(DatasetWrapper):
         try:
             self.record.parent.mkdir(parents=True, exist_ok=True)
             with open(self.record, "a+", encoding="utf-8", opener=regular_only) as file:
-                fcntl.lockf(file, fcntl.LOCK_EX)  # other processes add to it, too
+                with suppress(OSError):  # a file system without locks
+                    fcntl.lockf(file, fcntl.LOCK_EX)  # other processes add to it, too
                 file.seek(0)
                 known = file.read().splitlines()
                 if printable(error.path) in known:

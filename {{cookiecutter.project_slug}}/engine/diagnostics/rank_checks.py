@@ -113,7 +113,7 @@ def check_all_reduce(rank: int, local_rank: int, world_size: int, device: torch.
     if local_rank == 0:
         yield ERROR, f"it did not finish: {NETWORK_FIX}"
     try:
-        store = rendezvous(rank, world_size, device_identity(device))
+        store = rendezvous(rank, world_size, device)
     except dist.DistNetworkError:
         if rank == local_rank > 0:
             return  # rank 0, on this host, has exited and reported the reason
@@ -164,8 +164,11 @@ def _time_all_reduce(store: dist.Store, rank: int, world_size: int, device: torc
     return statistics.median(seconds)
 
 
-def rendezvous(rank: int, world_size: int, device: str) -> dist.Store:
-    """Return a store that all ranks have joined. Raises UserError if their devices conflict."""
+def rendezvous(rank: int, world_size: int, device: torch.device) -> dist.Store:
+    """Return a store that all ranks have joined.
+
+    Raises UserError if their devices conflict, or their versions, code or clocks differ.
+    """
     timeout = timedelta(seconds=TIMEOUT_S)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if rank == 0:
@@ -174,7 +177,8 @@ def rendezvous(rank: int, world_size: int, device: str) -> dist.Store:
         wait_for_server(address, port, TIMEOUT_S).close()
         store = dist.TCPStore(address, port, None, False, timeout, wait_for_workers=False)
     store.set(f"processes {os.environ.get('NODE_RANK') or 0}", os.environ["LOCAL_WORLD_SIZE"])
-    store.set(f"device {rank}", device)
+    consistency.store_facts(store, rank, consistency.collect_facts(device, {}, ""))
+    store.set(f"device {rank}", device_identity(device))
     if rank == 0:
         problem = find_problem(store, world_size)
         store.set("time", str(time.time()))
@@ -191,7 +195,7 @@ def rendezvous(rank: int, world_size: int, device: str) -> dist.Store:
 
 
 def find_problem(store: dist.Store, world_size: int) -> str:
-    """Return what is wrong with the hosts and the devices of the ranks, or an empty string."""
+    """Return what is wrong with the hosts, devices and versions of the ranks, if anything."""
     num_hosts = preflight.num_hosts()
     if absent := consistency.missing_ranks(store, "processes", num_hosts):
         return f"host {absent} of {num_hosts} did not join: read its output, or run the check there"
@@ -203,7 +207,7 @@ def find_problem(store: dist.Store, world_size: int) -> str:
         return f"rank {absent} of {world_size} did not join: read its result, or check its host too"
     shared = find_shared_gpu([store.get(f"device {rank}").decode() for rank in range(world_size)])
     fix = "give each host its own NODE_RANK, and list each GPU once in CUDA_VISIBLE_DEVICES"
-    return f"{shared}: {fix}" if shared else ""
+    return f"{shared}: {fix}" if shared else consistency.compare_facts(store, world_size)
 
 
 def main() -> None:

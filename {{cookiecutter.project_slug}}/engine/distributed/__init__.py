@@ -4,7 +4,6 @@ import errno
 import os
 import re
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -113,10 +112,8 @@ def resolve_ranks(local_rank: int | None) -> tuple[int, int, int]:
         given = ", ".join(name for name in names if name not in missing)
         raise UserError(f"the environment has {given} but not {', '.join(missing)}: {start}")
     if missing:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        # A group of one has a store of its own, and listens at no port.
+        os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     values = {"LOCAL_RANK": os.environ.get("LOCAL_RANK") or str(local_rank or 0)}
     for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_WORLD_SIZE"):
         values[name] = os.environ.get(name, "1")
@@ -230,12 +227,19 @@ def describe(world_size: int, device: torch.device) -> str:
 
 @contextmanager
 def folder_of_rank(folder: Path) -> Iterator[Path]:
-    """Yield `folder` on rank 0, and a temporary folder, for files that nobody needs, on others."""
+    """Yield `folder` on rank 0, and a temporary folder, for files that nobody needs, on others.
+
+    There, the body ends without an error if the disk is full.
+    """
     if is_rank_zero():
         yield folder
         return
     with tempfile.TemporaryDirectory() as temporary:
-        yield Path(temporary)
+        try:
+            yield Path(temporary)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
 
 
 def cpu_cores() -> int:

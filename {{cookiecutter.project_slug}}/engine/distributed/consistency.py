@@ -61,13 +61,24 @@ def collect_facts(device: torch.device, settings: dict[str, object], backend_nam
     return facts
 
 
+def store_facts(store: dist.Store, rank: int, facts: Facts) -> None:
+    """Store the facts of a process, and the name of its host, for `compare_facts`."""
+    store.set(f"facts {rank}", json.dumps([socket.gethostname(), facts]))
+
+
+def compare_facts(store: dist.Store, world_size: int) -> str:
+    """Return a message about a difference between the facts that all processes have stored."""
+    ranks = range(world_size)
+    return find_difference({rank: json.loads(store.get(f"facts {rank}")) for rank in ranks})
+
+
 def require_same_facts(store: dist.Store, rank: int, world_size: int, facts: Facts) -> None:
     """Raise UserError in all processes if `facts` differ between two of them.
 
     Raises PeerError if a process does not arrive before the store's timeout. Rank 0 compares; the
     others wait for its result.
     """
-    store.set(f"facts {rank}", json.dumps([socket.gethostname(), facts]))
+    store_facts(store, rank, facts)
     missing = missing_ranks(
         store, "facts", world_size, wait_for=None if rank == 0 else "difference"
     )
@@ -77,10 +88,7 @@ def require_same_facts(store: dist.Store, rank: int, world_size: int, facts: Fac
             "output"
         )
     if rank == 0:
-        facts_by_rank = {
-            other: json.loads(store.get(f"facts {other}")) for other in range(world_size)
-        }
-        store.set("difference", json.dumps([time.time(), find_difference(facts_by_rank)]))
+        store.set("difference", json.dumps([time.time(), compare_facts(store, world_size)]))
     rank_0_time, difference = json.loads(store.get("difference"))
     if difference:
         raise UserError(difference)
