@@ -95,7 +95,7 @@ def parse_args() -> argparse.Namespace:
     add("--weight-decay", type=cli.non_negative_float, default=1e-4, help="added to the gradient")
     # % endif
     flags.add_optimization_arguments(parser, task.WARMUP_EPOCHS)
-    flags.add_precision_arguments(parser, opt_level="«opt_level»", backend="«backend»")
+    flags.add_precision_arguments(parser, opt_level="«opt_level»", backend="«backend»", ddp=DDP)
     add = parser.group("distributed").add_argument
     add("--local-rank", "--local_rank", type=int, help="for old launchers; LOCAL_RANK overrides it")
     # % if ddp == "apex"

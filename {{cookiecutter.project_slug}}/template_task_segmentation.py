@@ -479,7 +479,7 @@ class Pairs(Dataset):
         self.fingerprint = fingerprint.of_files(files[0][0].parent, files)
         self.classes, self.numbers, self.transform = classes, numbers, transform
         # Takes a second for thousands of files, so only one process per host checks them.
-        if os.environ.get("LOCAL_RANK", "0") == "0":
+        if distributed.is_local_leader():
             if not isinstance(files, PackedMasks):  # whose sizes were compared before
                 require_same_sizes(files)
             ignored = numbers == IGNORED

@@ -45,18 +45,20 @@ def add_model_arguments(parser: cli.ArgumentParser, ddp: str) -> None:
     add("--checkpoint-activations", action="store_true", help=help)
 
 
-def add_compile_arguments(parser: cli.ArgumentParser) -> None:
-    """Add --compile, --cuda-graphs and --compress-gradients."""
+def add_compile_arguments(
+    parser: cli.ArgumentParser, graphs: str = "compile into CUDA graphs, for small batches"
+) -> None:
+    """Add --compile, --cuda-graphs, with `graphs` as its help, and --compress-gradients."""
     add = parser.group("model").add_argument
     add("--compile", action="store_true", help="torch.compile: slower start, faster steps")
-    add("--cuda-graphs", action="store_true", help="compile into CUDA graphs, for small batches")
+    add("--cuda-graphs", action="store_true", help=graphs)
     add = parser.group("distributed").add_argument
     add("--compress-gradients", action="store_true", help="average gradients in bfloat16")
 
 
 def add_sharding_arguments(parser: cli.ArgumentParser) -> None:
     """Add the flags of `add_compile_arguments`, --reshard-after-forward and --cpu-offload."""
-    add_compile_arguments(parser)
+    add_compile_arguments(parser, graphs=argparse.SUPPRESS)
     add = parser.group("distributed").add_argument
     add(
         "--reshard-after-forward",
@@ -96,18 +98,20 @@ def add_optimization_arguments(parser: cli.ArgumentParser, warmup_epochs: float)
     add("--ema", type=cli.fraction, metavar="DECAY", help=help)
 
 
-def add_precision_arguments(parser: cli.ArgumentParser, opt_level: str, backend: str) -> None:
-    """Add --backend and the flags of amp.initialize, with these defaults."""
+def add_precision_arguments(
+    parser: cli.ArgumentParser, opt_level: str, backend: str, ddp: str
+) -> None:
+    """Add --backend and the flags of amp.initialize; FSDP's help lists what it supports."""
+    hidden = argparse.SUPPRESS if ddp == "fsdp" else ""
     add = parser.group("precision").add_argument
-    add(
-        "--opt-level", choices=[*OPT_LEVELS], default=opt_level, help="Apex's mixed-precision level"
-    )
-    add("--loss-scale", type=cli.loss_scale, help="dynamic, or a number (default: the level's)")
-    yes_or_no = BooleanOptionalAction
-    help = "keep batch norms in fp32 where weights are cast (default: the level's)"
-    add("--keep-batchnorm-fp32", action=yes_or_no, help=help)
-    backends = ("auto", "apex", "native")
-    add("--backend", choices=backends, default=backend, help="real Apex or apex_native")
+    help = "Apex's mixed-precision level" + (": O0, O4 or O5" if hidden else "")
+    add("--opt-level", choices=[*OPT_LEVELS], default=opt_level, help=help)
+    help = hidden or "dynamic, or a number (default: the level's)"
+    add("--loss-scale", type=cli.loss_scale, help=help)
+    help = hidden or "keep batch norms in fp32 where weights are cast (default: the level's)"
+    add("--keep-batchnorm-fp32", action=BooleanOptionalAction, help=help)
+    help = hidden or "real Apex or apex_native"
+    add("--backend", choices=("auto", "apex", "native"), default=backend, help=help)
 
 
 def add_run_arguments(parser: cli.ArgumentParser, output: Path) -> None:
