@@ -921,6 +921,13 @@ def test_archive_of_many_pickles_is_rejected(tmp_path: Path) -> None:
         read(tmp_path / "many.pt")
 
 
+def test_file_without_content_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "sparse.pt").touch()
+    os.truncate(tmp_path / "sparse.pt", 2**43)  # bytes, which take no space on the disk
+    with pytest.raises(UserError, match="it is torn, or not a checkpoint"):
+        read(tmp_path / "sparse.pt")
+
+
 def test_many_names_of_classes_are_rejected() -> None:
     names = b"".join(b"ca\nb%d\n0" % number for number in range(inspection.MAX_NAMES + 1))
     inspection.check_storages(b"\x80\x02" + names[:70] + b"N.", {})

@@ -462,3 +462,8 @@ def test_mask_of_less_than_8_bits_is_an_error(tmp_path, depth):
         images.read_labels(write(0))
     labels = images.read_labels(write(3, chunk(b"PLTE", bytes(12))))
     assert labels.tolist() == [[0, 1]]
+
+
+def test_whole_image_is_not_padded() -> None:
+    image = torch.randint(0, 256, (3, 20, 30), dtype=torch.uint8)
+    assert torch.equal(images.crop_and_resize(image, images.whole(20, 30)), image)

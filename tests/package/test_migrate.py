@@ -622,6 +622,14 @@ def test_write_keeps_the_mode(tmp_path):
     assert [each.name for each in tmp_path.glob("*.py*")] == ["script.py"]
 
 
+def test_note_on_an_expression_of_several_lines_is_one_comment(tmp_path):
+    """As formatters lay it out."""
+    before = AMP_AFTER_FORM_FEEDS.replace("\f", "")
+    before = before.replace('"O1"', 'LEVELS.get(\n        args.precision,\n        "O1",\n    )')
+    after, _ = migrate(tmp_path, before, status=1)
+    assert 'amp.initialize: opt_level is LEVELS.get( args.precision, "O1", )' in after
+
+
 AMP_AFTER_FORM_FEEDS = """
 from apex import amp
 import torch

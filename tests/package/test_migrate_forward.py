@@ -36,6 +36,9 @@ NO_FORWARD = "no forward pass of the model is among the statements that compute 
 CONVERTED = {
     "annotated": INITIALIZE
     + f"{LOOP}    out: torch.Tensor = model(x)\n    loss = criterion(out, y)\n{STEP}",
+    "comments": INITIALIZE
+    + f"{LOOP}    # loss.backward() is below\n    out = model(x)  # optimizer.step() too\n"
+    + f"    # optimizer.zero_grad() was above\n    loss = criterion(out, y)\n{STEP}",
     "list": INITIALIZE
     + LOOP
     + "    parts = []\n    for part in range(2):\n"
@@ -181,6 +184,13 @@ class Trainer:
         "amp is imported as a global name",
     ),
 }
+
+
+def test_loss_of_several_lines_is_computed_under_autocast(tmp_path):
+    step = STEP.replace("loss, opt", "\n        criterion (out, y) +\n        0, opt")
+    code, _ = migrate(tmp_path, f"{START}{INITIALIZE}{LOOP}    out = model(x)\n{step}")
+    compile(code, "script.py", "exec")
+    assert re.search(r"autocast\(.*\):\n +scaled_loss = \(\s*criterion \(out, y\) \+\n +0\)", code)
 
 
 @pytest.mark.parametrize("name", CONVERTED)

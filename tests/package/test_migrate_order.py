@@ -258,6 +258,17 @@ def test_order_that_is_certain_is_converted(tmp_path, name):
     assert "0 left" in migrate(tmp_path, START + CONVERTED[name])[1]
 
 
+FORMS = ("();", "( )", " ()", "(\n    )", "(  # update\n    )")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_step_is_converted_in_any_layout(tmp_path, form):
+    step = STEP.replace("step()", f"step{form}")
+    code, report = migrate(tmp_path, f"{START}{LOOP}{BACKWARD}{step}")
+    assert "0 left" in report
+    assert "scaler.step(optimizer)" in code and "optimizer.step" not in code
+
+
 TWO_OPTIMIZERS = """\
 import torch
 from torch import nn

@@ -23,6 +23,7 @@ CONTAINERS = (dict, list, tuple, set)
 # Errors of a file that is gone, torn or of another kind. Others, such as EIO, say nothing of it:
 # another time, or for another user, it may be whole.
 DAMAGE = (None, 0, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL)
+MAGIC_NUMBER = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # pickled, at the start of files of torch < 1.6
 DIRECTORY = 0x10  # attribute of a directory in a ZIP archive
 # The records at the end of a ZIP archive; the first two only in the form for large ones, ZIP64.
 END_64 = struct.Struct("<4sQ2H2L4Q")
@@ -122,6 +123,9 @@ def _check_archive(path: Path, file: BinaryIO) -> None:
     memory or read beyond a record. Files of torch < 1.6 are no archives.
     """
     if not _is_archive(file):
+        if MAGIC_NUMBER not in file.read(64):  # of any size; a sparse file takes no space
+            raise zipfile.BadZipFile
+        file.seek(0)
         content = file.read()
         _check_pickle(path, content, inspection.NUM_OLD_PICKLES)
         inspection.check_old_storages(content)

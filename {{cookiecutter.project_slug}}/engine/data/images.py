@@ -319,7 +319,7 @@ def crop_and_resize(image: Tensor, crop: Crop) -> Tensor:
     image = functional.crop(image, rows.start, columns.start, rows.length, columns.length)
     size = [rows.resized, columns.resized]
     image = functional.resize(image, size, InterpolationMode(crop.interpolation), antialias=True)
-    image = functional.crop(image, rows.first, columns.first, crop.size, crop.size)
+    image = image[:, rows.first : rows.first + crop.size, columns.first : columns.first + crop.size]
     return functional.horizontal_flip(image) if crop.flip else image
 
 

@@ -184,14 +184,14 @@ def starting_workers() -> Iterator[None]:
 
 
 def _restore_signals() -> None:
-    """Let signals end a forked process, such as one of a multiprocessing.Pool that ends."""
-    if STARTS_WORKERS.get():
-        return
-    signal.set_wakeup_fd(-1)
-    for number in SIGNALS:
-        if signal.getsignal(number) != signal.SIG_IGN:  # by nohup
-            signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    """Let SIGTERM end a forked process, such as one of a multiprocessing.Pool that ends.
+
+    It ignores the other signals, by which a cluster or a terminal asks for the end of the job.
+    """
+    if not STARTS_WORKERS.get():
+        ignore_stop_signals()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 def ignore_stop_signals() -> None:

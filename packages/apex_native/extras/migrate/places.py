@@ -1,6 +1,8 @@
 """Places in a script: names, conditions, and the statements that compute a loss."""
 
+import ast
 import re
+import textwrap
 from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
 from typing import Any
@@ -16,6 +18,14 @@ ADDING = ("append", "extend", "insert", "update")  # methods that change a list 
 def source(node: cst.CSTNode) -> str:
     """Return the source code of `node`."""
     return cst.Module(body=[]).code_for_node(node)
+
+
+@lru_cache(2**14)  # statements are asked about once for each loss
+def plain_source(node: cst.CSTNode) -> str:
+    """Return the source code of a statement or expression in one layout, without comments."""
+    code = textwrap.dedent(source(node))
+    # Within parentheses, an expression may have line ends.
+    return ast.unparse(ast.parse(f"({code})" if isinstance(node, cst.BaseExpression) else code))
 
 
 def is_own(name: str, call: cst.Call) -> bool:
@@ -71,13 +81,13 @@ def forward_range(body: Sequence[Any], end: int, wanted: set[str]) -> range:
         line = body[index]
         if assigned(line) & wanted:
             wanted |= names_in(line)
-            first = index if "(" in source(line) else first
+            first = index if "(" in plain_source(line) else first
     return range(first, end)
 
 
 def is_boundary(line: cst.BaseStatement) -> bool:
     """Return whether a statement belongs to the backward pass or the update."""
-    code = source(line)
+    code = plain_source(line)
     return any(text in code for text in (".backward(", ".step(", ".zero_grad(", "scale_loss("))
 
 
@@ -90,7 +100,7 @@ def is_backward_alone(body: cst.BaseSuite, name: str) -> bool:
 
 def computes(value: cst.BaseExpression) -> bool:
     """Return whether an expression calls more than a reduction, such as a loss function."""
-    names = re.findall(r"([\w\]\)]+)\(", source(value))
+    names = re.findall(r"([\w\]\)]+)\(", plain_source(value))
     return bool({*names} - REDUCTIONS)
 
 

@@ -49,7 +49,8 @@ class Rewrite(cst.CSTTransformer):
         result: Any = super().on_leave(original_node, updated_node)
         if isinstance(original_node, STATEMENTS):
             notes = self.notes.get(original_node, [])
-            lines = [cst.EmptyLine(comment=cst.Comment(PREFIX + note)) for note in notes]
+            comments = [PREFIX + " ".join(note.split()) for note in notes]  # each is one line
+            lines = [cst.EmptyLine(comment=cst.Comment(comment)) for comment in comments]
             if lines and isinstance(result, STATEMENTS) and PREFIX not in source(original_node):
                 result = result.with_changes(leading_lines=[*result.leading_lines, *lines])
             if original_node in self.usage.unscale and not self.usage.reasons:
@@ -184,8 +185,9 @@ class Rewrite(cst.CSTTransformer):
             if name in REGISTERED:
                 self._changed(original_node, f"amp.{name} removed: O0 casts nothing")
                 return cst.RemoveFromParent()
+        owner = _owner_of_step(small)
         for optimizer, scaler in self.usage.scalers.items():
-            if source(small) == f"{optimizer}.step()":
+            if owner == optimizer:
                 self._changed(original_node, f"step() → {scaler}.step() and {scaler}.update()")
                 step = cst.parse_statement(f"{scaler}.step({optimizer})")
                 step = step.with_changes(
@@ -297,6 +299,7 @@ class Rewrite(cst.CSTTransformer):
             if loss.alias in names_in(loss.value):
                 self._changed(original_node, f"{loss.alias} is not scaled after the backward pass")
         elif is_computed:
+            value = f"({value})" if "\n" in value and not plain else value
             compute = cst.parse_statement(f"{loss.alias} = {value}")
             scale = [f"{loss.alias} = {scaler}.scale({loss.alias})"] if scaler else []
             computed = self._autocast([compute], loss.enabled)
@@ -371,3 +374,15 @@ class _Rename(cst.CSTTransformer):
 
     def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> Any:
         return self.new if original_node.value == self.name else updated_node
+
+
+def _owner_of_step(small: cst.BaseSmallStatement) -> str:
+    """Return the owner of the method `step` that the statement calls, or an empty string.
+
+    `optimizer.step();` and `optimizer.step( )` are the same as `optimizer.step()`.
+    """
+    if not isinstance(small, cst.Expr) or not isinstance(small.value, cst.Call):
+        return ""
+    func = small.value.func
+    is_step = isinstance(func, cst.Attribute) and func.attr.value == "step"
+    return source(func.value) if is_step else ""
