@@ -126,30 +126,6 @@ def test_signal_after_the_end_of_a_run_is_not_an_error() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_signals_end_forked_processes_but_for_workers_of_a_loader() -> None:
-    """multiprocessing.Pool, as in an own metric, ends its processes by SIGTERM."""
-    script = """
-        import contextlib, os, signal, time
-        import torch.distributed as dist
-        from engine.distributed.watchdog import StopSignals, starting_workers
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        StopSignals().start()
-        for context in (contextlib.nullcontext(), starting_workers()):
-            with context:
-                child = os.fork()
-            if not child:
-                time.sleep(5)
-                os._exit(0)
-            os.kill(child, signal.SIGTERM)
-            print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-        os._exit(0)
-    """
-    command = [sys.executable, "-uc", textwrap.dedent(script)]
-    environment = os.environ | {"PYTHONPATH": str(TEMPLATE)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
-    assert (done.stdout, done.stderr) == (f"{-signal.SIGTERM}\n0\n", "")
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_exception_ends_all_processes_and_only_its_traceback_is_logged(rank) -> None:
     actions = [WAIT, WAIT, WAIT]

@@ -163,6 +163,14 @@ LEFT = {
         + f"            scaled_loss.backward()\n{STEP}",
         "optimizer.step() lacks the condition of its backward pass",
     ),
+    "condition with a comment": (
+        LOOP
+        + "    loss = model(x).square().mean()\n    if n % 2:\n"
+        + "        with amp.scale_loss(loss, optimizer) as scaled_loss:\n"
+        + "            scaled_loss.backward()\n"
+        + f"    else:\n        pass  # no backward pass\n{STEP}",
+        "optimizer.step() lacks the condition of its backward pass",
+    ),
     "conditional call": (
         f"{BACK}{LOOP}    if n:\n        backward()\n{STEP}",
         "optimizer.step() lacks the condition of its backward pass",

@@ -123,7 +123,7 @@ def _check_archive(path: Path, file: BinaryIO) -> None:
     memory or read beyond a record. Files of torch < 1.6 are no archives.
     """
     if not _is_archive(file):
-        if MAGIC_NUMBER not in file.read(64):  # of any size; a sparse file takes no space
+        if MAGIC_NUMBER not in file.read(64):  # others are not read, of any size
             raise zipfile.BadZipFile
         file.seek(0)
         content = file.read()

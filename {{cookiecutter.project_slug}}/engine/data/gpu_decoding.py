@@ -26,7 +26,6 @@ from engine.data.images import (
     decode_jpeg,
     whole,
 )
-from engine.distributed.watchdog import starting_workers
 
 MAX_PIXELS = 2**26  # that the GPU decodes at once: 200 MB
 # CPU cores of a process that decode as many images per second as a GPU; see docs/data.md.
@@ -179,9 +178,7 @@ class DecodingLoader(DataLoader):
         self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
     def __iter__(self) -> Iterator[list[Tensor]]:  # type: ignore[override]  # torch's is narrower
-        with starting_workers():
-            batches = super().__iter__()  # draws the workers' seed now
-        return self._decode_ahead(batches)
+        return self._decode_ahead(super().__iter__())  # draws the workers' seed now
 
     def _decode_ahead(self, batches: Iterator[list]) -> Iterator[list[Tensor]]:
         with ThreadPoolExecutor(1) as thread:

@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, default_collate
 
 from engine import UserError, end_with_parent
 from engine.data import ResumableDistributedSampler, SeededDataset, collate, gpu_decoding
-from engine.distributed.watchdog import ignore_stop_signals, starting_workers
+from engine.distributed.watchdog import ignore_stop_signals
 
 
 class TrainLoader:
@@ -158,9 +158,7 @@ class NonEmptyLoader(DataLoader):
     """DataLoader without the batches of which no sample is left."""
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch's is narrower
-        with starting_workers():
-            batches = super().__iter__()
-        return (batch for batch in batches if batch is not None)
+        return (batch for batch in super().__iter__() if batch is not None)
 
 
 def prepare_worker(worker: int, init: Callable[[int], None] | None = None) -> None:

@@ -53,7 +53,8 @@ def collect_facts(device: torch.device, settings: dict[str, object], backend_nam
             facts[f"--{name.replace('_', '-')}"] = str(value)
     project = Path(__file__).parent.parent.parent
     files = {Path(getattr(module, "__file__", None) or "/") for module in sys.modules.values()}
-    files |= {path for path in (project / "run.sh", project / "engine/launch.py") if path.exists()}
+    names = ("run.sh", "main.py", "task.py", "engine/launch.py")  # --check's ranks import none
+    files |= {project / name for name in names if (project / name).exists()}
     for path in sorted(files):
         # The environment may be in the project's folder, too.
         if path.is_relative_to(project) and "site-packages" not in path.parts:

@@ -12,7 +12,6 @@ import time
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -22,7 +21,6 @@ from engine.distributed.peers import exit_process, peer_monitor
 from engine.launch import LAUNCHER, REPEAT_S
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-STARTS_WORKERS = ContextVar("STARTS_WORKERS", default=False)  # of a data loader
 RESTART_S = 2.0  # in which torchrun stops the processes of all hosts, to restart with another one
 TURN_S = 1.0
 LINGER_S = 1.0  # in which all processes that hang log where they are
@@ -54,10 +52,9 @@ class StopSignals(threading.Thread):
                 signal.signal(number, lambda *_: None)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGUSR1,))  # see launch.py
         super().start()
-        # This thread receives them. A loader's workers start with them blocked: one that came
-        # before `ignore_stop_signals` would end them.
+        # This thread receives them. Processes that the caller forks, such as a loader's workers,
+        # start with them blocked: one that came before `ignore_stop_signals` would end them.
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-        os.register_at_fork(after_in_child=_restore_signals)
 
     def exit_together(self, number: int, group: dist.ProcessGroup) -> NoReturn:
         """Exit with 128 + `number`, after all processes of `group` have come here.
@@ -171,27 +168,6 @@ def _exit_from(place: str, seconds: float) -> None:
     )
     time.sleep(LINGER_S)  # the others log where they are: one of them is the cause
     exit_process(1)
-
-
-@contextmanager
-def starting_workers() -> Iterator[None]:
-    """Let processes that the body forks keep this one's signals, until `ignore_stop_signals`."""
-    token = STARTS_WORKERS.set(True)
-    try:
-        yield
-    finally:
-        STARTS_WORKERS.reset(token)
-
-
-def _restore_signals() -> None:
-    """Let SIGTERM end a forked process, such as one of a multiprocessing.Pool that ends.
-
-    It ignores the other signals, by which a cluster or a terminal asks for the end of the job.
-    """
-    if not STARTS_WORKERS.get():
-        ignore_stop_signals()
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 def ignore_stop_signals() -> None:

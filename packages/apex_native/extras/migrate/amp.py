@@ -21,6 +21,7 @@ from .places import (
     is_own,
     names_in,
     none_fallbacks,
+    plain_source,
     source,
 )
 from .unpacking import expand
@@ -476,7 +477,7 @@ class Analysis(Order):
             same = same or is_same
             other = each.orelse if holds else each.body
             has_amp = any(other in {*self.parents(one.statement)} for one in usage.losses)
-            if other is None or has_amp or ".backward(" not in source(other):
+            if other is None or has_amp or ".backward(" not in plain_source(other):
                 continue
             if self._becomes_equal(each, loss):
                 usage.merged.add(each)

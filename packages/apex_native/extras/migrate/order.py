@@ -7,7 +7,7 @@ import libcst as cst
 from libcst.metadata import QualifiedNameProvider
 
 from .gradients import Gradients
-from .places import apex_name, as_bool, names_in, simplify, source
+from .places import apex_name, as_bool, names_in, plain_source, simplify, source
 from .usage import Loss
 
 
@@ -125,7 +125,7 @@ class Order(Gradients):
         """Return the modules all of whose parameters an optimizer is given, if it is obvious."""
         found: set[str] = set()
         for target, value in self.assigned:
-            code = source(value) if source(target) == optimizer else ""
+            code = plain_source(value) if source(target) == optimizer else ""
             if not re.search(r"\bif\b|\blambda\b", code):
                 found.update(re.findall(r"([\w.\[\]]+)\.parameters\(\)", code))
         return found
@@ -150,7 +150,7 @@ class Order(Gradients):
             test = self.simplified(each.test if holds else negated(each.test))
             if isinstance(test, bool) or self.is_of_amp(test) or parts(each.test, holds) <= known:
                 continue
-            if other is None or "backward" not in source(other):
+            if other is None or "backward" not in plain_source(other):
                 return True
         return False
 

@@ -2,7 +2,6 @@
 
 import ast
 import re
-import textwrap
 from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
 from typing import Any
@@ -22,10 +21,16 @@ def source(node: cst.CSTNode) -> str:
 
 @lru_cache(2**14)  # statements are asked about once for each loss
 def plain_source(node: cst.CSTNode) -> str:
-    """Return the source code of a statement or expression in one layout, without comments."""
-    code = textwrap.dedent(source(node))
-    # Within parentheses, an expression may have line ends.
-    return ast.unparse(ast.parse(f"({code})" if isinstance(node, cst.BaseExpression) else code))
+    """Return the source code of an expression, statement or block without comments.
+
+    Its layout is that of ast.unparse. A block begins with a line `if 1:`.
+    """
+    code = source(node.body if isinstance(node, cst.Else) else node)
+    if isinstance(node, (cst.Else, cst.BaseSuite)):
+        code = f"if 1:{code}"
+    elif isinstance(node, cst.BaseExpression):
+        code = f"({code})"  # in which it may have line ends
+    return ast.unparse(ast.parse(code))
 
 
 def is_own(name: str, call: cst.Call) -> bool:

@@ -384,5 +384,6 @@ def _owner_of_step(small: cst.BaseSmallStatement) -> str:
     if not isinstance(small, cst.Expr) or not isinstance(small.value, cst.Call):
         return ""
     func = small.value.func
-    is_step = isinstance(func, cst.Attribute) and func.attr.value == "step"
-    return source(func.value) if is_step else ""
+    if not isinstance(func, cst.Attribute) or func.attr.value != "step":
+        return ""
+    return source(func.value)
