@@ -1830,6 +1830,25 @@ def test_a_restart_does_not_resume_what_the_user_went_back_from(
         assert path == tmp_path / "last.pt"
 
 
+def resumed_by_auto(folder: str) -> str:
+    path = manager_of(folder).resume(Path("auto"), 10)
+    return Path(path).resolve().name
+
+
+def test_auto_does_not_resume_what_a_run_that_has_saved_went_back_from(
+    two_processes: Processes, tmp_path: Path
+) -> None:
+    """A kill during the first save leaves some of it."""
+    for step in (1, 9):
+        two_processes(saved_once, str(tmp_path), step)
+    (tmp_path / "last.pt").unlink()
+    discarded, _ = two_processes(discarded_by_going_back, str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps(SETTINGS | {"DISCARDED": discarded}))
+    assert two_processes(resumed_by_auto, str(tmp_path)) == ["step-9.pt"] * 2  # nothing is saved
+    shutil.copyfile(tmp_path / "step-1.pt", tmp_path / "step-2.pt")
+    assert two_processes(resumed_by_auto, str(tmp_path)) == ["step-2.pt"] * 2
+
+
 def test_a_restart_resumes_the_checkpoint_that_the_user_went_back_to(
     two_processes: Processes, tmp_path: Path
 ) -> None:

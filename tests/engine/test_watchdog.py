@@ -299,6 +299,33 @@ def test_process_ends_with_its_parent_in_any_state(tmp_path, state, module, call
         time.sleep(0.02)
 
 
+def test_worker_of_a_process_that_has_ended_ends() -> None:
+    """Such as one that was forked just before its process was killed."""
+    script = """
+        import multiprocessing, os, time
+        from engine.data.loading import prepare_worker
+
+        def work():
+            time.sleep(1)
+            prepare_worker(0)
+            time.sleep(30)
+
+        worker = multiprocessing.get_context("fork").Process(target=work)
+        worker.start()
+        print(worker.pid, flush=True)
+        os._exit(0)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    environment = os.environ | {"PYTHONPATH": str(TEMPLATE)}
+    parent = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    worker = int(parent.stdout.readline())
+    parent.wait()
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{worker}").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 def test_strangers_cannot_end_a_job() -> None:
     stranger = textwrap.dedent(
         """

@@ -23,7 +23,15 @@ from engine.checkpoint import compatibility, files, format, sharded, validation
 from engine.checkpoint.archive import UnreadableError, security_warning
 from engine.checkpoint.format import TrainingState
 from engine.checkpoint.restore import optimizer_name, restore, restore_average, restore_ranks
-from engine.checkpoint.selection import AUTO, File, Source, find, identify, times_after
+from engine.checkpoint.selection import (
+    AUTO,
+    File,
+    Source,
+    find,
+    has_saved_since,
+    identify,
+    times_after,
+)
 from engine.checkpoint.writer import CheckpointWriter
 from engine.data import get_rng_state
 from engine.distributed import all_gather, slurm
@@ -465,9 +473,10 @@ class CheckpointManager:
                 self._require_free()  # of an older run, whose checkpoints the first save removes
         first = AUTO if is_restart else choice
         given: list[Path] = []
-        discarded: list[int] = []
+        discarded = compatibility.read_discarded(self.folder) if choice else []
+        if choice == AUTO and not has_saved_since(self.folder, discarded):
+            discarded = []  # they may be all that there is
         if is_restart and choice not in (AUTO, None):
-            discarded = compatibility.read_discarded(self.folder)
             # The run may have gone back to an earlier one of its own, such as best-of-step-50.pt.
             given = [choice] if is_directly_in(choice, self.folder) else []
         warn = self.logger.warning

@@ -132,6 +132,12 @@ def times_after(folder: Path, step: int) -> list[int]:
     return [file.modified_ns for found, file, _ in _checkpoints(folder) if found > step]
 
 
+def has_saved_since(folder: Path, discarded: Sequence[int]) -> bool:
+    """Return whether a checkpoint was written after those of the times `discarded`."""
+    times = [file.modified_ns for _, file, _ in _checkpoints(folder)] if discarded else []
+    return max(times, default=0) > max(discarded, default=0)
+
+
 def _checkpoints(folder: Path, further: Sequence[Path] = ()) -> Iterator[tuple[float, File, Path]]:
     """Yield step, file and path of each checkpoint; raise UnreadableError if they may be there."""
     numbered = files.numbered(folder)

@@ -2,6 +2,7 @@
 
 import atexit
 import multiprocessing
+import os
 import signal
 import sys
 import time
@@ -169,6 +170,9 @@ def prepare_worker(worker: int, init: Callable[[int], None] | None = None) -> No
     """
     ignore_stop_signals()
     end_with_parent()
+    parent = multiprocessing.parent_process()
+    if multiprocessing.get_start_method() == "fork" and parent and os.getppid() != parent.pid:
+        os._exit(1)  # it has ended before
     sys.excepthook = _report_unless_disconnected
     if init:
         init(worker)
