@@ -261,6 +261,13 @@ def test_order_that_is_not_certain_is_left(tmp_path, name):
     assert "amp.scale_loss(" in code and "GradScaler" not in re.sub("#.*", "", code)
 
 
+@pytest.mark.parametrize("name", LEFT)
+def test_blanks_and_comments_change_nothing(tmp_path, name):
+    comment = "  # loss.backward() optimizer.step() model.parameters()\n"
+    script = re.sub(r"(?<=\w)\(\)", " ( )", LEFT[name][0]).replace("\n", comment)
+    assert LEFT[name][1] in migrate(tmp_path, START + script, status=1)[1].replace(" ( )", "()")
+
+
 @pytest.mark.parametrize("name", CONVERTED)
 def test_order_that_is_certain_is_converted(tmp_path, name):
     assert "0 left" in migrate(tmp_path, START + CONVERTED[name])[1]

@@ -8,7 +8,7 @@ from typing import Any
 import libcst as cst
 from libcst.metadata import PositionProvider, QualifiedNameProvider
 
-from .places import ADDING, is_own, names_in, new_name, source
+from .places import ADDING, is_own, names_in, new_name, plain_source, source
 from .tree import LOOPS, Tree
 from .usage import Loss, Usage
 
@@ -50,8 +50,8 @@ class _Numbers(cst.CSTTransformer):
     """Replacement of numbers of parameters, and of norms of gradients, by 0."""
 
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
-        is_count = len(original_node.args) <= 1 and COUNT.match(source(original_node))
-        is_norm = NORM.search(source(original_node.func))
+        is_count = len(original_node.args) <= 1 and COUNT.match(plain_source(original_node))
+        is_norm = NORM.search(plain_source(original_node.func))
         zero = cst.Integer("0", lpar=updated_node.lpar, rpar=updated_node.rpar)
         return zero if is_count or is_norm else updated_node
 
@@ -60,7 +60,7 @@ def _is_computed_from(value: cst.BaseExpression, parameters: set[str]) -> bool:
     """Return whether parameters are in `value`, of a model or under these names."""
     rest = value.visit(_Numbers())
     assert isinstance(rest, cst.BaseExpression)
-    return bool(PARAMETERS.search(source(rest)) or names_in(rest) & parameters)
+    return bool(PARAMETERS.search(plain_source(rest)) or names_in(rest) & parameters)
 
 
 class Gradients(Tree):

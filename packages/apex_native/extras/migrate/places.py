@@ -98,7 +98,7 @@ def is_boundary(line: cst.BaseStatement) -> bool:
 
 def is_backward_alone(body: cst.BaseSuite, name: str) -> bool:
     """Return whether a block begins with ``name.backward(...)`` and has no other use of a name."""
-    code = source(body).strip()
+    code = plain_source(body).removeprefix("if 1:").strip()
     uses = len(re.findall(rf"\b{re.escape(name)}\b", code))
     return name.isidentifier() and code.startswith(f"{name}.backward(") and uses == 1
 
