@@ -47,13 +47,13 @@ def _is_property(function: cst.CSTNode) -> bool:
 
 
 class _Numbers(cst.CSTTransformer):
-    """Replacement of numbers of parameters, and of norms of gradients, by 0."""
+    """Replacement of numbers of parameters, and of norms of gradients, by None."""
 
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
         is_count = len(original_node.args) <= 1 and COUNT.match(plain_source(original_node))
         is_norm = NORM.search(plain_source(original_node.func))
-        zero = cst.Integer("0", lpar=updated_node.lpar, rpar=updated_node.rpar)
-        return zero if is_count or is_norm else updated_node
+        none = cst.Name("None", lpar=updated_node.lpar, rpar=updated_node.rpar)
+        return none if is_count or is_norm else updated_node
 
 
 def _is_computed_from(value: cst.BaseExpression, parameters: set[str]) -> bool:
