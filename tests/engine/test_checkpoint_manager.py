@@ -2171,6 +2171,15 @@ def test_the_best_checkpoint_is_copied_to_the_host_that_rank_0_moved_to(
     assert any("no host has the best checkpoint" in text for text in said[0]) == (best < 0)
 
 
+def best_on_another_host(folder: Path) -> list[Path]:
+    """Return the folders of two hosts; the second one has a best.pt of step 6, and step 9."""
+    folders = [folder / "0", folder / "1"]
+    prepared(folders[0], {})
+    prepared(folders[1], {6: 0.0, 9: 0.0}, best=0.6)
+    (folders[1] / "step-6.pt").rename(folders[1] / "best.pt")
+    return folders
+
+
 def resumed_best_on_a_full_disk(folders: list[Path]) -> tuple[float, list[str]]:
     full = mock.Mock(side_effect=OSError(errno.ENOSPC, "no space"))
     with mock.patch.object(files, "replace_best", full):
@@ -2180,10 +2189,7 @@ def resumed_best_on_a_full_disk(folders: list[Path]) -> tuple[float, list[str]]:
 def test_best_checkpoint_that_can_not_be_copied_is_forgotten_by_all(
     two_processes: Processes, tmp_path: Path
 ) -> None:
-    folders = [tmp_path / "0", tmp_path / "1"]
-    prepared(folders[0], {})
-    prepared(folders[1], {6: 0.0, 9: 0.0}, best=0.6)
-    (folders[1] / "step-6.pt").rename(folders[1] / "best.pt")
+    folders = best_on_another_host(tmp_path)
     results = two_processes(resumed_best_on_a_full_disk, folders)
     assert [best for best, _ in results] == [-float("inf")] * 2
     assert any("best.pt can't be written (no space)" in text for text in results[0][1])
@@ -2194,10 +2200,7 @@ def test_the_resumed_checkpoint_is_the_best_one_of_another_host(
     two_processes: Processes, tmp_path: Path, before: float, step: int
 ) -> None:
     """Its process was killed before that got the name best.pt."""
-    folders = [tmp_path / "0", tmp_path / "1"]
-    prepared(folders[0], {})
-    prepared(folders[1], {6: 0.0, 9: 0.0}, best=0.6)
-    (folders[1] / "step-6.pt").rename(folders[1] / "best.pt")
+    folders = best_on_another_host(tmp_path)
     path = folders[1] / "step-9.pt"
     entries = torch.load(path, weights_only=True)
     checkpoint.write(path, entries | {"scores": [before, 0.6], "results": {"val_accuracy": 0.6}})
@@ -2209,10 +2212,7 @@ def test_the_resumed_checkpoint_is_the_best_one_of_another_host(
 def test_best_checkpoint_that_can_not_be_read_is_forgotten(
     two_processes: Processes, tmp_path: Path
 ) -> None:
-    folders = [tmp_path / "0", tmp_path / "1"]
-    prepared(folders[0], {})
-    prepared(folders[1], {6: 0.0, 9: 0.0}, best=0.6)
-    (folders[1] / "step-6.pt").rename(folders[1] / "best.pt")
+    folders = best_on_another_host(tmp_path)
     (best, said), _ = two_processes(resumed_best_unread, folders)
     assert best == -float("inf") and "no host has the best checkpoint, of 0.6" in said[-1]
 

@@ -103,6 +103,13 @@ class Job:
         return "".join(path.read_text() for path in sorted(Path(self.folder.name).iterdir()))
 
 
+def wait_for_end(process: int, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while Path(f"/proc/{process}").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 WAIT = "time.sleep(60)"
 
 
@@ -293,10 +300,7 @@ def test_process_ends_with_its_parent_in_any_state(tmp_path, state, module, call
     time.sleep(0.2)
     parent.kill()
     parent.wait()
-    deadline = time.monotonic() + 5
-    while Path(f"/proc/{child}").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_for_end(child, seconds=5)
 
 
 def test_worker_of_a_process_that_has_ended_ends() -> None:
@@ -320,10 +324,7 @@ def test_worker_of_a_process_that_has_ended_ends() -> None:
     parent = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
     worker = int(parent.stdout.readline())
     parent.wait()
-    deadline = time.monotonic() + 10
-    while Path(f"/proc/{worker}").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_for_end(worker, seconds=10)
 
 
 def test_strangers_cannot_end_a_job() -> None:

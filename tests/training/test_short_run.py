@@ -164,9 +164,8 @@ def reads(whole):
         del indices[:2]
     size = whole.sizes["val"]
     for indices in reads["val"]:
-        assert indices[:8] == [
-            index * size // 8 for index in range(8)
-        ]  # and on which validation is
+        # And on which validation is.
+        assert indices[:8] == [index * size // 8 for index in range(8)]
         del indices[:8]
     return reads
 
