@@ -183,6 +183,12 @@ def test_submitted_from_elsewhere(project, tmp_path):
     assert re.fullmatch(r"slurm\.sbatch: submit this from the project's .*\n", done.stderr)
 
 
+def test_heterogeneous_job_is_refused(project):
+    done = start("launch/slurm.sbatch", project, SLURMD_NODENAME="n1", SLURM_HET_SIZE="2")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(r"slurm\.sbatch: a heterogeneous job .*\n", done.stderr)
+
+
 # On a cluster
 
 

@@ -1,5 +1,6 @@
 """engine.diagnostics.rank_checks: preflight checks of each rank's GPU and network."""
 
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -98,14 +99,18 @@ def test_torch_for_other_gpus_is_an_error(run_check, monkeypatch, fake_gpu):
 
 @pytest.fixture
 def master(monkeypatch) -> None:
-    """Set the address of the rendezvous, in which ranks wait half a second for each other."""
-    monkeypatch.setattr(rank_checks, "TIMEOUT_S", 0.5)
+    """Set the address of the rendezvous, in which ranks wait a second for each other."""
+    monkeypatch.setenv(preflight.DEADLINE, "0")
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr(
         rank_checks, "device_identity", lambda device: getattr(device, "identity", "")
     )
+
+
+def set_time_left(monkeypatch, seconds: float) -> None:
+    monkeypatch.setenv(preflight.DEADLINE, str(time.monotonic() + seconds + 3))  # rank 0's rest
 
 
 def rendezvous_errors(devices: list[str], types: Sequence[str] = ("cpu", "cpu")) -> list[str]:
@@ -131,7 +136,7 @@ def rendezvous_errors(devices: list[str], types: Sequence[str] = ("cpu", "cpu"))
 
 @pytest.mark.parametrize("devices", [["GPU-8a", "GPU-9b"], ["", ""], ["GPU-8a", "GPU-8a"]])
 def test_ranks_that_share_a_gpu_are_an_error(master, monkeypatch, devices):
-    monkeypatch.setattr(rank_checks, "TIMEOUT_S", 10)  # for a busy host
+    set_time_left(monkeypatch, 10)  # for a busy host
     one, two = rendezvous_errors(devices)
     assert one == two
     shared = "ranks 0 and 1 have the same GPU (GPU-8a)"
@@ -140,13 +145,13 @@ def test_ranks_that_share_a_gpu_are_an_error(master, monkeypatch, devices):
 
 def test_different_facts_are_an_error(master, monkeypatch):
     """Such as versions, and the project's code."""
-    monkeypatch.setattr(rank_checks, "TIMEOUT_S", 10)
+    set_time_left(monkeypatch, 10)
     one, two = rendezvous_errors(["", ""], types=["cpu", "cuda"])
     assert one == two and one.startswith("the kind of device is cuda on ")
 
 
 def test_wrong_clock_is_an_error(master, monkeypatch):
-    monkeypatch.setattr(rank_checks, "TIMEOUT_S", 10)
+    set_time_left(monkeypatch, 10)
     seconds = iter((0, 10))  # since 1970: rank 0's, then rank 1's
     monkeypatch.setattr(time, "time", lambda: next(seconds))
     one, two = rendezvous_errors(["", ""])
@@ -163,8 +168,18 @@ def test_missing_host_is_an_error(master, monkeypatch):
     assert "host 1 of 2 did not join" in rendezvous_errors([""])[0]
 
 
+def test_others_are_waited_for_until_the_check_is_stopped(monkeypatch):
+    """Their import of torch takes a minute on some network drives: CHECK_WAIT covers it."""
+    set_time_left(monkeypatch, 100)
+    assert 95 < rank_checks.time_left().total_seconds() <= 100
+    _, environment = preflight.make_commands("main.py", 1, [])["rank 0"]
+    left = float(environment[preflight.DEADLINE]) - time.monotonic()
+    assert preflight.TIMEOUT_S - 5 < left <= preflight.TIMEOUT_S
+
+
 def test_hosts_with_different_numbers_of_processes_are_an_error(monkeypatch):
     monkeypatch.setenv("NNODES", "2")
+    set_time_left(monkeypatch, 10)
     store = dist.HashStore()
     store.set("processes 0", "2")
     store.set("processes 1", "1")
@@ -178,6 +193,15 @@ def test_unreachable_master_is_an_error(run_check, master):
     assert result == (PENDING, "")  # rank 0, on the same host, reports the reason
     status, text = run_check(rank_checks.check_all_reduce, 1, 0, 2, device)
     assert status == ERROR and "MASTER_ADDR=127.0.0.1" in text and "can't be reached" in text
+
+
+def test_rank_0_that_does_not_answer_is_an_error(run_check, master, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    port = int(os.environ["MASTER_PORT"])
+    silent = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    status, text = run_check(rank_checks.check_all_reduce, 1, 0, 2, torch.device("cpu"))
+    assert status == ERROR and text.startswith("rank 0 did not answer in time: run the check on")
+    assert silent.check(["device 1"])
 
 
 def test_used_master_port_is_an_error(run_check, two_hosts):

@@ -432,6 +432,28 @@ def test_different_host_is_refused_by_the_launcher(monkeypatch, settings, ahead,
     assert is_refused_early or variables[LAUNCH_ID] == "that of the first host"
 
 
+def test_name_that_is_resolved_late_is_waited_for(monkeypatch) -> None:
+    """As that of a pod, which Kubernetes' DNS may learn after the pod has started."""
+    resolve, calls = socket.getaddrinfo, []
+
+    def resolve_late(host: str, *arguments, **options) -> list:
+        calls.append(host)
+        if host == "pod-0" and len(calls) < 4:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return resolve("127.0.0.1" if host == "pod-0" else host, *arguments, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve_late)
+    monkeypatch.setattr(socket, "gethostbyname", lambda host: resolve_late(host, 0)[0][4][0])
+    variables = {"MASTER_ADDR": "pod-0", "MASTER_PORT": str(free_port()), "NODE_RANK": "0"}
+    monkeypatch.setattr(os, "environ", variables | {LAUNCH_ID: "1"})
+    monkeypatch.setattr(network, "RETRY_S", 0.01)
+    served = []
+    monkeypatch.setattr(network, "wait_for_server", lambda *_: served.append(True) or sys.exit())
+    with pytest.raises(SystemExit):
+        network.join_hosts("2")
+    assert served and calls[:4] == ["pod-0"] * 4
+
+
 @pytest.fixture
 def slept(monkeypatch):
     """Return the list of how long a thread of the launcher sleeps; it ends by SystemExit.

@@ -42,6 +42,7 @@ PENDING = "pending"  # until the check has its first result
 SYMBOLS = {OK: "✓", WARNING: "!", ERROR: "✗"}
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 RESULTS = "ENGINE_CHECK_RESULTS"  # environment variable with the path of a child's file for results
+DEADLINE = "ENGINE_CHECK_DEADLINE"  # the same with the time.monotonic() at which it is stopped
 HOST = "host"  # the child that needs no torch
 RANK_0 = "rank 0"
 MAIN = "main.py"
@@ -194,6 +195,7 @@ def make_commands(script: str, num_ranks: int, flags: list[str]) -> Commands:
         PYTHONPATH=os.pathsep.join(filter(None, paths)),
         NCCL_DEBUG="WARN",
         LOCAL_WORLD_SIZE=str(num_ranks),
+        **{DEADLINE: str(time.monotonic() + TIMEOUT_S)},
     )
     commands = {HOST: (module_command("engine.diagnostics.preflight"), environment)}
     group = {"WORLD_SIZE": str(num_ranks * num_hosts())}

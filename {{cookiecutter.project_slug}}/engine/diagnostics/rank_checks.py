@@ -24,12 +24,12 @@ from engine.distributed.network import serve_store, wait_for_server
 MIN_TORCH = (2, 6)
 ALL_REDUCE_BYTES = 16 * MIB
 MIN_BANDWIDTH = 1e9  # bytes/s of NCCL on each link
-TIMEOUT_S = preflight.TIMEOUT_S - 10  # for the other ranks; the import of torch takes the rest
 NETWORK_FIX = (
     "read the output of NCCL_DEBUG=INFO ./run.sh; start a container with --ipc=host; try "
     "NCCL_P2P_DISABLE=1, or NCCL_SOCKET_IFNAME (on the CPU, GLOO_SOCKET_IFNAME) with the name of "
     "the network interface"
 )
+TOGETHER = "run the check on all hosts at the same time"
 
 
 def check_torch() -> Results:
@@ -111,15 +111,18 @@ def check_all_reduce(rank: int, local_rank: int, world_size: int, device: torch.
     The first rank of each host reports success or a hang; each rank reports its own failure.
     """
     if local_rank == 0:
-        yield ERROR, f"it did not finish: {NETWORK_FIX}"
+        yield ERROR, f"it did not finish in CHECK_WAIT={preflight.CHECK_WAIT_S} s: {NETWORK_FIX}"
     try:
         store = rendezvous(rank, world_size, device)
     except dist.DistNetworkError:
         if rank == local_rank > 0:
             return  # rank 0, on this host, has exited and reported the reason
         address = "MASTER_ADDR={MASTER_ADDR}, MASTER_PORT={MASTER_PORT}".format_map(os.environ)
-        fix = "run the check on all hosts at the same time, and open this port of the first one"
+        fix = f"{TOGETHER}, and open this port of the first one"
         raise UserError(f"{address} can't be reached: {fix}") from None
+    except dist.DistStoreError:
+        fix = f"{TOGETHER}, or set CHECK_WAIT to more seconds"
+        raise UserError(f"rank 0 did not answer in time: {fix}") from None
     distributed.select_gloo_interface()
     try:
         seconds = _time_all_reduce(store, rank, world_size, device)
@@ -148,7 +151,7 @@ def _time_all_reduce(store: dist.Store, rank: int, world_size: int, device: torc
         store=dist.PrefixStore("all-reduce", store),
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=TIMEOUT_S),
+        timeout=time_left(),
     )
     tensor = torch.full((ALL_REDUCE_BYTES // 4,), rank + 1.0, device=device)
     dist.all_reduce(tensor)
@@ -164,18 +167,24 @@ def _time_all_reduce(store: dist.Store, rank: int, world_size: int, device: torc
     return statistics.median(seconds)
 
 
+def time_left() -> timedelta:
+    """Return how long this rank may wait; rank 0 stops earlier, to tell the others why."""
+    rest = 3.0 if distributed.is_rank_zero() else 1.0
+    left = float(os.environ[preflight.DEADLINE]) - time.monotonic() - rest
+    return timedelta(seconds=max(1.0, left))
+
+
 def rendezvous(rank: int, world_size: int, device: torch.device) -> dist.Store:
     """Return a store that all ranks have joined.
 
     Raises UserError if their devices conflict, or their versions, code or clocks differ.
     """
-    timeout = timedelta(seconds=TIMEOUT_S)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if rank == 0:
-        store = serve_store(address, port, timeout)
+        store = serve_store(address, port, time_left())
     else:
-        wait_for_server(address, port, TIMEOUT_S).close()
-        store = dist.TCPStore(address, port, None, False, timeout, wait_for_workers=False)
+        wait_for_server(address, port, time_left().total_seconds()).close()
+        store = dist.TCPStore(address, port, None, False, time_left(), wait_for_workers=False)
     store.set(f"processes {os.environ.get('NODE_RANK') or 0}", os.environ["LOCAL_WORLD_SIZE"])
     consistency.store_facts(store, rank, consistency.collect_facts(device, {}, ""))
     store.set(f"device {rank}", device_identity(device))
@@ -184,7 +193,6 @@ def rendezvous(rank: int, world_size: int, device: torch.device) -> dist.Store:
         store.set("time", str(time.time()))
         clocks = (store.get(f"clock {other}").decode() for other in range(1, world_size))
         store.set("problem", problem or next(filter(None, clocks), ""))
-    store.set_timeout(2 * timeout)
     if rank != 0:
         store.set(f"clock {rank}", consistency.clock_problem(float(store.get("time")), "rank 0's"))
     if problem := store.get("problem").decode():
@@ -197,12 +205,14 @@ def rendezvous(rank: int, world_size: int, device: torch.device) -> dist.Store:
 def find_problem(store: dist.Store, world_size: int) -> str:
     """Return what is wrong with the hosts, devices and versions of the ranks, if anything."""
     num_hosts = preflight.num_hosts()
+    store.set_timeout(time_left())
     if absent := consistency.missing_ranks(store, "processes", num_hosts):
         return f"host {absent} of {num_hosts} did not join: read its output, or run the check there"
     counts = [store.get(f"processes {host}").decode() for host in range(num_hosts)]
     if len(set(counts)) > 1:
         fix = "they can train, but the check needs the same NPROC on all"
         return f"the hosts start {', '.join(counts)} processes: {fix}"
+    store.set_timeout(time_left())
     if absent := consistency.missing_ranks(store, "device", world_size):
         return f"rank {absent} of {world_size} did not join: read its result, or check its host too"
     shared = find_shared_gpu([store.get(f"device {rank}").decode() for rank in range(world_size)])

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import warnings
 from pathlib import Path
+from shlex import quote
 
 from .report import Report
 
@@ -101,7 +102,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--write", action="store_true", help="write the file, not a diff")
     args = parser.parse_args(arguments)
     if args.script.suffix == ".ipynb":
-        convert = f"jupyter nbconvert --to script {args.script}"
+        convert = f"jupyter nbconvert --to script {quote(str(args.script))}"
         return _fail(f"{args.script} is a notebook: convert it to a script first ({convert})")
     try:
         import libcst as cst
