@@ -4,6 +4,7 @@ import errno
 import io
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -236,6 +237,22 @@ def test_job_that_lacks_a_process_may_be_restarted(monkeypatch, capsys, kind, st
         distributed.run(Mock(side_effect=kind("rank 1 did not come")))
     assert stopped.value.code == status
     assert capsys.readouterr().err == "error: rank 1 did not come\n"
+
+
+def test_end_of_another_worker_does_not_interrupt_the_handling_of_the_first(
+    monkeypatch, capsys
+) -> None:
+    """torch's handler raises at the end of each data-loading worker that was killed."""
+    handler = signal.signal(signal.SIGCHLD, Mock(side_effect=RuntimeError("the second worker")))
+    monkeypatch.setattr(distributed, "exit_process", sys.exit)
+    announce = Mock(side_effect=lambda _: os.kill(os.getpid(), signal.SIGCHLD) or True)
+    monkeypatch.setattr(distributed, "announce_failure", announce)
+    try:
+        with pytest.raises(SystemExit):
+            distributed.run(Mock(side_effect=RuntimeError("the first worker")))
+    finally:
+        signal.signal(signal.SIGCHLD, handler)
+    assert capsys.readouterr().err.endswith("RuntimeError: the first worker\n")
 
 
 @pytest.mark.parametrize("is_zombie", [True, False])

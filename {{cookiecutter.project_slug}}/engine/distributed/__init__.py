@@ -329,6 +329,7 @@ def run(main: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         exit_process(128 + signal.SIGINT)
     except Exception as error:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch raises for each data-loading worker
         if isinstance(error, OSError) and error.errno in CORRECTABLE:
             stop(f"{error.filename or 'a file'} can't be read or written ({error.strerror})")
         # A process that ends breaks the connections of the others, which is a RuntimeError there:
