@@ -412,6 +412,16 @@ def test_module_errors_propagate(two_processes):
         assert "shapes cannot be multiplied" in error
 
 
+def on_each_rank_wrap_a_frozen_module():
+    with pytest.raises(RuntimeError, match="DistributedDataParallel is not needed") as caught:
+        DistributedDataParallel(nn.Linear(1, 1).requires_grad_(False))
+    return str(caught.value)
+
+
+def test_frozen_module_is_an_error(two_processes):
+    assert all(two_processes(on_each_rank_wrap_a_frozen_module))
+
+
 def test_invalid_arguments_raise():
     module = nn.Linear(1, 1)
     with pytest.raises(TypeError, match="device_ids"):
