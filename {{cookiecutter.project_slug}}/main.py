@@ -36,7 +36,6 @@ from engine.data import (
     RepeatedBatch,
     ResumableDistributedSampler,
     SeededDataset,
-    ShardSampler,
     mix_seeds,
     rng_preserved,
     seed_everything,
@@ -230,9 +229,9 @@ def build_data(
     sampler = ResumableDistributedSampler(seeded_train_set, args.seed)
     options = {"batch_size": args.batch_size, "workers": args.workers, "device": device}
     train_loader = TrainLoader(seeded_train_set, sampler, epochs=args.epochs, **options)
-    # Each validation sample counts once: ShardSampler does not pad the shards to equal lengths, and
+    # Each validation sample counts once: the shards are not padded to equal lengths, and
     # only_readable leaves out what --skip-broken skips, where training takes the next sample.
-    shard = ShardSampler(val_set, dist.get_rank(), dist.get_world_size())
+    shard = range(dist.get_rank(), len(val_set), dist.get_world_size())
     val_loader = build_loader(only_readable(val_set, args.seed), sampler=shard, **options)
     # % if ddp == "dataparallel"
     sample_size = min(2, optim.smallest_replica_batch(args.batch_size), len(train_set))

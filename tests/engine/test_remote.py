@@ -24,7 +24,6 @@ from engine import UserError, cli
 from engine.data import (
     ResumableDistributedSampler,
     SeededDataset,
-    ShardSampler,
     decode_crops,
     idx,
     remote,
@@ -686,7 +685,7 @@ def test_first_batch_from_a_slow_server_needs_no_whole_shard(server, tmp_path):
     started = time.monotonic()
     seeded = SeededDataset(datasets(data)[1], 0)
     options = {"batch_size": 8, "workers": 0, "device": CPU}
-    pixels, labels = next(iter(build_loader(seeded, sampler=ShardSampler(seeded, 0, 1), **options)))
+    pixels, labels = next(iter(build_loader(seeded, sampler=range(len(seeded)), **options)))
     assert pixels.shape == (8, 3, 224, 224)
     assert time.monotonic() - started < 20
 

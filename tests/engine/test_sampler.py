@@ -17,7 +17,6 @@ from engine.data import (
     RepeatedBatch,
     ResumableDistributedSampler,
     SeededDataset,
-    ShardSampler,
     collate,
     select_batch,
     to_device,
@@ -239,14 +238,6 @@ def test_nothing_is_loaded_beyond_the_last_epoch() -> None:
     epochs, batches = zip(*EpochBatches(sampler, 4, epochs=3), strict=True)
     assert epochs == (*8 * [1], *12 * [2])
     assert list(chain(*batches[:8])) == list(sampler)[:32]
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 104])
-def test_validation_shards_cover_each_sample_once(world_size: int) -> None:
-    shards = [ShardSampler(Numbers(), rank, world_size) for rank in range(world_size)]
-    assert sorted(index for shard in shards for index in shard) == list(range(103))
-    assert [len(list(shard)) for shard in shards] == list(map(len, shards))
-    assert list(shards[-1]) == list(range(103))[world_size - 1 :: world_size]
 
 
 @pytest.mark.parametrize(

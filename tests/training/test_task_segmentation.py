@@ -12,7 +12,7 @@ import torch.distributed as dist
 from apex_native.parallel import SyncBatchNorm, convert_syncbn_model
 from engine import UserError
 from engine.checkpoint.pretrained import load_pretrained
-from engine.data import ShardSampler, verify
+from engine.data import verify
 from engine.data.files import FileError
 from engine.data.skipping import skip_broken
 from engine.diagnostics.first_step import check_trainable
@@ -57,8 +57,8 @@ def build() -> torch.nn.Module:
 def evaluate_shard(folder, size: int) -> tuple[dict[str, float], torch.Tensor]:
     """Return what each rank computes on `size` canvases, and the confusion matrix."""
     project, canvases = load_project(folder), Canvases(size)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    batches = DataLoader(canvases, 2, sampler=ShardSampler(canvases, rank, world_size))
+    shard = range(dist.get_rank(), size, dist.get_world_size())
+    batches = DataLoader(canvases, 2, sampler=shard)
     metrics = task.Metrics(11, CPU, Namespace())
     evaluate(project, build(), metrics, batches)  # the next evaluation resets the metrics
     results = evaluate(project, build(), metrics, batches)

@@ -3,7 +3,7 @@
 import random
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import repeat
@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, Sampler, default_collate, get_worker_info
+from torch.utils.data import Dataset, default_collate, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
 from engine import UserError
@@ -157,23 +157,6 @@ def shard_order(sizes: Sequence[int], generator: torch.Generator) -> Tensor:
     window = total * min(1, WINDOW / len(sizes))
     offsets = window * torch.rand(total, generator=generator, dtype=torch.float64)
     return (starts.repeat_interleave(counts) + offsets).remainder(total).argsort(stable=True)
-
-
-class ShardSampler(Sampler[int]):
-    """Every `world_size`-th sample from `rank` on, for validation.
-
-    Shards may differ by one sample in length. Nothing is padded, so that sums over all shards
-    count each sample once; DistributedSampler would count some twice.
-    """
-
-    def __init__(self, dataset: Sized, rank: int, world_size: int) -> None:
-        self.indices = range(rank, len(dataset), world_size)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.indices)
-
-    def __len__(self) -> int:
-        return len(self.indices)
 
 
 class RepeatedBatch:
