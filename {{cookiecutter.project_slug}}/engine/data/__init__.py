@@ -42,7 +42,7 @@ class DatasetWrapper(Dataset):
         return len(self.dataset)
 
 
-class SeededDataset(Dataset):
+class SeededDataset(DatasetWrapper):
     """`dataset` with random numbers that depend only on the seed, the epoch and the batch.
 
     So a batch's augmentations are the same whichever process loads it, and whatever was loaded
@@ -55,7 +55,7 @@ class SeededDataset(Dataset):
     """
 
     def __init__(self, dataset: SizedDataset, seed: int) -> None:
-        self.dataset = dataset
+        super().__init__(dataset)
         self.seed = seed
         self.epoch = 0
         self.collate_fn: Callable[[list], Any] = default_collate
@@ -64,9 +64,6 @@ class SeededDataset(Dataset):
         self._first: Sequence[int] = ()  # index of the latest batch's first sample
         self.decode: str = getattr(dataset, "decode", "cpu")
         self.shard_sizes: Sequence[int] = getattr(dataset, "shard_sizes", ())
-
-    def __len__(self) -> int:
-        return len(self.dataset)
 
     def __getitem__(self, index: int) -> object:
         return self.__getitems__([index])[0]
