@@ -126,7 +126,8 @@ def build_timm_model(
     options: dict[str, Any] = {"drop_rate": drop_rate, "drop_path_rate": drop_path}
     options = {name: rate for name, rate in options.items() if rate}
     name = arch.removeprefix(PREFIX)
-    if _fixed_size(name) not in (None, spec.size):
+    config = timm.models.get_pretrained_cfg(name)
+    if config and config.fixed_input_size and max(config.input_size[1:]) != spec.size:
         options["img_size"] = spec.size
     try:
         model = timm.create_model(name, pretrained=False, num_classes=num_classes, **options)
@@ -242,13 +243,3 @@ def _spec_of(arch: str) -> ImageSpec:
         mean=tuple(config.mean),
         std=tuple(config.std),
     )
-
-
-def _fixed_size(name: str) -> int | None:
-    """Return the size of the images that the timm model `name` takes, None if it takes any."""
-    import timm
-
-    config = timm.models.get_pretrained_cfg(name)
-    if config is None or not config.fixed_input_size:
-        return None
-    return max(config.input_size[1:])
