@@ -103,7 +103,10 @@ def newest(
     for source in sources.values():
         problem: UserError | None = None
         if rank == source.rank:
-            problem = _problem_of(source.path)
+            try:
+                read_patiently(load_state, source.path)
+            except UserError as error:
+                problem = error
         problem = all_gather(problem, group)[source.rank]
         if problem is None:
             return source
@@ -112,15 +115,6 @@ def newest(
         warn(f"{problem}; trying the one before it")
     if sources:
         raise UserError(f"--resume auto: no checkpoint in {folder} is whole; use another folder")
-    return None
-
-
-def _problem_of(path: Path) -> UserError | None:
-    """Return the error of a checkpoint, if any."""
-    try:
-        read_patiently(load_state, path)
-    except UserError as error:
-        return error
     return None
 
 
