@@ -146,11 +146,7 @@ def restore_ranks(
     else:
         own = ranks if rank == 0 else []
         seed_everything(mix_seeds(torch.initial_seed(), step))
-    states = [one["meter"] if "meter" in one else {LOSS: one["losses"]} for one in own]
-    means: list[Sums] = [
-        {str(name): (float(total), int(count)) for name, (total, count) in state.items()}
-        for state in states
-    ]
+    means = [one["meter"] if "meter" in one else {LOSS: one["losses"]} for one in own]
     if is_same_number or not ranks:  # none in another script's checkpoint
         return means, ""
     rule = "scales with them" if scales_lr else "stays"
