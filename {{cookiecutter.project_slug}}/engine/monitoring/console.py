@@ -117,11 +117,9 @@ class Console:
         }
         self._print_cells({name: texts.get(name, "") for name in columns})
         further = " ".join(f"{name}={text}" for name, text in texts.items() if name not in columns)
-        if further:
-            margin = " " * 6
-            lines = wrap(further, WIDTH - len(margin), break_on_hyphens=False)
-            for line in lines:
-                self.info(margin + line)
+        margin = " " * 6
+        for line in wrap(further, WIDTH - len(margin), break_on_hyphens=False):
+            self.info(margin + line)
 
     def _print_cells(self, texts: dict[str, str]) -> None:
         cells = []
