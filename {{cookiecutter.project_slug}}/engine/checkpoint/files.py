@@ -22,6 +22,7 @@ import torch.distributed as dist
 from engine import SUFFIX, UserError, exists, is_directly_in, link, replacing
 from engine.checkpoint import format, manifest, sharded
 from engine.checkpoint.archive import UnreadableError, reason_of
+from engine.distributed import all_gather
 
 T = TypeVar("T")
 PAUSES_S = (1.0, 4.0)  # before reading again, such as after a disk's server has failed
@@ -52,12 +53,11 @@ def write_or_make_room(
                 sharded.update(path, entries)
             else:
                 format.write(path, entries)
+            return
         except OSError as error:
             is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             if not (is_full and _make_room(path, step, warn, writers)):
                 raise
-        else:
-            return
 
 
 def _make_room(
@@ -68,7 +68,7 @@ def _make_room(
     Checkpoints after `step`, which `path` replaces, are removed before the oldest. The newest of
     the others stays. The best one does, too: to remove another name of a file makes no room.
     """
-    removed = [""]
+    is_removed = False
     if dist.get_rank() == 0:
         with suppress(OSError, UnreadableError):  # the other ranks are waiting for this one
             found = sorted(numbered(path.parent), key=lambda one: step_of(one) > step)
@@ -77,10 +77,8 @@ def _make_room(
                 _remove_last(oldest)
                 remove(oldest)
                 warn(f"the disk is full: removed {oldest} to write {path}")
-                removed = [str(oldest)]
-    if writers:
-        dist.broadcast_object_list(removed, 0, writers)
-    return bool(removed[0])
+                is_removed = True
+    return all_gather(is_removed, writers)[0]
 
 
 def _is_kept(path: Path) -> bool:
