@@ -9,20 +9,13 @@ from engine.data import shards
 from engine.data.files import naming_errors, read_file
 
 
-class PackedCaptions(Sequence):
-    """Samples (path, caption) of a packed folder.
+class PackedCaptions(shards.PackedSamples):
+    """Samples (path, caption) of a packed folder."""
 
-    Attributes:
-        longest: bytes of the longest caption.
-    """
-
-    def __init__(self, pack: shards.Pack) -> None:
-        self.pack = pack
-        self.shard_sizes = pack.shard_sizes
-        self.longest = pack.manifest.longest
-
-    def __len__(self) -> int:
-        return len(self.pack)
+    @property
+    def longest(self) -> int:
+        """Bytes of the longest caption."""
+        return self.pack.manifest.longest
 
     def __getitem__(self, index: Any) -> tuple[Path, bytes]:  # slices are not used
         path = self.pack.extra(index)

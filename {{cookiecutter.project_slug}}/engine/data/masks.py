@@ -20,15 +20,8 @@ IGNORED = 255  # label of pixels that count neither in the loss nor in the metri
 MAX_SAMPLE = 100  # masks that are read to find absent classes
 
 
-class PackedMasks(Sequence):
+class PackedMasks(shards.PackedSamples):
     """Paths (image, mask) of a packed folder."""
-
-    def __init__(self, pack: shards.Pack) -> None:
-        self.pack = pack
-        self.shard_sizes = pack.shard_sizes
-
-    def __len__(self) -> int:
-        return len(self.pack)
 
     def __getitem__(self, index: Any) -> tuple[Path, Path]:  # slices are not used
         return Path(self.pack.image(index)), Path(self.pack.extra(index))

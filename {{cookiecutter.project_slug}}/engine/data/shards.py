@@ -188,7 +188,18 @@ class Pack:
         return f"{self.folder}/{shard_name(record['shard'])}/{offset}+{length}"
 
 
-class PackedImages(Sequence):
+class PackedSamples(Sequence):
+    """Samples of a packed folder, whose form `__getitem__` of a subclass defines."""
+
+    def __init__(self, pack: Pack) -> None:
+        self.pack = pack
+        self.shard_sizes = pack.shard_sizes
+
+    def __len__(self) -> int:
+        return len(self.pack)
+
+
+class PackedImages(PackedSamples):
     """Samples (path, label) of a packed folder of CLASS/IMAGE.
 
     Args:
@@ -196,11 +207,8 @@ class PackedImages(Sequence):
     """
 
     def __init__(self, pack: Pack, labels: Sequence[int]) -> None:
-        self.pack, self.labels = pack, labels
-        self.shard_sizes = pack.shard_sizes
-
-    def __len__(self) -> int:
-        return len(self.pack)
+        super().__init__(pack)
+        self.labels = labels
 
     def __getitem__(self, index: Any) -> tuple[str, int]:  # slices are not used
         return self.pack.image(index), self.labels[self.pack.records["label"][index]]
