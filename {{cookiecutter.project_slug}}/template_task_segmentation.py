@@ -44,6 +44,7 @@ from engine.data.masks import (
     renumber,
     warn_of_absent_classes,
 )
+from engine.models import plain_norm
 from engine.monitoring import image_grid
 from engine.optim import eval_mode
 from engine.text import csv_cell
@@ -149,11 +150,8 @@ def split_norms(model: nn.Module) -> nn.Module:
     for parent in list(model.modules()):
         for name, norm in parent.named_children():
             if isinstance(norm, nn.BatchNorm2d) and hasattr(norm, "act"):
-                options = norm.eps, norm.momentum, norm.affine, norm.track_running_stats
-                plain = nn.BatchNorm2d(norm.num_features, *options)
-                plain.load_state_dict(norm.state_dict(), strict=False)  # which may have act's
                 drop, act = norm.get_submodule("drop"), norm.get_submodule("act")
-                parts = OrderedDict(norm=plain, drop=drop, act=act)
+                parts = OrderedDict(norm=plain_norm(norm), drop=drop, act=act)
                 setattr(parent, name, nn.Sequential(parts))
     return model
 

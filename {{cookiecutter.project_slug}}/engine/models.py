@@ -177,7 +177,7 @@ def convert_norms(model: nn.Module, convert: Callable[[nn.Module], nn.Module]) -
         for name, norm in model.named_modules(remove_duplicate=False)
         if isinstance(norm, nn.BatchNorm2d) and hasattr(norm, "drop") and hasattr(norm, "act")
     }
-    plain = {norm: _plain_norm(norm) for norm in fused.values()}  # one may have several names
+    plain = {norm: plain_norm(norm) for norm in fused.values()}  # one may have several names
     for name, norm in fused.items():
         model.set_submodule(name, plain[norm])
     model = convert(model)
@@ -189,7 +189,7 @@ def convert_norms(model: nn.Module, convert: Callable[[nn.Module], nn.Module]) -
     return model
 
 
-def _plain_norm(norm: nn.BatchNorm2d) -> nn.BatchNorm2d:
+def plain_norm(norm: nn.BatchNorm2d) -> nn.BatchNorm2d:
     """Return a BatchNorm2d with the tensors of `norm`, and the mode that it is in."""
     options = norm.eps, norm.momentum, norm.affine, norm.track_running_stats
     plain = nn.BatchNorm2d(norm.num_features, *options, device="meta").train(norm.training)
