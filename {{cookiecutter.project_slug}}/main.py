@@ -318,17 +318,10 @@ def build_optimizer(
 ) -> Optimizer:
     """Build the optimizer of the parameters that are not frozen."""
     # % if task == "contrastive"
-    groups = [
-        *optim.param_groups(
-            model.get_submodule("image_encoder"), args.lr, args.decay_weights_only, args.layer_decay
-        ),
-        *optim.param_groups(
-            model.get_submodule("text_encoder"),
-            args.text_lr,
-            args.decay_weights_only,
-            args.layer_decay,
-        ),
-    ]
+    groups = []
+    for name, lr in (("image_encoder", args.lr), ("text_encoder", args.text_lr)):
+        encoder = model.get_submodule(name)
+        groups += optim.param_groups(encoder, lr, args.decay_weights_only, args.layer_decay)
     # % else
     groups = optim.param_groups(model, args.lr, args.decay_weights_only, args.layer_decay)
     # % endif
