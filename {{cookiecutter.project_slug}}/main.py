@@ -638,11 +638,6 @@ def is_finished(run: Run) -> bool:
     return is_trained or run.logger.monitored.has_stalled(progress.scores, args.patience)
 
 
-def is_validation_due(run: Run) -> bool:
-    """Return whether to validate the epoch: every --eval-every epochs, and the last one."""
-    return run.progress.epoch % run.args.eval_every == 0 or is_finished(run)
-
-
 def validate_epoch(run: Run) -> None:
     """Validate the epoch that was trained last, and save its results."""
     logger, progress = run.logger, run.progress
@@ -681,7 +676,7 @@ def train(run: Run, resumed: Path | None) -> None:
     while progress.pending_row or not is_finished(run):
         if not progress.pending_row:
             row = train_one_epoch(run)
-            if is_validation_due(run):
+            if progress.epoch % run.args.eval_every == 0 or is_finished(run):
                 progress.pending_row = row
             else:
                 logger.log_epoch(row)
