@@ -181,8 +181,7 @@ def read_datasets(args: argparse.Namespace) -> tuple[SizedDataset, SizedDataset]
     float or uint8, or encoded files, which the data loader decodes (engine/data/images.py).
     With --eval-only, the validation set takes the place of the training set, which is not read.
 
-    Raises:
-        UserError: if the folder has another structure.
+    Raises UserError if the folder has another structure.
     """
     spec = IMAGES._replace(**args.model_options.get("image", {}))
     if args.data is None:

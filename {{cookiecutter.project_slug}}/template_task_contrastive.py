@@ -217,8 +217,7 @@ def criterion(
         targets: the captions, uint8 (N, L); pairs with the very same caption are no negatives of
             each other.
 
-    Raises:
-        ValueError: if the whole batch is one pair.
+    Raises ValueError if the whole batch is one pair.
     """
     image_embeddings, text_embeddings = output
     keys = hash_captions(targets)
@@ -474,8 +473,7 @@ def build_datasets(args: argparse.Namespace) -> tuple[SizedDataset, SizedDataset
     first of them. With --eval-only, the validation set takes the place of the training set, which
     is not read.
 
-    Raises:
-        UserError: if the folder has another structure.
+    Raises UserError if the folder has another structure.
     """
     if args.data is None:
         return Digits(train=True), Digits(train=False)

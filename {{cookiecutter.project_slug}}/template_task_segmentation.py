@@ -165,8 +165,7 @@ def build_datasets(args: argparse.Namespace) -> tuple[SizedDataset, SizedDataset
     no class (255 always does; by default 0 of ADE20K). With --eval-only, the validation set takes
     the place of the training set, which is not read.
 
-    Raises:
-        UserError: if the folder has another structure.
+    Raises UserError if the folder has another structure.
     """
     data = args.data
     if data is None:

@@ -33,12 +33,10 @@ def export_model(model: nn.Module, path: Path, sample_inputs: Callable[[int], An
         sample_inputs: returns inputs of the given batch size: a tensor, or nested lists, tuples
             and dicts of them.
 
-    Returns:
-        Description of the file, with the largest difference of its outputs.
+    Returns a description of the file, with the largest difference of its outputs.
 
-    Raises:
-        UserError: if the format is unknown, ONNX's packages are missing, the outputs differ, or
-            the file cannot be written.
+    Raises UserError if the format is unknown, ONNX's packages are missing, the outputs differ, or
+    the file cannot be written.
     """
     if path.suffix not in FORMATS:
         raise UserError(f"--export {path}: choose a file name that ends in {' or '.join(FORMATS)}")

@@ -33,8 +33,7 @@ def list_captions(folder: Path, limit: int) -> Sequence[tuple[Path, bytes]]:
     Args:
         limit: bytes of the longest caption that is allowed.
 
-    Raises:
-        UserError: for an incomplete or damaged pack, and as `read_captions` does.
+    Raises UserError for an incomplete or damaged pack, and as `read_captions` does.
     """
     if not shards.is_packed(folder):
         return read_captions(folder, limit)
@@ -54,9 +53,8 @@ def identify(folder: Path, pairs: Sequence[tuple[Path, bytes]]) -> fingerprint.F
 def read_captions(folder: Path, limit: int) -> list[tuple[Path, bytes]]:
     """Return the images and captions in `folder`/captions.tsv, which may have a header line.
 
-    Raises:
-        UserError: for a line that isn't FILE, tab, TEXT, an empty or too long caption, or a
-            file that is missing or outside the folder.
+    Raises UserError for a line that isn't FILE, tab, TEXT, an empty or too long caption, or a file
+    that is missing or outside the folder.
     """
     path = folder / "captions.tsv"
     if not path.exists():

@@ -167,8 +167,7 @@ def list_classes(
     Args:
         classes: those of the training set, for the validation set: no others may occur.
 
-    Raises:
-        UserError: if the folder holds no images, or other classes, or two are one folder.
+    Raises UserError if the folder holds no images, or other classes, or two are one folder.
     """
     if shards.is_packed(folder):
         return _list_packed(folder, classes)

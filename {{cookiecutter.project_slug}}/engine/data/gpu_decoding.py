@@ -50,8 +50,7 @@ class Packed(NamedTuple):
 def pack(batch: list[tuple]) -> list:
     """Collate a batch of (Encoded, …) to [Packed, …]; the CPU decodes what the GPU should not.
 
-    Raises:
-        UserError: if the dataset returns something else, or a file is damaged.
+    Raises UserError if the dataset returns something else, or a file is damaged.
     """
     if not isinstance(batch[0][0], Encoded):
         raise UserError("--decode gpu: this data set's images are not files; leave it out")
@@ -92,8 +91,7 @@ def is_for_workers(place: int, pixels: int) -> bool:
 def unpack(packed: Packed, device: torch.device) -> Tensor:
     """Decode, crop and resize a batch on `device`: uint8 (N, 3, size, size).
 
-    Raises:
-        UserError: if a file is damaged.
+    Raises UserError if a file is damaged.
     """
     size = packed.size
     lengths, pixels, are_encoded, flips = packed.files.T.tolist()

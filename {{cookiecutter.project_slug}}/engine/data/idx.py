@@ -44,8 +44,7 @@ def is_idx(folder: Path | None) -> bool:
 def read_file(folder: Path, train: bool, kind: str) -> np.ndarray:
     """Return the values of a split's images, uint8 (N, H, W), or labels, uint8 (N,).
 
-    Raises:
-        UserError: if the file is missing or damaged.
+    Raises UserError if the file is missing or damaged.
     """
     path = find_file(folder, train, kind)
     if path is None:

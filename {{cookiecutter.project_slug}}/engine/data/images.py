@@ -151,8 +151,7 @@ def read_encoded(path: str, choose_crop: Callable[[int, int], Crop]) -> Encoded:
     Args:
         choose_crop: function from height and width of an image to its crop.
 
-    Raises:
-        FileError: if the file is not an image.
+    Raises FileError if the file is not an image.
     """
     with naming_errors(path, "an image"):
         data = read_file(path)
@@ -174,8 +173,7 @@ def read_encoded(path: str, choose_crop: Callable[[int, int], Crop]) -> Encoded:
 def read_image(path: str | Path) -> Tensor:
     """Return the whole image at `path`, as RGB: uint8 (3, H, W).
 
-    Raises:
-        FileError: if the file is not an image, or damaged.
+    Raises FileError if the file is not an image, or damaged.
     """
     return decode(read_encoded(str(path), whole))
 
@@ -186,8 +184,7 @@ def open_image(
 ) -> Iterator[Image.Image]:
     """Open an image with PIL, which reads only the header before the pixels are used.
 
-    Raises:
-        FileError: if that fails, or the body does; `kind` is what the body reads the file as.
+    Raises FileError if that fails, or the body does; `kind` is what the body reads the file as.
     """
     with (
         naming_errors(path, kind),
@@ -292,8 +289,7 @@ def _suits_gpu(image: Image.Image, data: bytearray) -> bool:
 def decode(encoded: Encoded) -> Tensor:
     """Return the whole image, as RGB, decoded on the CPU: uint8 (3, H, W).
 
-    Raises:
-        FileError: if the file is damaged.
+    Raises FileError if the file is damaged.
     """
     with (
         naming_errors(encoded.path, "an image"),

@@ -31,9 +31,8 @@ class TrainLoader:
         epochs: number of epochs, beyond which nothing is loaded.
         options: of `build_loader`.
 
-    Raises:
-        UserError: if images are to be decoded on a device that cannot, or no run could resume from
-            a position of the sampler.
+    Raises UserError if images are to be decoded on a device that cannot, or no run could resume
+    from a position of the sampler.
     """
 
     def __init__(
@@ -127,9 +126,8 @@ def build_loader(
         options: of DataLoader, such as `sampler` and `batch_size`. They replace the defaults, but
             `worker_init_fn` is called after the loader's own.
 
-    Raises:
-        UserError: if images are to be decoded on a device that cannot; or for `collate_fn`, which
-            is a method of the data set.
+    Raises UserError if images are to be decoded on a device that cannot; or for `collate_fn`, which
+    is a method of the data set.
     """
     if "collate_fn" in options:
         raise UserError(

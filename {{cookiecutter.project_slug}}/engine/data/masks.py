@@ -50,8 +50,7 @@ def odd_sizes(pair: tuple[Path, Path]) -> str:
 def list_masks(data: Path, split: str) -> Sequence[tuple[Path, Path]]:
     """Return the paths of each image and its mask, a PNG file of the same name.
 
-    Raises:
-        UserError: if there are no images, one has no mask or several, or the pack is damaged.
+    Raises UserError if there are no images, one has no mask or several, or the pack is damaged.
     """
     folders = mask_folders(data, split)
     if len(folders) == 1:

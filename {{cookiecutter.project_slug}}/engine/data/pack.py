@@ -63,8 +63,7 @@ def list_sources(
 def plan(data: Path, out: Path, options: Options) -> list[SplitPacker]:
     """Return the packing of each split of `data`; copy the files that name its classes.
 
-    Raises:
-        UserError: if `data` has no splits, or a different pack is in `out`.
+    Raises UserError if `data` has no splits, or a different pack is in `out`.
     """
     if any(shards.is_packed(data / split) for split in (*SPLITS, *MASK_SPLITS)):
         raise UserError(f"{data} is packed already; name the folder that it was made of")

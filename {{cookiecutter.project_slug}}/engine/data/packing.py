@@ -212,9 +212,8 @@ class SplitPacker:
     Attributes:
         compared: properties of the files, which are the same as when the packing started.
 
-    Raises:
-        UserError: if the folder holds something else, or a pack of other options or files, or
-            another process packs it.
+    Raises UserError if the folder holds something else, or a pack of other options or files, or
+    another process packs it.
     """
 
     def __init__(

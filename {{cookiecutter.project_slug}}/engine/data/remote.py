@@ -65,8 +65,7 @@ class RemoteFolder:
     def mirror(self) -> Path:
         """The mirror, which is created and completed at the first use.
 
-        Raises:
-            UserError: if there is no pack, it is damaged, or the cache is too small for it.
+        Raises UserError if there is no pack, it is damaged, or the cache is too small for it.
         """
         with closing(Store(self.url)) as store:
             return self._create(store)
@@ -168,8 +167,7 @@ class Mirror:
     def read(self, name: str, offset: int, length: int) -> bytearray:
         """Return a part of a shard.
 
-        Raises:
-            UserError: if a shard is missing, changed or can't be downloaded.
+        Raises UserError if a shard is missing, changed or can't be downloaded.
         """
         if self.error:
             raise self.error

@@ -141,8 +141,7 @@ class Pack:
     Attributes:
         shard_sizes: samples of each shard, for `engine.data.shard_order`; none if they are local.
 
-    Raises:
-        UserError: if the pack is not complete, damaged, or of another kind.
+    Raises UserError if the pack is not complete, damaged, or of another kind.
     """
 
     def __init__(self, folder: Path, kind: str | None = None) -> None:
@@ -245,8 +244,7 @@ def check_files(folder: Path, manifest: Manifest, with_starts: bool = True) -> N
     Args:
         with_starts: compare the checksums of the starts of the shards, too.
 
-    Raises:
-        UserError: about the first one that does not.
+    Raises UserError about the first one that does not.
     """
     _check_file(folder / INDEX, manifest.index_size, manifest.id)
     for shard in manifest.shards:

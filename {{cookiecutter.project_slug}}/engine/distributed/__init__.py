@@ -96,9 +96,8 @@ def resolve_ranks(local_rank: int | None) -> tuple[int, int, int]:
         local_rank: the value of --local-rank, which old launchers pass; LOCAL_RANK, which torchrun
             sets, overrides it.
 
-    Raises:
-        UserError: in a process that has trained before, such as a notebook, or if the variables
-            are incomplete, no numbers or contradict each other.
+    Raises UserError in a process that has trained before, such as a notebook, or if the variables
+    are incomplete, no numbers or contradict each other.
     """
     if dist.is_initialized():
         raise UserError(

@@ -116,11 +116,10 @@ def missing_ranks(
 ) -> str:
     """Return the ranks whose key "`kind` <rank>" is not stored before the store's timeout.
 
+    They are separated by commas; the result is an empty string if the wait succeeds.
+
     Args:
         wait_for: another key to wait for instead of those of all ranks.
-
-    Returns:
-        The ranks, separated by commas; an empty string if the wait succeeds.
     """
     keys = [f"{kind} {rank}" for rank in range(world_size)]
     try:

@@ -104,8 +104,7 @@ class PeerMonitor(threading.Thread):
         Args:
             address: address of this host that the others can reach.
 
-        Raises:
-            PeerError: if rank 0 does not arrive, or is out of reach.
+        Raises PeerError if rank 0 does not arrive, or is out of reach.
         """
         if rank == 0:
             server = PeerServer(address)
