@@ -3,6 +3,8 @@
 Such input is channels_last, or (N, C): rows of channels. Each kernel reads its input once.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -54,8 +56,7 @@ def power_sums(  # noqa: PLR0913, a kernel takes pointers and sizes one by one
 @triton.jit
 def _normalize(  # noqa: PLR0913, a kernel takes pointers and sizes one by one
     x, output, statistics, weight, bias, rows, channels,
-    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
-    ROWS_PER_PROGRAM: tl.constexpr,
+    ROWS: tl.constexpr, CHANNELS: tl.constexpr, ROWS_PER_PROGRAM: tl.constexpr,
 ):  # fmt: skip
     """Compute (x − mean) · invstd · weight + bias, in this order: the mean itself gives bias."""
     first_channel = tl.program_id(1) * CHANNELS
@@ -64,9 +65,9 @@ def _normalize(  # noqa: PLR0913, a kernel takes pointers and sizes one by one
     mean = tl.load(statistics + channel, mask, 0)[None, :]
     scale = tl.load(statistics + channels + channel, mask, 0)
     offset = tl.zeros((CHANNELS,), tl.float32)
-    if HAS_WEIGHT:
+    if weight is not None:
         scale *= tl.load(weight + channel, mask, 0).to(tl.float32)
-    if HAS_BIAS:
+    if bias is not None:
         offset += tl.load(bias + channel, mask, 0).to(tl.float32)
     first_row = tl.program_id(0).to(tl.int64) * ROWS_PER_PROGRAM
     for row in range(first_row, min(first_row + ROWS_PER_PROGRAM, rows), ROWS):
@@ -100,8 +101,7 @@ def gradient_sums(  # noqa: PLR0913, a kernel takes pointers and sizes one by on
 @triton.jit
 def _input_gradient(  # noqa: PLR0913, a kernel takes pointers and sizes one by one
     grad, x, grad_input, statistics, means, weight, rows, channels,
-    HAS_WEIGHT: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
-    ROWS_PER_PROGRAM: tl.constexpr,
+    ROWS: tl.constexpr, CHANNELS: tl.constexpr, ROWS_PER_PROGRAM: tl.constexpr,
 ):  # fmt: skip
     """Compute (grad − mean of grad − x̂ · mean of grad · x̂) · invstd · weight; x̂: normalized x."""
     first_channel = tl.program_id(1) * CHANNELS
@@ -111,7 +111,7 @@ def _input_gradient(  # noqa: PLR0913, a kernel takes pointers and sizes one by 
     scale = tl.load(statistics + channels + channel, mask, 0)
     mean_grad = tl.load(means + channel, mask, 0)[None, :]
     slope = (scale * tl.load(means + channels + channel, mask, 0))[None, :]
-    if HAS_WEIGHT:
+    if weight is not None:
         scale *= tl.load(weight + channel, mask, 0).to(tl.float32)
     first_row = tl.program_id(0).to(tl.int64) * ROWS_PER_PROGRAM
     for row in range(first_row, min(first_row + ROWS_PER_PROGRAM, rows), ROWS):
@@ -135,8 +135,7 @@ class TritonKernels(Reference):
     def normalize(
         self, x: Tensor, statistics: Tensor, weight: Tensor | None, bias: Tensor | None
     ) -> Tensor:
-        flags = {"HAS_WEIGHT": weight is not None, "HAS_BIAS": bias is not None}
-        return _map(_normalize, (x,), (statistics, weight, bias), flags)
+        return _map(_normalize, (x,), (statistics, weight, bias))
 
     def gradient_sums(self, grad: Tensor, x: Tensor, statistics: Tensor) -> Tensor:
         return _reduce(gradient_sums, grad, x, statistics)
@@ -144,8 +143,7 @@ class TritonKernels(Reference):
     def input_gradient(
         self, grad: Tensor, x: Tensor, statistics: Tensor, means: Tensor, weight: Tensor | None
     ) -> Tensor:
-        flags = {"HAS_WEIGHT": weight is not None}
-        return _map(_input_gradient, (grad, x), (statistics, means, weight), flags)
+        return _map(_input_gradient, (grad, x), (statistics, means, weight))
 
 
 def _is_in_rows(x: Tensor) -> bool:
@@ -173,10 +171,7 @@ def _reduce(kernel: triton.JITFunction, x: Tensor, *others: Tensor) -> Tensor:
 
 
 def _map(
-    kernel: triton.JITFunction,
-    inputs: tuple[Tensor, ...],
-    channel_values: tuple[Tensor | None, ...],
-    flags: dict[str, bool],
+    kernel: triton.JITFunction, inputs: Sequence[Tensor], channel_values: Sequence[Tensor | None]
 ) -> Tensor:
     """Return what `kernel` computes from each value of `inputs` and its channel's values."""
     x = inputs[-1]
@@ -185,7 +180,7 @@ def _map(
     if rows:
         grid = ceil_div(rows, ROWS_PER_PROGRAM), ceil_div(channels, CHANNELS)
         sizes = {"ROWS": ROWS, "CHANNELS": CHANNELS, "ROWS_PER_PROGRAM": ROWS_PER_PROGRAM}
-        kernel[grid](*inputs, output, *channel_values, rows, channels, **flags, **sizes)
+        kernel[grid](*inputs, output, *channel_values, rows, channels, **sizes)
     return output
 
 
