@@ -346,6 +346,20 @@ def test_run_writes_events_and_curves(logger, meter, capsys, tmp_path):
     assert not list(logger.output.glob("*.tmp"))
 
 
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_curves_that_a_killed_run_left_undone_are_drawn(tmp_path, monkeypatch, is_trained):
+    """Also if nothing is left to train."""
+    monkeypatch.setattr(BackgroundProcess, "start", lambda self: None)
+    if is_trained:
+        open_logger(tmp_path).log_epoch(row(1))
+    resumed = Logger(tmp_path, 0, ACCURACY)
+    resumed.open(None, tmp_path / "last.pt", Progress(epoch=1, step=10))
+    drawn = []
+    monkeypatch.setattr(BackgroundProcess, "start", lambda self: drawn.append(self))
+    resumed.close()
+    assert len(drawn) == is_trained
+
+
 @pytest.mark.usefixtures("no_curves")
 def test_all_metrics_are_recorded(logger, capsys):
     """The console's table fits 80 columns whatever there is, and further metrics are below it."""

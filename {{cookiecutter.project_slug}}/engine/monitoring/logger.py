@@ -114,6 +114,7 @@ class Logger(Console):
                 self.rows = self._rows_to_keep(table, config or {}, resume, progress)
                 # First: a config.json without metrics.csv is not that of a run.
                 run_files.write_rows(self.output / TABLE, self.rows, self.monitored.name)
+                self.curves.is_current = not self.rows  # a killed run has not drawn all
                 if config is not None:
                     facts: dict[str, object] = {run_files.METRIC: self.monitored.name}
                     facts[run_files.METRIC_MODE] = self.monitored.mode
