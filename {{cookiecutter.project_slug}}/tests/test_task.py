@@ -44,6 +44,16 @@ def datasets() -> tuple[Dataset, Dataset]:
         return task.build_datasets(parse(monkeypatch))
 
 
+@pytest.fixture
+def train_set(datasets: tuple[Dataset, Dataset]) -> Dataset:
+    return datasets[0]
+
+
+@pytest.fixture
+def val_set(datasets: tuple[Dataset, Dataset]) -> Dataset:
+    return datasets[1]
+
+
 @pytest.fixture(scope="module", autouse=True)
 def process_group() -> Iterator[None]:
     """A process group of one process, over which metrics are reduced."""
@@ -93,20 +103,15 @@ def test_datasets_have_samples_of_the_same_form(datasets: tuple[Dataset, Dataset
         assert train_part.ndim == val_part.ndim
 
 
-def test_datasets_have_the_same_classes(datasets: tuple[Dataset, Dataset]) -> None:
-    train_set, val_set = datasets
+def test_datasets_have_the_same_classes(train_set: Dataset, val_set: Dataset) -> None:
     assert getattr(train_set, "classes", None) == getattr(val_set, "classes", None)
 
 
-def test_validation_samples_are_not_augmented(datasets: tuple[Dataset, Dataset]) -> None:
-    _, val_set = datasets
+def test_validation_samples_are_not_augmented(val_set: Dataset) -> None:
     torch.testing.assert_close(spread_batch(val_set), spread_batch(val_set), rtol=0, atol=0)
 
 
-def test_loss_is_a_finite_scalar_with_gradients(
-    args: Namespace, datasets: tuple[Dataset, Dataset]
-) -> None:
-    train_set, _ = datasets
+def test_loss_is_a_finite_scalar_with_gradients(args: Namespace, train_set: Dataset) -> None:
     model = build(args, train_set).train()
     inputs, targets = task.prepare(spread_batch(train_set))
     loss = task.criterion(model(inputs), targets)
@@ -119,9 +124,8 @@ def test_loss_is_a_finite_scalar_with_gradients(
     assert any(gradient.any() for gradient in gradients)
 
 
-def test_loss_depends_on_the_targets(args: Namespace, datasets: tuple[Dataset, Dataset]) -> None:
+def test_loss_depends_on_the_targets(args: Namespace, train_set: Dataset) -> None:
     """Give the samples of a batch the targets of other samples, directly or in the batch."""
-    train_set, _ = datasets
     model = build(args, train_set).eval()
 
     @torch.no_grad()
@@ -153,16 +157,12 @@ def train_on_one_batch(model: nn.Module, batch: list[Tensor]) -> list[float]:
     return losses
 
 
-def test_training_on_one_batch_reduces_the_loss(
-    args: Namespace, datasets: tuple[Dataset, Dataset]
-) -> None:
-    train_set, _ = datasets
+def test_training_on_one_batch_reduces_the_loss(args: Namespace, train_set: Dataset) -> None:
     losses = train_on_one_batch(build(args, train_set), spread_batch(train_set))
     assert min(losses[-3:]) < losses[0]
 
 
-def test_label_smoothing_is_accepted(args: Namespace, datasets: tuple[Dataset, Dataset]) -> None:
-    train_set, _ = datasets
+def test_label_smoothing_is_accepted(args: Namespace, train_set: Dataset) -> None:
     inputs, targets = task.prepare(spread_batch(train_set))
     output = build(args, train_set).eval()(inputs)
     assert task.criterion(output, targets, 0.1).isfinite()
@@ -189,10 +189,7 @@ def compute_metrics(
     return metrics, metrics.compute()
 
 
-def test_metrics_do_not_depend_on_the_batches(
-    args: Namespace, datasets: tuple[Dataset, Dataset]
-) -> None:
-    _, val_set = datasets
+def test_metrics_do_not_depend_on_the_batches(args: Namespace, val_set: Dataset) -> None:
     _, whole = compute_metrics(args, val_set, [BATCH_SIZE])
     _, parts = compute_metrics(args, val_set, [1, BATCH_SIZE - 1], is_reused=True)
     assert task.METRIC in whole
@@ -202,11 +199,8 @@ def test_metrics_do_not_depend_on_the_batches(
 
 
 @torch.no_grad()
-def test_training_on_one_batch_improves_the_metric(
-    args: Namespace, datasets: tuple[Dataset, Dataset]
-) -> None:
+def test_training_on_one_batch_improves_the_metric(args: Namespace, val_set: Dataset) -> None:
     """METRIC changes in the direction of METRIC_MODE."""
-    _, val_set = datasets
     model = build(args, val_set)
     batch = spread_batch(val_set)
     inputs, targets = task.prepare(batch)
@@ -232,9 +226,8 @@ def test_dummy_batch_can_be_trained(args: Namespace) -> None:
 
 
 def test_show_writes_a_file_for_each_epoch_or_none(
-    args: Namespace, datasets: tuple[Dataset, Dataset], tmp_path: Path
+    args: Namespace, val_set: Dataset, tmp_path: Path
 ) -> None:
-    _, val_set = datasets
     metrics, _ = compute_metrics(args, val_set, [BATCH_SIZE])
     paths = {
         task.show(build(args, val_set), val_set, metrics, tmp_path, epoch) for epoch in (1, 2, None)
