@@ -517,7 +517,7 @@ class Pairs(Dataset):
         self.fingerprint = identify(folder, pairs)
         self.shard_sizes = getattr(pairs, "shard_sizes", ())  # if they are read by URL
         if isinstance(pairs, PackedCaptions):
-            self.longest = pairs.longest
+            self.longest = pairs.pack.manifest.longest
         else:
             self.longest = max(len(caption) for _, caption in pairs)
 

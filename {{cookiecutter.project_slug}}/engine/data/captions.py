@@ -12,17 +12,12 @@ from engine.data.files import naming_errors, read_file
 class PackedCaptions(shards.PackedSamples):
     """Samples (path, caption) of a packed folder."""
 
-    @property
-    def longest(self) -> int:
-        """Bytes of the longest caption."""
-        return self.pack.manifest.longest
-
     def __getitem__(self, index: Any) -> tuple[Path, bytes]:  # slices are not used
         path = self.pack.extra(index)
         with naming_errors(path, "a caption"):
             caption = bytes(read_file(path)).split(b"\n")[self.pack.records["label"][index]]
             caption.decode()  # raises UnicodeDecodeError
-            if not caption or b"\0" in caption or len(caption) > self.longest:
+            if not caption or b"\0" in caption or len(caption) > self.pack.manifest.longest:
                 raise ValueError("it is empty or too long for pack.json or holds a NUL character")
         return Path(self.pack.image(index)), caption
 
@@ -37,9 +32,9 @@ def list_captions(folder: Path, limit: int) -> Sequence[tuple[Path, bytes]]:
     """
     if not shards.is_packed(folder):
         return read_captions(folder, limit)
-    captions = PackedCaptions(shards.Pack(folder, "txt"))
-    require_short(captions.longest, limit, str(folder))
-    return captions
+    pack = shards.Pack(folder, "txt")
+    require_short(pack.manifest.longest, limit, str(folder))
+    return PackedCaptions(pack)
 
 
 def identify(folder: Path, pairs: Sequence[tuple[Path, bytes]]) -> fingerprint.Fingerprint:
