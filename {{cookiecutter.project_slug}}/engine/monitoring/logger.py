@@ -323,11 +323,13 @@ class Logger(Console):
             )
         everywhere = distributed.all_gather(results, dist.group.WORLD)
         for name in dict.fromkeys(chain.from_iterable(everywhere)):
-            others = [one.get(name, math.nan) for one in everywhere]
-            is_same = all(_is_close(others[0], one) for one in others)
+            others = torch.tensor(
+                [one.get(name, math.nan) for one in everywhere], dtype=torch.float64
+            )
+            is_same = others.allclose(others[0], rtol=1e-3, atol=1e-6, equal_nan=True)
             if name not in self._differing and not is_same:
                 self._differing.add(name)
-                shown = ", ".join(f"{one:.4g}" for one in others[:4])
+                shown = ", ".join(f"{one:.4g}" for one in others[:4].tolist())
                 self.warning(
                     f"{name} is not that of all samples, but differs between the processes "
                     f"({shown}): sum its counts in Metrics.compute, with dist.all_reduce"
@@ -436,11 +438,6 @@ class Logger(Console):
         if self.throughputs:
             facts.append(f"{statistics.median(self.throughputs):.0f} images/s")
         self.info(f"{', '.join(facts)}; checkpoints, {TABLE} and {PICTURE} are in {self.output}")
-
-
-def _is_close(value: float, other: float) -> bool:
-    both_nan = math.isnan(value) and math.isnan(other)
-    return both_nan or math.isclose(value, other, rel_tol=1e-3, abs_tol=1e-6)
 
 
 def has_checkpoints(folder: Path) -> bool:
