@@ -52,6 +52,9 @@ CONVERTED = {
     + f"{LOOP}    loss = compute(model)\n{STEP}",
     "wrapped": INITIALIZE
     + f"net = torch.nn.DataParallel(model)\n{LOOP}    loss = criterion(net(x), y)\n{STEP}",
+    "weights that change": INITIALIZE
+    + f"{LOOP}    out = model(x)\n    model[0].weight.data.mul_(0.5)\n"
+    + f"    loss = criterion(out + model(x), y)\n{STEP}",
 }
 LEFT = {
     "outer loop": (
@@ -200,7 +203,6 @@ def test_forward_pass_is_under_autocast(run, tmp_path, name):
     code, _ = migrate(tmp_path, START + CONVERTED[name])
     inside = code.partition("torch.autocast(")[2].partition("loss.backward")[0]
     assert re.search(r"(model|net)\(x|compute\(model", inside)
-    # autocast casts a weight once for several calls, whose gradients it then adds in half.
     assert losses(run("script.py")) == pytest.approx(before, rel=1e-4) and len(before) == 3
 
 

@@ -341,8 +341,7 @@ class Rewrite(cst.CSTTransformer):
     def _autocast(self, group: list[Any], enabled: str) -> list[Any]:
         if not group:
             return []
-        code = "".join(map(source, group))
-        item = cst.WithItem(cst.parse_expression(self.usage.context(enabled, code)))
+        item = cst.WithItem(cst.parse_expression(self.usage.context(enabled)))
         lead = group[0].leading_lines
         inner = cst.IndentedBlock([group[0].with_changes(leading_lines=[]), *group[1:]])
         return [cst.With([item], inner, leading_lines=lead)]

@@ -1,6 +1,5 @@
 """Facts about amp in a script, which the analysis collects and the rewriting uses."""
 
-import re
 from dataclasses import dataclass, field
 
 import libcst as cst
@@ -66,17 +65,17 @@ class Usage:
         enabled = self.condition and f", enabled={self.condition}"
         return f'torch.amp.GradScaler("cuda"{init_scale}{enabled})'
 
-    def context(self, enabled: str, code: str = "") -> str:
-        """Return the expression of the context manager for the forward passes in `code`.
+    def context(self, enabled: str) -> str:
+        """Return the expression of the context manager for forward passes.
 
-        Autocast of older torch reuses weights that it has cast where gradients are disabled.
+        Apex casts weights again for each backward pass. Autocast's cache would still have them
+        after a step, or another change, among the statements.
         """
         device, dtype = '"cuda"', "torch.float16"
         if not self.scaled:
             device, dtype = '"cuda" if torch.cuda.is_available() else "cpu"', "torch.bfloat16"
-        is_cached = not re.search("no_grad|inference_mode|set_grad_enabled", code)
-        cache = "" if is_cached else ", cache_enabled=False"
-        return f"torch.autocast({device}, {dtype}{enabled and f', enabled={enabled}'}{cache})"
+        enabled = enabled and f", enabled={enabled}"
+        return f"torch.autocast({device}, {dtype}{enabled}, cache_enabled=False)"
 
     def no_autocast(self) -> str:
         """Return the expression of the context manager in place of ``amp.disable_casts()``."""
