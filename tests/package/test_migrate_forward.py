@@ -1,6 +1,7 @@
 """``apex-native migrate``: forward passes that no autocast would reach are left, with a reason."""
 
 import re
+from textwrap import indent
 
 import pytest
 from migrated_scripts import losses, migrate
@@ -52,6 +53,11 @@ CONVERTED = {
     + f"{LOOP}    loss = compute(model)\n{STEP}",
     "wrapped": INITIALIZE
     + f"net = torch.nn.DataParallel(model)\n{LOOP}    loss = criterion(net(x), y)\n{STEP}",
+    "copy of the model": INITIALIZE
+    + "from copy import deepcopy\nclass Agent:\n    def __init__(self):\n"
+    + "        self.old = deepcopy(model)\n\n    def train(self):\n        optimizer.zero_grad()\n"
+    + f"        loss = criterion(model(x) + self.old(x), y)\n{indent(STEP, '    ')}\n"
+    + "agent = Agent()\nfor step in range(3):\n    agent.train()\n",
     "weights that change": INITIALIZE
     + f"{LOOP}    out = model(x)\n    model[0].weight.data.mul_(0.5)\n"
     + f"    loss = criterion(out + model(x), y)\n{STEP}",

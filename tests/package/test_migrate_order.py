@@ -43,6 +43,23 @@ other, second = amp.initialize(other, second, opt_level="O1")
 """
 OTHER_BACKWARD = BACKWARD.replace("model", "other").replace("optimizer", "second")
 OTHER_STEP = STEP.replace("optimizer", "second")
+BOTH = """\
+def backward(model, opt):
+    loss = model(x).square().mean()
+    with amp.scale_loss(loss, opt) as scaled_loss:
+        scaled_loss.backward()
+
+def update(opt):
+    opt.step()
+
+"""
+IN_TURN = """\
+    backward(model, optimizer)
+    backward(other, second)
+    update(optimizer)
+    update(second)
+"""
+SEVERAL = "opt may be several optimizers"
 LEFT = {
     "functions": (
         f"{HELPERS}def clip():\n{CLIP}\n{LOOP}    backward()\n    clip()\n    update()\n",
@@ -183,12 +200,59 @@ LEFT = {
         "optimizers = [optimizer]\nfor i in range(1):\n"
         + BACKWARD.replace("optimizer)", "optimizers[i])")
         + "for i in range(1):\n    optimizers[i].step()\n",
-        "optimizers[i] is stepped in another loop than its losses",
+        "optimizers[i].step() is in a loop without its backward pass",
     ),
     "optimizer of a loop": (
         f"optimizers = [optimizer]\nfor optimizer in optimizers:\n{BACKWARD}"
         "for optimizer in optimizers:\n    optimizer.step()\n",
-        "optimizer is stepped in another loop than its losses",
+        "optimizer.step() is in a loop without its backward pass",
+    ),
+    "helpers for two optimizers": (f"{OTHER}{BOTH}{LOOP}{IN_TURN}", SEVERAL),
+    "accumulation of two optimizers": (
+        f"{OTHER}def train(n, model, opt):\n{BACKWARD.replace('optimizer', 'opt')}"
+        f"    if n % 2:\n        opt.step()\n\n{LOOP}    train(n, model, optimizer)\n"
+        "    train(n, other, second)\n",
+        SEVERAL,
+    ),
+    "step by another name": (
+        f"def train(opt):\n{BACKWARD}    if x.any():\n        optimizer.step()\n\n".replace(
+            "optimizer", "opt"
+        )
+        + f"{LOOP}    train(optimizer)\noptimizer.step()\n",
+        "optimizer.step may be the step of an optimizer whose gradients are scaled",
+    ),
+    "step of an attribute": (
+        f"run.optimizer = optimizer\n{LOOP}{BACKWARD}{STEP}run.optimizer.step()\n",
+        "run.optimizer.step may be the step of an optimizer whose gradients are scaled",
+    ),
+    "step as a value": (
+        f"update = optimizer.step\n{LOOP}{BACKWARD}{STEP}    update()\n",
+        "optimizer.step may be the step of an optimizer whose gradients are scaled",
+    ),
+    "clipping beside the step of another optimizer": (
+        f"{OTHER}def update():\n{OTHER_STEP}\n{LOOP}{BACKWARD}{STEP}{OTHER_BACKWARD}"
+        + f"{CLIP.replace('model', 'other')}    update()\n",
+        "gradients are clipped in another block than step()",
+    ),
+    "raise": (
+        f"def train(n):\n{BACKWARD}{CLIP}{SKIP.replace('JUMP', 'raise ValueError')}{STEP}",
+        NO_STEP,
+    ),
+    "exception that a loop catches": (
+        f"def train():\n{BACKWARD}{CLIP}{STEP}\n{LOOP}    try:\n        train()\n"
+        "    except RuntimeError:\n        print(n)\n",
+        "an exception may be caught",
+    ),
+    "exception that a with statement suppresses": (
+        f"def train():\n{BACKWARD}{CLIP}{STEP}\n{LOOP}    with suppress(RuntimeError):\n"
+        "        train()\n",
+        "an exception may be caught",
+    ),
+    "exception in front of the step": (
+        f"{LOOP}    try:\n"
+        + "".join(f"    {line}\n" for line in BACKWARD.splitlines())
+        + f"    except RuntimeError:\n        print(n)\n{STEP}",
+        "optimizer.step() lacks the condition of its backward pass",
     ),
 }
 CONVERTED = {
@@ -203,6 +267,16 @@ CONVERTED = {
     + f"{LOOP}{BACKWARD}    noise(n, lr=optimizer.param_groups[0]['lr'])\n{STEP}",
     "shared condition": f"{LOOP}    if n:\n"
     + "".join(f"    {line}\n" for line in f"{BACKWARD}{STEP}".splitlines()),
+    "exception that ends the script": f"def train():\n{LOOP}{BACKWARD}{CLIP}{STEP}\n".replace(
+        "\n    ", "\n        "
+    ).replace("for", "    for")
+    + "for n in range(2):\n    try:\n        train()\n    except RuntimeError:\n        raise\n"
+    + "try:\n    train()\nexcept KeyboardInterrupt:\n    print(n)\n",
+    "exception after which the step is left out": f"{LOOP}    try:\n"
+    + "".join(f"    {line}\n" for line in BACKWARD.splitlines())
+    + f"    except RuntimeError:\n        continue\n{STEP}",
+    "helpers for one optimizer": BOTH
+    + f"{LOOP}    backward(model, optimizer)\n    update(optimizer)\n",
     "scheduler": f"{BACK}def update():\n{STEP}\ndef epoch():\n{LOOP}        backward()\n"
     "        update()\n\nscheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)\n"
     "for _ in range(2):\n    epoch()\n    scheduler.step()\n".replace("for n", "    for n"),
@@ -271,6 +345,41 @@ def test_blanks_and_comments_change_nothing(tmp_path, name):
 @pytest.mark.parametrize("name", CONVERTED)
 def test_order_that_is_certain_is_converted(tmp_path, name):
     assert "0 left" in migrate(tmp_path, START + CONVERTED[name])[1]
+
+
+TRAINER = """\
+class Trainer:
+    def __init__(self):
+        self.G, self.D = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.optimizer_G = torch.optim.SGD(self.G.parameters(), lr=0.1)
+        self.optimizer_D = torch.optim.SGD(self.D.parameters(), lr=0.1)
+        [self.G, self.D], [self.optimizer_G, self.optimizer_D] = amp.initialize(
+            [self.G, self.D], [self.optimizer_G, self.optimizer_D], opt_level="O1"
+        )
+
+    def backward_G(self):
+        loss = self.D(self.G(x)).mean()
+        with amp.scale_loss(loss, self.optimizer_G) as scaled_loss:
+            scaled_loss.backward()
+
+    def optimize_parameters(self):
+        self.backward_G()
+        self.optimizer_G.step()
+        self.optimizer_D.zero_grad()
+        loss = self.D(self.G(x).detach()).mean()
+        with amp.scale_loss(loss, self.optimizer_D) as scaled_loss:
+            scaled_loss.backward()
+        self.optimizer_D.step()
+
+"""
+
+
+def test_objects_of_a_class_have_scalers_of_their_own(tmp_path):
+    start = START.partition("model = ")[0]
+    code, _ = migrate(tmp_path, f"{start}{TRAINER}trainers = [Trainer(), Trainer()]\n")
+    assert '\n        self.scaler_optimizer_G = torch.amp.GradScaler("cuda")\n' in code
+    assert "        self.scaler_optimizer_G.step(self.optimizer_G)\n" in code
+    assert "global" not in code
 
 
 FORMS = ("();", "( )", " ()", "(\n    )", "(  # update\n    )")

@@ -7,10 +7,12 @@ import re
 from typing import Any
 
 import libcst as cst
+from libcst import matchers
 
 from .calls import split
 from .forward import Forward
-from .order import Order, negated
+from .optimizers import Optimizers
+from .order import negated
 from .places import (
     ADDING,
     as_bool,
@@ -21,29 +23,26 @@ from .places import (
     is_own,
     names_in,
     none_fallbacks,
+    pairs,
     plain_source,
     source,
 )
-from .unpacking import expand
+from .unpacking import expand, models_and_optimizers
 from .usage import Loss
 
 HANDLED = {"initialize", "scale_loss", "master_params", "state_dict", "load_state_dict"}
 HANDLED |= {"disable_casts"}
 MODEL_METHODS = ("parameters", "named_parameters", "train")
+JUMPS = matchers.OneOf(
+    *(each() for each in (matchers.Break, matchers.Continue, matchers.Return)),
+    *(each() for each in (matchers.Raise, matchers.Assert)),
+)
 REGISTERED = ("register_float_function", "register_half_function", "register_promote_function")
 # A cast of a model to half or bfloat16, or of tensors.
 HALF = re.compile(r"\.(half|bfloat16)\(|network_to_half\(|\.(to|type)\(.*(float16|half)", re.I)
 NO_MASTERS = "O2, O3 and O5 cast the model; --opt-level O1 or O4 replaces them by autocast"
 IGNORED = {"opt_level", "verbosity", "models", "optimizers", "num_losses"}
 IGNORED |= {"keep_batchnorm_fp32", "master_weights"}  # no effect where weights are not cast
-
-
-def models_and_optimizers(call: cst.Call) -> list[cst.BaseExpression]:
-    """Return what ``amp.initialize`` is given to prepare, by position or by keyword."""
-    given = [arg.value for arg in call.args if arg.keyword is None and not arg.star]
-    keywords = {arg.keyword.value: arg.value for arg in call.args if arg.keyword is not None}
-    names = ("models", "optimizers")[len(given) :]
-    return given + [keywords[name] for name in names if name in keywords]
 
 
 def _leaves_half(parts: tuple[list[cst.Arg], dict[str, cst.Arg]] | str) -> bool:
@@ -62,7 +61,7 @@ def _line(node: cst.CSTNode) -> str:
     return source(body[0]) if len(body) == 1 else ""
 
 
-class Analysis(Order):
+class Analysis(Optimizers):
     """Collects `usage` from a module."""
 
     def __init__(self, level: str = "", loss_scale: str = "") -> None:
@@ -122,9 +121,12 @@ class Analysis(Order):
         self.usage.has_allreduce |= node.attr.value in ("disable_allreduce", "enable_allreduce")
         if self.name(node) == "apex.amp._amp_state":
             self._set_scale(node)
+        parent = self.parent(node)
+        is_called = isinstance(parent, cst.Call) and parent.func is node
+        if node.attr.value == "step" and not is_called:
+            self.bound_steps.append((source(node.value), node))
         if node.attr.value != "grad":
             return
-        parent = self.parent(node)
         is_reset = isinstance(parent, cst.AssignTarget) or source(parent).endswith(".grad.zero_")
         is_function = source(node).endswith("autograd.grad")
         if not is_reset and not is_function:
@@ -160,10 +162,11 @@ class Analysis(Order):
         self.defined.add(node.name.value)
 
     def visit_ClassDef(self, node: cst.ClassDef) -> None:
-        self.classes.add(node.name.value)
+        bases = [names_in(base) for base in node.bases]
+        self.classes[node.name.value] = set().union(*bases)
 
     def visit_Assign(self, node: cst.Assign) -> None:
-        self.assigned += [(each.target, node.value) for each in node.targets]
+        self.assigned += pairs(node)
 
     def visit_AnnAssign(self, node: cst.AnnAssign) -> None:
         if node.value:
@@ -174,6 +177,7 @@ class Analysis(Order):
             self.assigned.append((node.target, node.value))
 
     def visit_For(self, node: cst.For) -> None:
+        self.loop_names |= names_in(node.target)
         pair = node.target.elements if isinstance(node.target, cst.Tuple) else ()
         self.assigned.append((pair[-1].value if pair else node.target, node.iter))
 
@@ -220,6 +224,9 @@ class Analysis(Order):
             usage.reasons.append("amp.initialize is part of a larger expression")
         elif len(line.body) != 1 or isinstance(line, cst.SimpleStatementSuite):
             usage.reasons.append("amp.initialize shares its line with another statement")
+        target = self.parent(node)
+        if isinstance(target, cst.Assign) and len(target.targets) > 1:
+            usage.reasons.append("amp.initialize is assigned to several targets")
         if isinstance(parts, str):
             usage.reasons.append(parts)
             return
@@ -279,6 +286,7 @@ class Analysis(Order):
     def leave_Module(self, original_node: cst.Module) -> None:
         """Check what takes knowledge of the whole module."""
         usage = self.usage
+        self.jumps = matchers.findall(original_node, JUMPS)
         if not self.starts and self.level == "O0":
             usage.level = "O0"  # stated, and nothing else matters: all of amp is removed
             return
@@ -298,7 +306,7 @@ class Analysis(Order):
         test = test or self.enabled
         usage.condition = as_bool(test, self.flags) if test else ""
         self._check_reached()
-        forward = Forward(self._models(), {loss.optimizer for loss in usage.losses})
+        forward = Forward(set().union(*self.prepared(0)), {loss.optimizer for loss in usage.losses})
         original_node.visit(forward)
         for loss in usage.losses:
             self._add_autocast(loss, forward)
@@ -309,6 +317,7 @@ class Analysis(Order):
             self.check_steps()
             self.place_scalers()
             self.check_order()
+            self.check_optimizers()
 
     def _check_aliases(self) -> None:
         """Require that a scaled loss is not used after its block: its name is removed."""
@@ -354,18 +363,6 @@ class Analysis(Order):
         if not is_plain or not follows or self.enabled:
             self.usage.reasons.append("amp.initialize is called in more than one place")
 
-    def _models(self) -> set[str]:
-        """Return the names of the models that ``amp.initialize`` is given and returns."""
-        found: set[str] = set()
-        for node in self.starts:
-            given = models_and_optimizers(node)
-            found |= names_in(given[0])
-            parent = self.parent(node)
-            for target in parent.targets if isinstance(parent, cst.Assign) else ():
-                items = getattr(target.target, "elements", ()) if len(given) > 1 else ()
-                found |= names_in(items[0].value if items else target.target)
-        return found
-
     def _check_reached(self) -> None:
         """Require that nothing but its own conditions decides whether amp is initialized.
 
@@ -375,15 +372,7 @@ class Analysis(Order):
         here = self.function(start)
         if not isinstance(here, cst.FunctionDef):
             return
-        callers = [(name, self.function(call)) for name, call in self.calls]
-        reached, size = {here.name.value}, 0
-        while size != len(reached):
-            size = len(reached)
-            reached |= {
-                name
-                for name, caller in callers
-                if isinstance(caller, cst.FunctionDef) and caller.name.value in reached
-            }
+        reached = self.reached(here)
         training = {self.function(loss.statement) for loss in self.usage.losses}
         if all(isinstance(one, cst.FunctionDef) and one.name.value in reached for one in training):
             return

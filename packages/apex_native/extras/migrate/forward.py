@@ -7,21 +7,15 @@ from typing import Any
 
 import libcst as cst
 
-from .places import names_in, source
+from .places import last_name, last_names, names_in, source
 
 # In names of functions that return a model, as classes do, and run none.
-WRAPPERS = ("parallel", "ddp", "compile", "script", "convert", "wrap", "initialize")
+WRAPPERS = ("parallel", "ddp", "compile", "script", "convert", "wrap", "initialize", "copy")
 # Methods of modules that do not compute an output.
 OTHER_METHODS = {"train", "eval", "parameters", "named_parameters", "buffers", "modules", "to"}
 OTHER_METHODS |= {"children", "state_dict", "load_state_dict", "zero_grad", "cuda", "cpu", "apply"}
 OTHER_METHODS |= {"half", "float", "requires_grad_", "no_sync", "share_memory", "named_modules"}
-
-
-def _last(value: cst.BaseExpression) -> str:
-    """Return the last name of a name or of ``a.b.c``, "" for other expressions."""
-    if isinstance(value, cst.Attribute):
-        return value.attr.value
-    return value.value if isinstance(value, cst.Name) else ""
+OTHER_METHODS |= {"items", "keys", "values"}
 
 
 def _ends(value: cst.BaseExpression) -> set[str]:
@@ -32,7 +26,7 @@ def _ends(value: cst.BaseExpression) -> set[str]:
 
 def _makes_model(call: cst.Call) -> bool:
     """Return whether a call of a model seems to return another model, as DataParallel does."""
-    name = _last(call.func)
+    name = last_name(call.func)
     return name[:1].isupper() or any(word in name.lower() for word in WRAPPERS)
 
 
@@ -78,25 +72,24 @@ class Forward(cst.CSTVisitor):
                     self.runners.add(name)
 
     def _follow(self, target: cst.BaseExpression, value: cst.BaseExpression) -> None:
-        items = value.elements if isinstance(value, (cst.List, cst.Tuple)) else ()
-        parts = {_last(item.value) for item in items} or {_last(value)}
-        if _last(target) in self.models:
-            self.models |= parts - {""}
+        parts = last_names(value)
+        if last_name(target) in self.models:
+            self.models |= parts
         elif isinstance(value, cst.Call):
-            given = {_last(arg.value) for arg in value.args}
+            given = {last_name(arg.value) for arg in value.args}
             if _makes_model(value) and given & self.models:
-                self.models.add(_last(target))
+                self.models.add(last_name(target))
         elif parts & self.models:
-            self.models.add(_last(target))
+            self.models.add(last_name(target))
         self.models.discard("")
 
     def _parameters(self, call: cst.Call) -> Iterator[str]:
         """Yield the parameters of functions of the module that are given a model in a call."""
-        for function in self.functions.get(_last(call.func), ()):
+        for function in self.functions.get(last_name(call.func), ()):
             names = [param.name.value for param in function.params.params]
             names = names[1:] if names[:1] in (["self"], ["cls"]) else names
             for index, arg in enumerate(call.args):
-                if _last(arg.value) in self.models and not arg.star:
+                if last_name(arg.value) in self.models and not arg.star:
                     yield from [arg.keyword.value] if arg.keyword else names[index : index + 1]
 
     def outputs(self) -> list[cst.Call]:
@@ -114,11 +107,11 @@ class Forward(cst.CSTVisitor):
         return any(self._is_forward(call) for call in _calls_in(node))
 
     def _is_forward(self, call: cst.Call) -> bool:
-        name = _last(call.func)
+        name = last_name(call.func)
         owner = source(call.func.value) if isinstance(call.func, cst.Attribute) else ""
         if owner in self.optimizers or name in OTHER_METHODS:
             return False
-        given = set() if _makes_model(call) else {_last(arg.value) for arg in call.args}
+        given = set() if _makes_model(call) else {last_name(arg.value) for arg in call.args}
         return name in self.runners or bool((names_in(call.func) | given) & self.models)
 
 

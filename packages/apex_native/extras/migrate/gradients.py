@@ -8,7 +8,7 @@ from typing import Any
 import libcst as cst
 from libcst.metadata import PositionProvider, QualifiedNameProvider
 
-from .places import ADDING, is_own, names_in, new_name, plain_source, source
+from .places import ADDING, is_own, names_in, plain_source, source
 from .tree import LOOPS, Tree
 from .usage import Loss, Usage
 
@@ -36,7 +36,7 @@ SCHEDULE = re.compile(
 NAMELESS = ("__call__", "__enter__", "__exit__", "forward")  # methods called without their names
 
 
-def _name(function: cst.CSTNode) -> str:
+def function_name(function: cst.CSTNode) -> str:
     """Return the name of a function, or "" for a module."""
     return function.name.value if isinstance(function, cst.FunctionDef) else ""
 
@@ -69,35 +69,25 @@ class Gradients(Tree):
     def __init__(self) -> None:
         super().__init__()
         self.usage = Usage()
+        self.starts: list[cst.Call] = []
         self.steps: list[tuple[str, cst.Call]] = []
+        self.bound_steps: list[tuple[str, cst.CSTNode]] = []  # used without a call
         self.readers: list[tuple[cst.CSTNode, str]] = []  # statements that read gradients
         self.states: list[cst.Call] = []
         self.calls: list[tuple[str, cst.Call]] = []  # of functions and methods, by name
         self.values: set[str] = set()  # names that are passed on or assigned
         self.defined: set[str] = set()  # functions of this file
-        self.classes: set[str] = set()  # of this file
+        self.classes: dict[str, set[str]] = {}  # of this file, and names in their bases
         self.models: set[str] = set()
         self.assigned: list[tuple[cst.BaseExpression, cst.BaseExpression]] = []  # target, value
+        self.loop_names: set[str] = set()  # targets of for loops
         self.has_lambda = False  # which reads gradients
 
-    def name_scalers(self, module: cst.Module) -> None:
-        """Name a GradScaler for each optimizer."""
-        usage = self.usage
-        optimizers = list(dict.fromkeys(loss.optimizer for loss in usage.losses))
-        for optimizer in optimizers:
-            suffix = "" if len(optimizers) == 1 else "_" + re.sub(r"\W+", "_", optimizer).strip("_")
-            name = new_name(module, [f"scaler{suffix}", f"grad_scaler{suffix}"])
-            usage.scalers[optimizer] = name
-        if not optimizers:
-            usage.reasons.append("amp.scale_loss is not in this file")
-        if not all(usage.scalers.values()):
-            usage.reasons.append("the script has variables called scaler and grad_scaler")
-        if len(optimizers) > 1 and self.states:
-            usage.reasons.append("amp.state_dict has one entry for several optimizers")
-        first = next(iter(usage.scalers.values()), "")
-        for lines in usage.autocast.values():
-            for line, enabled in lines.items():
-                lines[line] = enabled.replace("scaler.is_enabled", f"{first}.is_enabled")
+    def users(self) -> list[Any]:
+        """Return the scaled losses, the steps of their optimizers, and calls for amp's state."""
+        losses = [loss.statement for loss in self.usage.losses]
+        owners = {loss.optimizer for loss in self.usage.losses}
+        return [*losses, *(node for owner, node in self.steps if owner in owners), *self.states]
 
     def check_steps(self) -> None:
         """Require one step for each backward pass, and gradients that are read only before it."""
@@ -126,11 +116,22 @@ class Gradients(Tree):
                 continue
             if grad:
                 self.usage.reasons.append(f"{grad} is read, which GradScaler keeps scaled")
-            elif statement not in covered:
+            elif statement not in covered or self._is_clipped_scaled(statement):
                 self.usage.reasons.append("gradients are clipped in another block than step()")
         self._check_helpers(covered)
         self._check_imported()
         self._check_unscaled()
+
+    def _is_clipped_scaled(self, statement: cst.CSTNode) -> bool:
+        """Return whether gradients of an optimizer are scaled at a statement that clips some."""
+        before = [
+            line
+            for line in self.usage.unscale
+            if self.function(line) is self.function(statement)
+            and self.line(line) <= self.line(statement)
+        ]
+        unscaled = {owner for line in before for owner in self.usage.unscale[line]}
+        return any(self._is_scaled_at(statement, each) for each in {*self.usage.scalers} - unscaled)
 
     def _check_imported(self) -> None:
         """Require that no code of another file that has the parameters runs before a step."""
@@ -162,7 +163,7 @@ class Gradients(Tree):
             return f"{code} is a method of an object that has the parameters"
         return ""
 
-    def _is_scaled_at(self, call: cst.Call, optimizer: str) -> bool:
+    def _is_scaled_at(self, call: cst.CSTNode, optimizer: str) -> bool:
         """Return whether a call is between a loss of an optimizer and the first step after it.
 
         If all of its losses are in other functions, return whether a step comes after the call.
@@ -222,7 +223,7 @@ class Gradients(Tree):
     def beside(self, node: cst.CSTNode, others: list[Any]) -> list[cst.CSTNode]:
         """Return those of `others` in the function of a node, and the calls of their functions."""
         here = self.function(node)
-        names = {_name(self.function(other)) for other in others}
+        names = {function_name(self.function(other)) for other in others}
         others = [
             *others,
             *(call for name, call in self.calls if name in names and is_own(name, call)),
@@ -268,7 +269,7 @@ class Gradients(Tree):
             around = self.parent(around)
         bases = around.bases if isinstance(around, cst.ClassDef) else ()
         is_optimizer = any(OPTIMIZER.search(source(base)) for base in bases)
-        return is_optimizer and _name(function) in ("step", "zero_grad")
+        return is_optimizer and function_name(function) in ("step", "zero_grad")
 
     def _check_unscaled(self) -> None:
         """Require that all losses of a training step are scaled, or none."""
@@ -315,7 +316,7 @@ class Gradients(Tree):
         as ``__call__``, is yielded itself.
         """
         training = self._training()
-        found = {_name(each): each for each in helpers if not self._losses_beside(each)}
+        found = {function_name(each): each for each in helpers if not self._losses_beside(each)}
         for name, helper in found.items():
             if name in self.values or name in NAMELESS or _is_property(helper):
                 yield name, helper
@@ -323,9 +324,9 @@ class Gradients(Tree):
         while True:
             calls = [(name, call) for name, call in self.calls if name in names]
             callers = {self.function(call) for _, call in calls} - training
-            if names >= {_name(each) for each in callers}:
+            if names >= {function_name(each) for each in callers}:
                 break
-            names |= {_name(each) for each in callers}
+            names |= {function_name(each) for each in callers}
         for name, call in calls:
             if self.function(call) in training:
                 yield name, call

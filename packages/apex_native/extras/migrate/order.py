@@ -1,14 +1,20 @@
 """Order of the calls of GradScaler: created, scale, unscale_, step and update."""
 
 import re
+from collections.abc import Sequence
 from itertools import combinations, product
 
 import libcst as cst
 from libcst.metadata import QualifiedNameProvider
 
-from .gradients import Gradients
-from .places import apex_name, as_bool, names_in, plain_source, simplify, source
+from .gradients import Gradients, function_name
+from .places import apex_name, as_bool, plain_source, simplify, source
+from .tree import LOOPS
 from .usage import Loss
+
+NO_STEP = "step() may not follow after gradients are clipped"
+ENDS = re.compile(r"^raise\b|exit\(")  # the last statement of a handler that ends the script
+LEAVES = re.compile(r"^(raise|continue|break|return)\b|exit\(")
 
 
 def negated(test: cst.BaseExpression) -> cst.BaseExpression:
@@ -30,18 +36,8 @@ class Order(Gradients):
 
     def __init__(self) -> None:
         super().__init__()
-        self.starts: list[cst.Call] = []
         self.flags: set[str] = set()
-        self.jumps: list[cst.CSTNode] = []  # break, continue and return
-
-    def visit_Break(self, node: cst.Break) -> None:
-        self.jumps.append(node)
-
-    def visit_Continue(self, node: cst.Continue) -> None:
-        self.jumps.append(node)
-
-    def visit_Return(self, node: cst.Return) -> None:
-        self.jumps.append(node)
+        self.jumps: Sequence[cst.CSTNode] = ()  # break, continue, return, raise and assert
 
     def name(self, node: cst.CSTNode) -> str:
         """Return the name of Apex that `node` has, or ""."""
@@ -62,11 +58,12 @@ class Order(Gradients):
 
         Before it, or outside of an ``if`` around it, they do not exist.
         """
-        steps = [node for owner, node in self.steps if owner in self.usage.scalers]
-        users = [*(loss.statement for loss in self.usage.losses), *steps, *self.states]
+        users = self.users()
         here = self.function(self.starts[0])
-        self.usage.is_global = isinstance(here, cst.FunctionDef) and any(
-            self.function(node) is not here for node in users
+        self.usage.is_global = (
+            isinstance(here, cst.FunctionDef)
+            and not all(name.startswith("self.") for name in self.usage.scalers.values())
+            and any(self.function(node) is not here for node in users)
         )
         start = self.line(self.starts[0])
         assert self.usage.start is not None
@@ -136,15 +133,17 @@ class Order(Gradients):
         later = [each for each in places if self.line(each) > self.line(step)]
         if places and len(later) == len(places) and not self.are_branches(step, later[0]):
             self.usage.reasons.append(f"{optimizer}.step() is in front of its backward pass")
-        known = {test for each, holds in self.conditions(step) for test in parts(each.test, holds)}
         for group in (places, [loss.statement for loss in losses]):
-            if group and all(self._may_be_skipped(place, known) for place in group):
+            if group and all(self._may_be_skipped(place, step) for place in group):
                 self.usage.reasons.append(
                     f"{optimizer}.step() lacks the condition of its backward pass"
                 )
 
-    def _may_be_skipped(self, place: cst.CSTNode, known: set[tuple[str, bool]]) -> bool:
-        """Return whether a backward pass has a condition that is not among the `known` ones."""
+    def _may_be_skipped(self, place: cst.CSTNode, step: cst.Call) -> bool:
+        """Return whether a backward pass has a condition, or may be left, where the step runs."""
+        if {*self._catching(place, LEAVES)} - {*self.parents(step)}:
+            return True
+        known = {test for each, holds in self.conditions(step) for test in parts(each.test, holds)}
         for each, holds in self.conditions(place):
             other = each.orelse if holds else each.body
             test = self.simplified(each.test if holds else negated(each.test))
@@ -155,17 +154,7 @@ class Order(Gradients):
         return False
 
     def _check_loop(self, optimizer: str, losses: list[Loss], step: cst.Call) -> None:
-        """Require one step for each backward pass, of an expression that stays one optimizer."""
-        expression = cst.parse_expression(optimizer)
-        is_item = isinstance(expression, cst.Subscript) and names_in(expression.slice[0])
-        targets: set[str] = set()
-        for each in [step, *(loss.statement for loss in losses)]:
-            for loop in self.parents(each):
-                targets |= names_in(loop.target) if isinstance(loop, cst.For) else set()
-        varies = is_item or optimizer.split(".")[0] in targets
-        loops = [self.loop(loss.statement) for loss in losses]
-        if varies and any(loop is not self.loop(step) for loop in loops):
-            self.usage.reasons.append(f"{optimizer} is stepped in another loop than its losses")
+        """Require one step for each backward pass."""
         places = self.beside(step, [loss.statement for loss in losses])
         around = {each for place in places for each in self.parents(place)}
         if places and not {self.loop(step)} <= {None, *around}:
@@ -180,9 +169,40 @@ class Order(Gradients):
             if self.are_branches(start, step):
                 continue
             if isinstance(node, cst.With):
-                why = "gradients are clipped between two backward passes"
-            elif isinstance(node, cst.Return) or self.loop(node) in {*self.parents(step)}:
-                why = "step() may not follow after gradients are clipped"
-            else:
-                continue
-            self.usage.reasons.append(why)
+                self.usage.reasons.append("gradients are clipped between two backward passes")
+            elif not isinstance(node, (cst.Break, cst.Continue)) or (
+                self.loop(node) in {*self.parents(step)}
+            ):
+                self.usage.reasons.append(NO_STEP)
+        if self._is_caught(start) or self._is_caught(step):
+            self.usage.reasons.append(f"{NO_STEP}: an exception may be caught")
+
+    def _is_caught(self, node: cst.CSTNode) -> bool:
+        """Return whether an exception at a node may be caught in a loop, which continues."""
+        calls: list[tuple[cst.CSTNode, bool]] = [(node, False)]
+        for call, is_caught in calls:  # and the calls of the function, and of its callers
+            catching = self._catching(call, ENDS)
+            for each in self.parents(call):
+                is_caught |= each in catching
+                if is_caught and isinstance(each, LOOPS):
+                    return True
+            here = self.function(call)
+            callers = [other for name, other in self.calls if name == function_name(here)]
+            calls += [(one, is_caught) for one in callers if (one, is_caught) not in calls]
+        return False
+
+    def _catching(self, node: cst.CSTNode, leaving: re.Pattern[str]) -> list[cst.CSTNode]:
+        """Return the statements around a node that catch exceptions, after which others follow.
+
+        Unless the last statement of each handler matches `leaving`.
+        """
+        path = [node, *self.parents(node)]
+        return [
+            each
+            for each in path
+            if isinstance(each, (cst.Try, cst.TryStar))
+            and each.body in path
+            and not all(leaving.search(plain_source(one.body.body[-1])) for one in each.handlers)
+            or isinstance(each, cst.With)
+            and "suppress" in source(each.items[0])
+        ]

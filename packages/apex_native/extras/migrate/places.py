@@ -50,6 +50,29 @@ def names_in(node: cst.CSTNode) -> set[str]:
     return found - {"self"}
 
 
+def pairs(node: cst.Assign) -> list[tuple[cst.BaseExpression, cst.BaseExpression]]:
+    """Return the targets of an assignment and their values, also of the items of tuples."""
+    found = [(each.target, node.value) for each in node.targets]
+    for target, value in [*found]:
+        if isinstance(target, cst.Tuple) and isinstance(value, cst.Tuple):
+            items = zip(target.elements, value.elements, strict=False)
+            found += [(one.value, other.value) for one, other in items]
+    return found
+
+
+def last_name(value: cst.BaseExpression) -> str:
+    """Return the last name of a name or of ``a.b.c``, "" for other expressions."""
+    if isinstance(value, cst.Attribute):
+        return value.attr.value
+    return value.value if isinstance(value, cst.Name) else ""
+
+
+def last_names(value: cst.BaseExpression) -> set[str]:
+    """Return the last names of an expression, or of the items of a list or tuple."""
+    items = value.elements if isinstance(value, (cst.List, cst.Tuple)) else ()
+    return ({last_name(item.value) for item in items} or {last_name(value)}) - {""}
+
+
 @lru_cache(2**14)  # statements are asked about once for each loss
 def assigned(node: cst.CSTNode) -> frozenset[str]:
     """Return the names that a statement assigns, also in its blocks."""
@@ -115,8 +138,8 @@ def none_fallbacks(module: cst.Module) -> set[str]:
 
     class Values(cst.CSTVisitor):
         def visit_Assign(self, node: cst.Assign) -> None:
-            for target in node.targets:
-                values.setdefault(source(target.target), set()).add(source(node.value))
+            for target, value in pairs(node):
+                values.setdefault(source(target), set()).add(source(value))
 
     module.visit(Values())
     return {name for name, given in values.items() if given == {NONE}}

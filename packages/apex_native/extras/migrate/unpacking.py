@@ -1,4 +1,4 @@
-"""Keyword arguments that a call unpacks from a dictionary of the same function."""
+"""Arguments of ``amp.initialize``, also those unpacked from a dictionary of the same function."""
 
 import libcst as cst
 from libcst.metadata import PositionProvider
@@ -27,6 +27,14 @@ def expand(tree: Tree, call: cst.Call) -> cst.Call:
     args = [arg for arg in call.args if arg is not stars[0]]
     new = [cst.Arg(value, keyword=cst.Name(name)) for name, value in items]
     return call.with_changes(args=[*args, *new])
+
+
+def models_and_optimizers(call: cst.Call) -> list[cst.BaseExpression]:
+    """Return what ``amp.initialize`` is given to prepare, by position or by keyword."""
+    given = [arg.value for arg in call.args if arg.keyword is None and not arg.star]
+    keywords = {arg.keyword.value: arg.value for arg in call.args if arg.keyword is not None}
+    names = ("models", "optimizers")[len(given) :]
+    return given + [keywords[name] for name in names if name in keywords]
 
 
 def _find_items(tree: Tree, call: cst.Call, name: cst.Name) -> Items | None:

@@ -1,0 +1,174 @@
+"""Optimizers: whether each name in a script stands for one, which has a GradScaler of its own."""
+
+import re
+from typing import Any
+
+import libcst as cst
+
+from .gradients import CLASS, OPTIMIZER, SCHEDULE, function_name
+from .order import Order
+from .places import NONE, is_own, last_name, last_names, names_in, new_name, source
+from .tree import LOOPS
+from .unpacking import models_and_optimizers
+
+REPEATING = (*LOOPS, cst.BaseComp, cst.Lambda)
+
+
+class Optimizers(Order):
+    """Names the GradScalers, and checks that each of them has one optimizer."""
+
+    def name_scalers(self, module: cst.Module) -> None:
+        """Name a GradScaler for each optimizer, as an attribute if one class has all of amp."""
+        usage = self.usage
+        optimizers = list(dict.fromkeys(loss.optimizer for loss in usage.losses))
+        for optimizer in optimizers:
+            words = re.sub(r"\W+", "_", optimizer.removeprefix("self.")).strip("_")
+            suffix = "" if len(optimizers) == 1 else f"_{words}"
+            name = new_name(module, [f"scaler{suffix}", f"grad_scaler{suffix}"])
+            usage.scalers[optimizer] = name
+        if not optimizers:
+            usage.reasons.append("amp.scale_loss is not in this file")
+        if not all(usage.scalers.values()):
+            usage.reasons.append("the script has variables called scaler and grad_scaler")
+        if len(optimizers) > 1 and self.states:
+            usage.reasons.append("amp.state_dict has one entry for several optimizers")
+        if self._are_methods([*self.starts, *self.users()]):
+            usage.scalers = {owner: f"self.{name}" for owner, name in usage.scalers.items()}
+        first = next(iter(usage.scalers.values()), "")
+        for lines in usage.autocast.values():
+            for line, enabled in lines.items():
+                lines[line] = enabled.replace("scaler.is_enabled", f"{first}.is_enabled")
+
+    def _are_methods(self, nodes: list[Any]) -> bool:
+        """Return whether all nodes are in methods of one class."""
+        functions = {self.function(node) for node in nodes}
+        owners = {self._owner(function) for function in functions}
+        first = {source(getattr(one, "params", one)).split(",")[0] for one in functions}
+        return len(owners) == 1 and isinstance(owners.pop(), cst.ClassDef) and first == {"self"}
+
+    def _owner(self, function: cst.CSTNode) -> cst.CSTNode:
+        """Return the class of a method, and another function itself."""
+        if not isinstance(function, cst.FunctionDef):
+            return function
+        block = self.parent(function)
+        around = self.parent(block) if isinstance(block, cst.IndentedBlock) else function
+        return around if isinstance(around, cst.ClassDef) else function
+
+    def reached(self, function: cst.CSTNode) -> set[str]:
+        """Return the names of a function and of those that it calls, also through others."""
+        found, size = {function_name(function)}, 0
+        while size != len(found):
+            size = len(found)
+            calls = [(name, function_name(self.function(call))) for name, call in self.calls]
+            found |= {name for name, caller in calls if caller in found}
+        return found
+
+    def prepared(self, index: int) -> tuple[set[str], set[str]]:
+        """Return the names that amp.initialize is given, and those for what it returns.
+
+        Of models, or with `index` 1 of optimizers.
+        """
+        given: set[str] = set()
+        returned: set[str] = set()
+        for node in self.starts:
+            values = models_and_optimizers(node)
+            given |= last_names(values[index]) if index < len(values) else set()
+            parent = self.parent(node)
+            for each in parent.targets if isinstance(parent, cst.Assign) else ():
+                items = getattr(each.target, "elements", ()) if len(values) > 1 else ()
+                target = items[index].value if items else each.target
+                returned |= last_names(target) if items or index == 0 else set()
+        return given, returned
+
+    def check_optimizers(self) -> None:
+        """Require that no step unscales the gradients of one optimizer by the scaler of another.
+
+        Each optimizer must have a scaler of its own, or be stepped right after its backward pass.
+        """
+        scalers = self.usage.scalers
+        is_each_once = self._is_each_once()
+        for optimizer, scaler in scalers.items():
+            is_of_self = scaler.startswith("self.") and re.fullmatch(r"self\.\w+", optimizer)
+            if not (is_each_once or is_of_self or self._is_stepped_at_once(optimizer)):
+                self.usage.reasons.append(
+                    f"{optimizer} may be several optimizers, of which one is stepped between "
+                    "the backward pass and the step of another"
+                )
+        self._check_other_steps()
+
+    def _is_each_once(self) -> bool:
+        """Return whether each optimizer that amp prepares has one name, in all functions."""
+        names = {last_name(cst.parse_expression(owner)) for owner in self.usage.scalers}
+        made = set().union(*(last_names(one) for one, value in self.assigned if _is_made(value)))
+        is_known = any(
+            names == prepared or len(names) == len(prepared & made) == len(prepared) == 1
+            for prepared in self.prepared(1)
+        )
+        is_other = any(
+            last_names(target) & names
+            and isinstance(value, (cst.Name, cst.Attribute, cst.Subscript))
+            and not {*names_in(value)} & {*names, NONE}
+            for target, value in self.assigned
+        )
+        return is_known and not is_other and not names & self.loop_names and self._is_once()
+
+    def _is_once(self) -> bool:
+        """Return whether amp is initialized once, or by a function that trains, too."""
+        start = self.function(self.starts[0])
+        training = {self.function(node) for node in self.users()}
+        names = self.reached(start)
+        if all(isinstance(one, cst.FunctionDef) and one.name.value in names for one in training):
+            return True
+        return all(self._runs_once(each) for each in self.starts)
+
+    def _runs_once(self, node: cst.CSTNode) -> bool:
+        """Return whether a node runs once in a process, by the calls in this file."""
+        if any(isinstance(each, REPEATING) for each in self.parents(node)):
+            return False
+        here = self.function(node)
+        if not isinstance(here, cst.FunctionDef):
+            return True
+        owner = self._owner(here)
+        assert isinstance(owner, (cst.FunctionDef, cst.ClassDef))
+        names = {owner.name.value}
+        for name, bases in self.classes.items():  # subclasses follow their bases
+            names |= {name} if names & bases else set()
+        calls = [call for name, call in self.calls if name in names and is_own(name, call)]
+        calls = [call for call in calls if self.function(call) is not here]
+        is_entry = not calls and not isinstance(owner, cst.ClassDef)
+        return is_entry or len(calls) == 1 and self._runs_once(calls[0])
+
+    def _is_stepped_at_once(self, optimizer: str) -> bool:
+        """Return whether a step always follows each backward pass in its function."""
+        steps = [step for owner, step in self.steps if owner == optimizer]
+        losses = [each.statement for each in self.usage.losses if each.optimizer == optimizer]
+        return all(any(self._always_follows(step, loss) for step in steps) for loss in losses)
+
+    def _always_follows(self, step: cst.Call, loss: cst.With) -> bool:
+        is_after = self.function(step) is self.function(loss) and self.line(step) > self.line(loss)
+        loops = {each for each in self.parents(step) if isinstance(each, LOOPS)}
+        return is_after and loops <= {*self.parents(loss)} and self.tests(step) <= self.tests(loss)
+
+    def _check_other_steps(self) -> None:
+        """Require that nothing else is stepped that may be an optimizer with scaled gradients."""
+        prepared = set().union(*self.prepared(1))
+        known: dict[str, bool] = {}  # objects, of which each value is one of a known class
+        for target, value in self.assigned:
+            is_made = isinstance(value, cst.Call) and bool(CLASS.search(source(value.func)))
+            known[source(target)] = known.get(source(target), True) and is_made
+        for owner, node in [*self.steps, *self.bound_steps]:
+            is_call = isinstance(node, cst.Call)
+            if SCHEDULE.search(owner) or owner in {"self", "super()"} or is_call and node.args:
+                continue
+            is_prepared = bool(last_names(cst.parse_expression(owner)) & prepared)
+            is_prepared |= owner in self.usage.scalers
+            is_converted = is_call and owner in self.usage.scalers
+            is_unknown = is_call and not known.get(owner, False)
+            if not is_converted and (is_prepared or is_unknown):
+                self.usage.reasons.append(
+                    f"{owner}.step may be the step of an optimizer whose gradients are scaled"
+                )
+
+
+def _is_made(value: cst.BaseExpression) -> bool:
+    return isinstance(value, cst.Call) and bool(OPTIMIZER.search(source(value.func)))
