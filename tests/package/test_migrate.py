@@ -80,7 +80,8 @@ def compare(run, tmp_path, script, tolerance):
 
 def test_models_and_optimizers_can_be_keywords(run, tmp_path):
     train = TRAIN.replace("model, optimizer, opt_", "optimizers=optimizer, models=model, opt_")
-    assert "models=model" in train
+    train = train.replace("    print(", "    next(amp.master_params(optimizer))\n    print(")
+    assert "models=model" in train and "next(" in train
     optimizer = f"optimizer = {OPTIMIZERS[0]}"
     compare(run, tmp_path, START + optimizer + train.replace("LEVEL", "O0"), 0)
 
@@ -209,9 +210,10 @@ LEFT = [
     ("import apex\nm = apex.RNN.LSTM(8)", "migrate does not convert RNN.LSTM"),
     *(
         (
-            f"from apex.optimizers import FusedAdam\nimport torch\n{cast}\no = FusedAdam(p)",
+            f"from apex.optimizers import {name}\nimport torch\n{cast}\no = {name}(p)",
             "torch's moments of half parameters are not fp32",
         )
+        for name in ("FusedAdam", "FusedSGD")
         for cast in (
             "m.half()",
             "m = m.cuda().bfloat16()",
@@ -525,6 +527,15 @@ def test_dynamic_scale_without_a_scaler_is_reported(tmp_path, level):
     assert "changed: steps with inf or nan in their gradients are no longer skipped" in report
 
 
+@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
+def test_missing_casts_are_reported(tmp_path, level):
+    train = TRAIN.replace("LEVEL", level)
+    report = migrate(tmp_path, f"{START}optimizer = {OPTIMIZERS[0]}{train}")[1]
+    message = "its inputs and its outputs are no longer cast to float32"
+    assert (message in report) == (level == "O0")
+    assert ("may be half after the loss" in report) == (level != "O0")
+
+
 @pytest.mark.parametrize("level", ["O1", "O4"])
 def test_casts_without_gradients_are_not_reused(tmp_path, level):
     no_grad = "    with torch.no_grad():\n        y = model(x).argmax(1)\n    output ="
@@ -745,7 +756,7 @@ def test_report_says_that_earlier_checkpoints_need_a_conversion(tmp_path):
     script = f"{START}optimizer = {OPTIMIZERS[0]}{ACCUMULATE}".replace("LEVEL", "O1")
     lines = [line for line in migrate(tmp_path, script)[1].splitlines() if "convert" in line]
     assert "states that Apex's FusedAdam saved lack torch's step" in lines[0]
-    assert "an earlier checkpoint has amp's state, which GradScaler cannot load" in lines[1]
+    assert "GradScaler cannot load the state of amp in an earlier checkpoint" in lines[1]
     assert len(lines) == 2
     script = f"{START}optimizer = {OPTIMIZERS[0]}{TRAIN}".replace("LEVEL", "O1")
     assert "convert" not in migrate(tmp_path, script)[1]

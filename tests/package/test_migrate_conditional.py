@@ -304,6 +304,7 @@ def test_second_name_for_the_scaler(tmp_path):
 
 
 LEFT = [
+    (NONE, "has_apex = True", 'has_apex = find("apex.amp")', "this may find no Apex"),
     (ENABLED, "for step in", "print(amp)\ncall(amp)\nfor step in", "amp is passed as a value"),
     (INVERTED, "        amp._amp", "    if ema:\n        amp._amp", "_amp_state is set elsewhere"),
     (

@@ -40,6 +40,8 @@ JUMPS = matchers.OneOf(
 REGISTERED = ("register_float_function", "register_half_function", "register_promote_function")
 # A cast of a model to half or bfloat16, or of tensors.
 HALF = re.compile(r"\.(half|bfloat16)\(|network_to_half\(|\.(to|type)\(.*(float16|half)", re.I)
+# A call with the name of Apex, but of no entry of a dictionary, and for no output.
+PROBED = re.compile(r"(?!.*\b(get|pop|print|info|format|join|setdefault) )\S+ apex(\.\w+)*")
 NO_MASTERS = "O2, O3 and O5 cast the model; --opt-level O1 or O4 replaces them by autocast"
 IGNORED = {"opt_level", "verbosity", "models", "optimizers", "num_losses"}
 IGNORED |= {"keep_batchnorm_fp32", "master_weights"}  # no effect where weights are not cast
@@ -133,8 +135,16 @@ class Analysis(Optimizers):
             self._add_reader(node, source(node))
 
     def visit_SimpleString(self, node: cst.SimpleString) -> None:
-        """Find gradients that are read by ``getattr(parameter, "grad")``."""
+        """Find gradients that ``getattr(parameter, "grad")`` reads, and ``find_spec("apex")``."""
         call = self.parent(self.parent(node))
+        text = source(node).strip("\"'")
+        if (
+            isinstance(call, cst.Call)
+            and call.args[0] is self.parent(node)
+            and PROBED.fullmatch(f"{source(call.func)} {text}")
+        ):
+            self.usage.probes.add(call)
+            self.usage.reasons.append(f"{source(call)} may find no Apex after the conversion")
         is_getattr = isinstance(call, cst.Call) and source(call.func) == "getattr"
         if is_getattr and node.evaluated_value == "grad":
             self._add_reader(call, source(call))

@@ -156,15 +156,17 @@ class Optimizers(Order):
         for target, value in self.assigned:
             is_made = isinstance(value, cst.Call) and bool(CLASS.search(source(value.func)))
             known[source(target)] = known.get(source(target), True) and is_made
-        for owner, node in [*self.steps, *self.bound_steps]:
-            is_call = isinstance(node, cst.Call)
-            if SCHEDULE.search(owner) or owner in {"self", "super()"} or is_call and node.args:
-                continue
-            is_prepared = bool(last_names(cst.parse_expression(owner)) & prepared)
-            is_prepared |= owner in self.usage.scalers
-            is_converted = is_call and owner in self.usage.scalers
-            is_unknown = is_call and not known.get(owner, False)
-            if not is_converted and (is_prepared or is_unknown):
+        scalers = self.usage.scalers
+        others = [(owner, False) for owner, _ in self.bound_steps]
+        others += [
+            (owner, not step.args and not known.get(owner, False))
+            for owner, step in self.steps
+            if owner not in scalers
+        ]
+        for owner, is_unknown in others:
+            is_prepared = owner in scalers or last_names(cst.parse_expression(owner)) & prepared
+            is_other = SCHEDULE.search(owner) or owner in {"self", "super()"}
+            if (is_prepared or is_unknown) and not is_other:
                 self.usage.reasons.append(
                     f"{owner}.step may be the step of an optimizer whose gradients are scaled"
                 )

@@ -52,10 +52,11 @@ def names_in(node: cst.CSTNode) -> set[str]:
 
 def pairs(node: cst.Assign) -> list[tuple[cst.BaseExpression, cst.BaseExpression]]:
     """Return the targets of an assignment and their values, also of the items of tuples."""
-    found = [(each.target, node.value) for each in node.targets]
-    for target, value in [*found]:
-        if isinstance(target, cst.Tuple) and isinstance(value, cst.Tuple):
-            items = zip(target.elements, value.elements, strict=False)
+    found: list[tuple[cst.BaseExpression, cst.BaseExpression]] = []
+    for each in node.targets:
+        found.append((each.target, node.value))
+        if isinstance(each.target, cst.Tuple) and isinstance(node.value, cst.Tuple):
+            items = zip(each.target.elements, node.value.elements, strict=False)
             found += [(one.value, other.value) for one, other in items]
     return found
 

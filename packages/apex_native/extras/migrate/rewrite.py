@@ -24,11 +24,16 @@ from .usage import Usage
 
 HALF_MOMENTS = "the script casts to half; torch's moments of half parameters are not fp32"
 REFERENCED = "the file uses {} without calling it, as isinstance() does; torch's is another class"
+CASTS = "forward passes that compute no scaled loss, as in validation, run in float32; outputs of "
+CASTS += "the others may be half after the loss, where nothing casts them: call .float() if needed"
+NO_CASTS = "the model, its inputs and its outputs are no longer cast to float32"
 HALF_LEVEL = "amp, which is left, may cast its parameters; torch's moments would be half"
 # Of checkpoints that the script saved before; the documentation has the conversion.
-OLD_SCALES = "an earlier checkpoint has amp's state, which GradScaler cannot load: convert it"
+OLD_SCALES = "GradScaler cannot load the state of amp in an earlier checkpoint: convert it, or the "
+OLD_SCALES += "empty one of a run without amp: leave it out"
 OLD_STATES = "states that Apex's FusedAdam saved lack torch's step of each parameter: convert them"
 COMPARED = "isinstance(…, {}), which the file has, is true of it, and was not of Apex's"
+PROBE = "this may find no Apex after the conversion, and what depends on it would not run"
 NO_SYNC = "torch's has no disable_allreduce() and enable_allreduce(), but no_sync()"
 PARENTHESES = str.maketrans("[]", "()")
 
@@ -97,6 +102,8 @@ class Rewrite(cst.CSTTransformer):
 
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> Any:
         """Apply the rule for a call of a name of Apex."""
+        if original_node in self.usage.probes:
+            self._leave_as_is(original_node, PROBE)
         name = self._name(original_node.func)
         if not name.startswith("apex.") or is_method_of_result(original_node.func):
             return updated_node
@@ -130,9 +137,9 @@ class Rewrite(cst.CSTTransformer):
     def _converted(self, name: str, call: cst.Call) -> cst.Call | str:
         """Return torch's call in place of one in RULES, or the reason why there is none."""
         usage, last = self.usage, name.rpartition(".")[2]
-        if usage.has_half and last == "FusedAdam":
+        if usage.has_half and last in ("FusedAdam", "FusedSGD"):
             return HALF_MOMENTS
-        if usage.reasons and usage.may_cast and last == "FusedAdam":
+        if usage.reasons and usage.may_cast and last in ("FusedAdam", "FusedSGD"):
             return HALF_LEVEL
         if usage.has_allreduce and last == "DistributedDataParallel":
             return NO_SYNC
@@ -146,7 +153,7 @@ class Rewrite(cst.CSTTransformer):
             return updated
         if short == "amp.master_params":
             owner = source(updated.args[0].value)
-            code = f'[p for group in {owner}.param_groups for p in group["params"]]'
+            code = f'(p for group in {owner}.param_groups for p in group["params"])'
             self._changed(original, f"{short} → the optimizer's parameters")
             return cst.parse_expression(code)
         if short == "amp.disable_casts":
@@ -215,9 +222,7 @@ class Rewrite(cst.CSTTransformer):
         if self.usage.ignored_level:
             what = f"{self.usage.ignored_level} is not read: the level is {self.usage.level}"
             self._changed(small, what)
-        if self.usage.level != "O0":
-            what = "forward passes that compute no scaled loss, as in validation, run in float32"
-            self._changed(small, what)
+        self._changed(small, CASTS if self.usage.has_autocast else NO_CASTS)
         if not self.usage.scaled and "dynamic" in source(small.value):
             self._changed(small, "steps with inf or nan in their gradients are no longer skipped")
         if original is self.usage.start:
