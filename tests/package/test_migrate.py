@@ -122,6 +122,7 @@ def test_o1_gets_a_scaler(tmp_path):
 
 CHOOSES_GPU = """
 def train(model, optimizer):
+    optimizer.zero_grad()
     loss = model(x).sum()
     with amp.scale_loss(loss, optimizer) as scaled_loss:
         scaled_loss.backward()

@@ -222,6 +222,7 @@ if args.fp16:
     model, optimizer = amp.initialize(model, optimizer)
     for step in range(6):
         loss = model(x).pow(2).mean()
+        optimizer.zero_grad()
         with amp.scale_loss(loss, optimizer) as scaled_loss:
             scaled_loss.backward()
         optimizer.step()
@@ -401,6 +402,7 @@ def train(model, optimizer):
         model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
     for step in range(6):
         loss = model(x).pow(2).mean()
+        optimizer.zero_grad()
         if use_amp:
             with amp.scale_loss(loss, optimizer) as scaled_loss:
                 scaled_loss.backward()

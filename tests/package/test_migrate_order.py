@@ -4,6 +4,7 @@ Gradients are read, clipped and stepped unscaled, and a step always follows its 
 """
 
 import re
+from textwrap import indent
 
 import pytest
 from migrated_scripts import COMMAND, losses, migrate
@@ -51,6 +52,7 @@ def backward(model, opt):
 
 def update(opt):
     opt.step()
+    opt.zero_grad()
 
 """
 IN_TURN = """\
@@ -59,6 +61,7 @@ IN_TURN = """\
     update(optimizer)
     update(second)
 """
+NOT_ZEROED = "gradients may not be zeroed between one optimizer.step() and the next"
 SEVERAL = "opt may be several optimizers"
 LEFT = {
     "functions": (
@@ -238,6 +241,15 @@ LEFT = {
         f"def train(n):\n{BACKWARD}{CLIP}{SKIP.replace('JUMP', 'raise ValueError')}{STEP}",
         NO_STEP,
     ),
+    "gradients of several steps": (
+        f"{LOOP}{BACKWARD}    optimizer.step()\n    if n % 4:\n        optimizer.zero_grad()\n",
+        NOT_ZEROED,
+    ),
+    "gradients of an epoch": (
+        "for _ in range(2):\n    optimizer.zero_grad()\n"
+        + indent(f"{LOOP}{BACKWARD}    optimizer.step()\n", "    "),
+        NOT_ZEROED,
+    ),
     "exception that a loop catches": (
         f"def train():\n{BACKWARD}{CLIP}{STEP}\n{LOOP}    try:\n        train()\n"
         "    except RuntimeError:\n        print(n)\n",
@@ -262,7 +274,7 @@ CONVERTED = {
     "clipping beside the step": f"{BACK}def update():\n{CLIP}{STEP}{LOOP}    backward()\n",
     "one loop over optimizers": "optimizers = [optimizer]\nfor i in range(1):\n"
     + BACKWARD.replace("optimizer)", "optimizers[i])")
-    + "    optimizers[i].step()\n",
+    + "    optimizers[i].step()\n    optimizers[i].zero_grad()\n",
     "names and learning rate": "for n, p in model.named_parameters():\n    print(n)\n"
     + f"{LOOP}{BACKWARD}    noise(n, lr=optimizer.param_groups[0]['lr'])\n{STEP}",
     "shared condition": f"{LOOP}    if n:\n"
@@ -310,7 +322,8 @@ CONVERTED = {
     + STEP,
     "condition that implies the other": f"is_training = True\n{LOOP}    if is_training:\n"
     + "".join(f"    {line}\n" for line in BACKWARD.splitlines())
-    + "    if is_training and n % 4 == 0:\n        optimizer.step()\n",
+    + "    if is_training and n % 4 == 0:\n        optimizer.step()\n"
+    + "    if n % 4 == 0:\n        optimizer.zero_grad()\n",
     "meter": f"def update(n):\n{BACKWARD}{STEP}\ndef validate():\n    meter.update(model(x))\n\n"
     f"{LOOP}    update(n)\n",
     "size of a layer": f"classes = model.weight.size(0)\n{LOOP}{BACKWARD}{STEP}",
@@ -365,6 +378,7 @@ class Trainer:
     def optimize_parameters(self):
         self.backward_G()
         self.optimizer_G.step()
+        self.optimizer_G.zero_grad()
         self.optimizer_D.zero_grad()
         loss = self.D(self.G(x).detach()).mean()
         with amp.scale_loss(loss, self.optimizer_D) as scaled_loss:
@@ -405,6 +419,8 @@ first = torch.optim.SGD(one.parameters(), lr=0.5)
 second = torch.optim.SGD(two.parameters(), lr=0.5)
 [one, two], [first, second] = amp.initialize([one, two], [first, second], opt_level="O1")
 for step in range(4):
+    first.zero_grad()
+    second.zero_grad()
     loss_one, loss_two = one(x).square().mean(), two(x).square().mean()
     with amp.scale_loss(loss_one, first) as scaled_loss:
         scaled_loss.backward()

@@ -34,8 +34,8 @@ HANDLED = {"initialize", "scale_loss", "master_params", "state_dict", "load_stat
 HANDLED |= {"disable_casts"}
 MODEL_METHODS = ("parameters", "named_parameters", "train")
 JUMPS = matchers.OneOf(
-    *(each() for each in (matchers.Break, matchers.Continue, matchers.Return)),
-    *(each() for each in (matchers.Raise, matchers.Assert)),
+    *(each() for each in (matchers.Break, matchers.Continue, matchers.Return, matchers.Raise)),
+    *(each() for each in (matchers.Assert, matchers.Yield, matchers.Await)),
 )
 REGISTERED = ("register_float_function", "register_half_function", "register_promote_function")
 # A cast of a model to half or bfloat16, or of tensors.
@@ -92,6 +92,8 @@ class Analysis(Optimizers):
         """Find steps, flags, changes of containers, models, and gradients that are clipped."""
         if attribute == "step" and isinstance(node.func, cst.Attribute):
             self.steps.append((source(node.func.value), node))
+        elif attribute == "zero_grad" and isinstance(node.func, cst.Attribute):
+            self.resets.append((source(node.func.value), node))
         elif attribute == "add_argument" and "store_true" in source(node):
             texts = [source(arg.value).strip("\"'") for arg in node.args if arg.keyword is None]
             self.flags |= {text.lstrip("-").replace("-", "_") for text in texts}
@@ -130,6 +132,7 @@ class Analysis(Optimizers):
         if node.attr.value != "grad":
             return
         is_reset = isinstance(parent, cst.AssignTarget) or source(parent).endswith(".grad.zero_")
+        self.resets += [("", node)] if is_reset else []
         is_function = source(node).endswith("autograd.grad")
         if not is_reset and not is_function:
             self._add_reader(node, source(node))
@@ -328,6 +331,7 @@ class Analysis(Optimizers):
             self.place_scalers()
             self.check_order()
             self.check_optimizers()
+            self.check_zeroed()
 
     def _check_aliases(self) -> None:
         """Require that a scaled loss is not used after its block: its name is removed."""

@@ -71,6 +71,7 @@ class Gradients(Tree):
         self.usage = Usage()
         self.starts: list[cst.Call] = []
         self.steps: list[tuple[str, cst.Call]] = []
+        self.resets: list[tuple[str, cst.CSTNode]] = []  # zero_grad(), by object, and p.grad = None
         self.bound_steps: list[tuple[str, cst.CSTNode]] = []  # used without a call
         self.readers: list[tuple[cst.CSTNode, str]] = []  # statements that read gradients
         self.states: list[cst.Call] = []

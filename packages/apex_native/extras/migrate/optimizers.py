@@ -145,9 +145,13 @@ class Optimizers(Order):
         return all(any(self._always_follows(step, loss) for step in steps) for loss in losses)
 
     def _always_follows(self, step: cst.Call, loss: cst.With) -> bool:
-        is_after = self.function(step) is self.function(loss) and self.line(step) > self.line(loss)
+        here, start, end = self.function(step), self.line(loss), self.line(step)
+        is_left = any(
+            self.function(each) is here and start < self.line(each) < end for each in self.jumps
+        )
         loops = {each for each in self.parents(step) if isinstance(each, LOOPS)}
-        return is_after and loops <= {*self.parents(loss)} and self.tests(step) <= self.tests(loss)
+        is_here = self.function(loss) is here and start < end and loops <= {*self.parents(loss)}
+        return is_here and not is_left and self.tests(step) <= self.tests(loss)
 
     def _check_other_steps(self) -> None:
         """Require that nothing else is stepped that may be an optimizer with scaled gradients."""

@@ -37,7 +37,7 @@ class Order(Gradients):
     def __init__(self) -> None:
         super().__init__()
         self.flags: set[str] = set()
-        self.jumps: Sequence[cst.CSTNode] = ()  # break, continue, return, raise and assert
+        self.jumps: Sequence[cst.CSTNode] = ()  # that leave a function or loop, or pause it
 
     def name(self, node: cst.CSTNode) -> str:
         """Return the name of Apex that `node` has, or ""."""
@@ -97,6 +97,33 @@ class Order(Gradients):
                     self._check_unscaled_until(losses, statement, step)
         for pair in combinations(self.usage.scalers, 2):
             self._check_shared(pair)
+
+    def check_zeroed(self) -> None:
+        """Require that gradients, which a step unscales, are zeroed before others are added."""
+        for optimizer, step in self.steps:
+            if optimizer in self.usage.scalers and not self._is_zeroed(optimizer, step):
+                self.usage.reasons.append(
+                    f"gradients may not be zeroed between one {optimizer}.step() and the next"
+                )
+
+    def _is_zeroed(self, optimizer: str, step: cst.Call) -> bool:
+        """Return whether gradients are zeroed, as it seems, as often as an optimizer is stepped.
+
+        In another function, or in the loop of the step and under no more conditions.
+        """
+        losses = [loss for loss in self.usage.losses if loss.optimizer == optimizer]
+        nodes = [step, *(loss.statement for loss in losses)]
+        functions = {self.function(node) for node in nodes}
+        known = set().union(*map(self.tests, nodes))
+        is_often = any(self.tests(step) <= self.tests(loss.statement) for loss in losses)
+        loops = {each for each in self.parents(step) if isinstance(each, LOOPS)}
+        for owner, reset in self.resets:
+            if owner == optimizer or owner not in self.usage.scalers:
+                is_rare = is_often and not self.tests(reset) <= known
+                is_here = self.function(reset) in functions
+                if not is_here or loops <= {*self.parents(reset)} and not is_rare:
+                    return True
+        return False
 
     def _check_shared(self, pair: tuple[str, str]) -> None:
         """Require that two optimizers with the same parameters are not stepped after both losses.
