@@ -307,6 +307,8 @@ def test_second_name_for_the_scaler(tmp_path):
 LEFT = [
     (NONE, "has_apex = True", 'has_apex = find("apex.amp")', "this may find no Apex"),
     (ENABLED, "for step in", "print(amp)\ncall(amp)\nfor step in", "amp is passed as a value"),
+    (ENABLED, "for step in", "f(amp if x else None)\nfor step in", "amp is passed as a value"),
+    (ENABLED, "for step in", "def f(amp=amp): ...\nfor step in", "amp is passed as a value"),
     (INVERTED, "        amp._amp", "    if ema:\n        amp._amp", "_amp_state is set elsewhere"),
     (
         LOCAL_IMPORT,

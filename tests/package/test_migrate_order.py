@@ -217,6 +217,17 @@ LEFT = {
         "    train(n, other, second)\n",
         SEVERAL,
     ),
+    "return between steps of two optimizers": (
+        f"{OTHER}def train(n, model, opt):\n{BACKWARD.replace('optimizer', 'opt')}"
+        f"    if n % 2:\n        return\n    opt.step()\n    opt.zero_grad()\n\n{LOOP}"
+        "    train(n, model, optimizer)\n    train(n, other, second)\n",
+        SEVERAL,
+    ),
+    "functions that call each other": (
+        f"def prepare():\n    amp.initialize(model, other)\n    again()\n\n"
+        f"def again():\n    prepare()\n\n{LOOP}{BACKWARD}    if n % 2:\n{indent(STEP, '    ')}",
+        "amp.initialize is called in more than one place",
+    ),
     "step by another name": (
         f"def train(opt):\n{BACKWARD}    if x.any():\n        optimizer.step()\n\n".replace(
             "optimizer", "opt"
@@ -244,6 +255,24 @@ LEFT = {
     "gradients of several steps": (
         f"{LOOP}{BACKWARD}    optimizer.step()\n    if n % 4:\n        optimizer.zero_grad()\n",
         NOT_ZEROED,
+    ),
+    "gradients that are dropped": (
+        f"{LOOP}{BACKWARD}    if loss > 9:\n        optimizer.zero_grad()\n{STEP}",
+        "gradients may be zeroed before optimizer.step()",
+    ),
+    "gradients in front of a backward pass": (
+        f"{LOOP}    for p in model.parameters():\n        if p.grad is not None:\n"
+        f"            p.grad.add_(n)\n{BACKWARD}    if n % 2:\n" + indent(STEP, "    "),
+        "p.grad is read",
+    ),
+    "function of another name": (
+        f"class Hook:\n    def after(self):\n{indent(CLIP, '    ')}\n"
+        + f"{LOOP}{BACKWARD}    getattr(Hook(), 'after')()\n{STEP}",
+        "after reads gradients",
+    ),
+    "registered function": (
+        f"@register\ndef after():\n    model(x).sum().backward()\n\n{LOOP}{BACKWARD}{STEP}",
+        "after is not scaled",
     ),
     "gradients of an epoch": (
         "for _ in range(2):\n    optimizer.zero_grad()\n"
@@ -287,6 +316,13 @@ CONVERTED = {
     "exception after which the step is left out": f"{LOOP}    try:\n"
     + "".join(f"    {line}\n" for line in BACKWARD.splitlines())
     + f"    except RuntimeError:\n        continue\n{STEP}",
+    "gradients that are dropped with a step, or unscaled": LOOP
+    + f"{BACKWARD}    if loss > 9:\n        optimizer.zero_grad()\n        continue\n"
+    + f"{CLIP}    if n > 9:\n        optimizer.zero_grad()\n{STEP}",
+    "other methods": f"logging.getLogger('apex').info('a b'.split())\n{LOOP}{BACKWARD}{STEP}"
+    + "(env\n .step(1)\n .step(2))\n",
+    "unused parameters": f"{LOOP}{BACKWARD}    for p in model.parameters():\n"
+    + f"        if p.grad is None:\n            print(n)\n{STEP}",
     "helpers for one optimizer": BOTH
     + f"{LOOP}    backward(model, optimizer)\n    update(optimizer)\n",
     "scheduler": f"{BACK}def update():\n{STEP}\ndef epoch():\n{LOOP}        backward()\n"

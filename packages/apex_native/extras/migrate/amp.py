@@ -37,11 +37,17 @@ JUMPS = matchers.OneOf(
     *(each() for each in (matchers.Break, matchers.Continue, matchers.Return, matchers.Raise)),
     *(each() for each in (matchers.Assert, matchers.Yield, matchers.Await)),
 )
+# Around the name of amp where it is no value: an import, another value for it, or a test.
+NAMES = (cst.Attribute, cst.ImportAlias, cst.AsName, cst.ImportFrom, cst.AssignTarget, cst.NameItem)
+TESTS = (cst.Comparison, cst.BooleanOperation, cst.UnaryOperation, cst.If, cst.Assert)
 REGISTERED = ("register_float_function", "register_half_function", "register_promote_function")
 # A cast of a model to half or bfloat16, or of tensors.
 HALF = re.compile(r"\.(half|bfloat16)\(|network_to_half\(|\.(to|type)\(.*(float16|half)", re.I)
-# A call with the name of Apex, but of no entry of a dictionary, and for no output.
-PROBED = re.compile(r"(?!.*\b(get|pop|print|info|format|join|setdefault) )\S+ apex(\.\w+)*")
+# A call that looks for a module, with the name of Apex.
+PROBED = re.compile(
+    r".*(find|spec|import|module|package|install|avail|exist|version|distribution|require)\w*"
+    r":apex(\.\w+)*"
+)
 NO_MASTERS = "O2, O3 and O5 cast the model; --opt-level O1 or O4 replaces them by autocast"
 IGNORED = {"opt_level", "verbosity", "models", "optimizers", "num_losses"}
 IGNORED |= {"keep_batchnorm_fp32", "master_weights"}  # no effect where weights are not cast
@@ -132,9 +138,10 @@ class Analysis(Optimizers):
         if node.attr.value != "grad":
             return
         is_reset = isinstance(parent, cst.AssignTarget) or source(parent).endswith(".grad.zero_")
+        is_test = re.search(r"\.grad is (not )?None$", source(parent))
         self.resets += [("", node)] if is_reset else []
         is_function = source(node).endswith("autograd.grad")
-        if not is_reset and not is_function:
+        if not is_reset and not is_function and not is_test:
             self._add_reader(node, source(node))
 
     def visit_SimpleString(self, node: cst.SimpleString) -> None:
@@ -143,8 +150,8 @@ class Analysis(Optimizers):
         text = source(node).strip("\"'")
         if (
             isinstance(call, cst.Call)
-            and call.args[0] is self.parent(node)
-            and PROBED.fullmatch(f"{source(call.func)} {text}")
+            and self.parent(node) in call.args[:1]
+            and PROBED.fullmatch(f"{source(call.func)}:{text}")
         ):
             self.usage.probes.add(call)
             self.usage.reasons.append(f"{source(call)} may find no Apex after the conversion")
@@ -200,13 +207,16 @@ class Analysis(Optimizers):
             self.usage.reasons.append("amp is imported as a global name")
 
     def _check_value(self, node: cst.Attribute | cst.Name) -> None:
-        """Find names that are passed to a function or assigned, and reject ``amp`` there."""
+        """Find names that are passed to a function or assigned, and ``amp`` as a value."""
         parent = self.parent(node)
-        plain = (cst.Arg, cst.Assign, cst.DictElement, cst.Element, cst.Return)
-        if not isinstance(parent, plain):
-            return
-        self.values.add(node.value if isinstance(node, cst.Name) else node.attr.value)
-        if self.name(node) in ("apex", "apex.amp"):
+        if isinstance(parent, (cst.Arg, cst.Assign, cst.DictElement, cst.Element, cst.Return)):
+            self.values.add(node.value if isinstance(node, cst.Name) else node.attr.value)
+        is_test = (
+            isinstance(parent, (*NAMES, *TESTS))
+            or isinstance(parent, cst.IfExp)
+            and parent.test is node
+        )
+        if self.name(node) in ("apex", "apex.amp") and not is_test:
             self.usage.reasons.append("amp is passed as a value, to what may call it")
 
     def _set_scale(self, node: cst.Attribute) -> None:
@@ -327,7 +337,7 @@ class Analysis(Optimizers):
             self._check_outputs(loss, forward)
         if usage.scaled and not usage.reasons:
             self.name_scalers(original_node)
-            self.check_steps()
+            self.check_steps(not all(map(self.is_stepped_at_once, usage.scalers)))
             self.place_scalers()
             self.check_order()
             self.check_optimizers()

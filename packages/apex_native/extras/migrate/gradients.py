@@ -90,8 +90,11 @@ class Gradients(Tree):
         owners = {loss.optimizer for loss in self.usage.losses}
         return [*losses, *(node for owner, node in self.steps if owner in owners), *self.states]
 
-    def check_steps(self) -> None:
-        """Require one step for each backward pass, and gradients that are read only before it."""
+    def check_steps(self, is_pending: bool) -> None:
+        """Require one step for each backward pass, and gradients that are read only before it.
+
+        If a backward pass and its step are apart, any function may run in between.
+        """
         covered: set[cst.CSTNode] = set()
         for optimizer in self.usage.scalers:
             steps = [node for owner, node in self.steps if owner == optimizer]
@@ -109,10 +112,9 @@ class Gradients(Tree):
                 covered |= self._place_unscale(optimizer, step)
         if self.has_lambda:
             self.usage.reasons.append("a lambda reads gradients, which GradScaler scales")
-        has_step_elsewhere = self._has_step_elsewhere()
         for statement, grad in self.readers:
             follows = any(self._follows(statement, loss) for loss in self.usage.losses)
-            is_between = has_step_elsewhere and not self._is_of_optimizer(statement)
+            is_between = is_pending and not self._is_of_optimizer(statement)
             if not follows and not is_between:
                 continue
             if grad:
@@ -254,15 +256,6 @@ class Gradients(Tree):
             if not here or any(self._follows(call, loss) for loss in here):
                 self.usage.reasons.append(f"{name} reads gradients, which GradScaler scales")
 
-    def _has_step_elsewhere(self) -> bool:
-        """Return whether a step is in another function than the losses of its optimizer.
-
-        Any function may then run between the backward pass and the step.
-        """
-        losses = {(each.optimizer, self.function(each.statement)) for each in self.usage.losses}
-        steps = {(owner, self.function(step)) for owner, step in self.steps}
-        return any(owner in self.usage.scalers for owner, _ in steps - losses)
-
     def _is_of_optimizer(self, node: cst.CSTNode) -> bool:
         """Return whether a node is in ``step`` or ``zero_grad`` of an optimizer's class."""
         around = function = self.function(node)
@@ -313,13 +306,15 @@ class Gradients(Tree):
     def _uses(self, helpers: set[cst.CSTNode]) -> Iterator[tuple[str, cst.CSTNode]]:
         """Yield the calls of these functions in those that train, also by way of others.
 
-        A function that may be called without its name, since it is passed on or is a method such
-        as ``__call__``, is yielded itself.
+        A function that may be called without its name, since it is passed on, is a method such as
+        ``__call__``, or is never called by its name, is yielded itself.
         """
         training = self._training()
         found = {function_name(each): each for each in helpers if not self._losses_beside(each)}
         for name, helper in found.items():
-            if name in self.values or name in NAMELESS or _is_property(helper):
+            is_called = any(called == name for called, _ in self.calls)
+            is_passed = name in self.values or name in NAMELESS or _is_property(helper)
+            if is_passed or not is_called and isinstance(helper, cst.FunctionDef):
                 yield name, helper
         names = set(found)
         while True:

@@ -89,7 +89,7 @@ class Optimizers(Order):
         is_each_once = self._is_each_once()
         for optimizer, scaler in scalers.items():
             is_of_self = scaler.startswith("self.") and re.fullmatch(r"self\.\w+", optimizer)
-            if not (is_each_once or is_of_self or self._is_stepped_at_once(optimizer)):
+            if not (is_each_once or is_of_self or self.is_stepped_at_once(optimizer)):
                 self.usage.reasons.append(
                     f"{optimizer} may be several optimizers, of which one is stepped between "
                     "the backward pass and the step of another"
@@ -98,7 +98,7 @@ class Optimizers(Order):
 
     def _is_each_once(self) -> bool:
         """Return whether each optimizer that amp prepares has one name, in all functions."""
-        names = {last_name(cst.parse_expression(owner)) for owner in self.usage.scalers}
+        names = {last_name(cst.parse_expression(f"({owner})")) for owner in self.usage.scalers}
         made = set().union(*(last_names(one) for one, value in self.assigned if _is_made(value)))
         is_known = any(
             names == prepared or len(names) == len(prepared & made) == len(prepared) == 1
@@ -121,11 +121,11 @@ class Optimizers(Order):
             return True
         return all(self._runs_once(each) for each in self.starts)
 
-    def _runs_once(self, node: cst.CSTNode) -> bool:
+    def _runs_once(self, node: cst.CSTNode, seen: tuple[cst.CSTNode, ...] = ()) -> bool:
         """Return whether a node runs once in a process, by the calls in this file."""
-        if any(isinstance(each, REPEATING) for each in self.parents(node)):
-            return False
         here = self.function(node)
+        if here in seen or any(isinstance(each, REPEATING) for each in self.parents(node)):
+            return False
         if not isinstance(here, cst.FunctionDef):
             return True
         owner = self._owner(here)
@@ -136,9 +136,9 @@ class Optimizers(Order):
         calls = [call for name, call in self.calls if name in names and is_own(name, call)]
         calls = [call for call in calls if self.function(call) is not here]
         is_entry = not calls and not isinstance(owner, cst.ClassDef)
-        return is_entry or len(calls) == 1 and self._runs_once(calls[0])
+        return is_entry or len(calls) == 1 and self._runs_once(calls[0], (*seen, here))
 
-    def _is_stepped_at_once(self, optimizer: str) -> bool:
+    def is_stepped_at_once(self, optimizer: str) -> bool:
         """Return whether a step always follows each backward pass in its function."""
         steps = [step for owner, step in self.steps if owner == optimizer]
         losses = [each.statement for each in self.usage.losses if each.optimizer == optimizer]
@@ -168,7 +168,9 @@ class Optimizers(Order):
             if owner not in scalers
         ]
         for owner, is_unknown in others:
-            is_prepared = owner in scalers or last_names(cst.parse_expression(owner)) & prepared
+            is_prepared = (
+                owner in scalers or last_names(cst.parse_expression(f"({owner})")) & prepared
+            )
             is_other = SCHEDULE.search(owner) or owner in {"self", "super()"}
             if (is_prepared or is_unknown) and not is_other:
                 self.usage.reasons.append(

@@ -105,6 +105,28 @@ class Order(Gradients):
                 self.usage.reasons.append(
                     f"gradients may not be zeroed between one {optimizer}.step() and the next"
                 )
+            if optimizer in self.usage.scalers and self._is_zeroed_before(optimizer, step):
+                self.usage.reasons.append(f"gradients may be zeroed before {optimizer}.step()")
+
+    def _is_zeroed_before(self, optimizer: str, step: cst.Call) -> bool:
+        """Return whether GradScaler may find no gradients at a step: they are zeroed, and it runs.
+
+        Gradients that are already unscaled may be zeroed.
+        """
+        here, end = self.function(step), self.line(step)
+        losses = [one.statement for one in self.usage.losses if one.optimizer == optimizer]
+        unscaled = [line for line, owners in self.usage.unscale.items() if optimizer in owners]
+        for start, (owner, reset) in product(losses, self.resets):
+            line = self.line(reset)
+            is_between = self.function(start) is self.function(reset) is here
+            is_between = is_between and self.line(start) < line < end
+            is_own = owner not in {*self.usage.scalers} - {optimizer}
+            block, _ = next(iter(self.levels(self.statement(reset))))
+            is_left = LEAVES.search(plain_source(block.body[-1]))
+            is_safe = any(self.line(start) < self.line(each) <= line for each in unscaled)
+            if is_between and is_own and not (is_left or is_safe or self.are_branches(reset, step)):
+                return True
+        return False
 
     def _is_zeroed(self, optimizer: str, step: cst.Call) -> bool:
         """Return whether gradients are zeroed, as it seems, as often as an optimizer is stepped.
