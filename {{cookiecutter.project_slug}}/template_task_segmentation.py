@@ -288,9 +288,10 @@ def show(
         for index, (name, iou) in enumerate(zip(val_set.classes, metrics.iou(), strict=True)):
             colour = bytes(palette[index].tolist()).hex()
             writer.writerow([csv_cell(name), "" if iou.isnan() else iou.item(), f"#{colour}"])
+    pixels = image_grid.to_pixels(inputs)  # the data set's images may be floats
     rows = [
         [image, overlay(image, mask, palette), overlay(image, prediction, palette)]
-        for image, mask, prediction in zip(images, masks, predictions, strict=True)
+        for image, mask, prediction in zip(pixels, masks, predictions, strict=True)
     ]
     names = dict(enumerate(val_set.classes)) | {IGNORED: "ignored"}
     shown = torch.cat([masks, predictions]).unique().tolist()

@@ -198,6 +198,13 @@ def test_auto_augment_changes_crops_of_files_by_the_seed(tmp_path, policy):
     assert not torch.equal(batches[0, 0], plain)
 
 
+def test_auto_augment_of_float_images_is_an_error():
+    """Its colours are those of 0 to 1: others would be clamped."""
+    data = AutoAugmentedDataset([(torch.randn(3, 8, 8), 0)], "randaugment")
+    with pytest.raises(UserError, match=r"--auto-augment needs uint8 images, not torch\.float32"):
+        data[0]
+
+
 def test_attributes_of_the_data_set_are_kept():
     data = AutoAugmentedDataset(MixedDataset(Constant(), 1, 0, 0), "trivialaugment")
     assert data.classes == ("a", "b") and len(data) == 50

@@ -1,5 +1,6 @@
 """Tests of engine.data: order of the samples and their random numbers after any position."""
 
+import copy
 import os
 import random
 import socket
@@ -42,6 +43,14 @@ class Numbers(Dataset):
     def __getitem__(self, index: int) -> torch.Tensor:
         draws = (random.random(), np.random.random(), torch.rand(()).item())
         return torch.tensor([index, *draws], dtype=torch.float64)
+
+
+def test_copy_of_a_seeded_data_set_is_one_if_the_data_set_has_its_own_way() -> None:
+    class Own(Numbers):
+        def __deepcopy__(self, memo: dict) -> "Own":
+            return Own()
+
+    assert copy.deepcopy(SeededDataset(Own(), seed=5)).seed == 5
 
 
 def read_epoch(world_size: int, epoch: int, start_sample: int, workers: int = 0) -> list[list]:

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from apex_native.parallel import SyncBatchNorm, convert_syncbn_model
 from engine import UserError
 from engine.checkpoint.pretrained import load_pretrained
-from engine.data import verify
+from engine.data import DatasetWrapper, verify
 from engine.data.files import FileError
+from engine.data.images import normalize
 from engine.data.skipping import skip_broken
 from engine.diagnostics.first_step import check_trainable
 from PIL import Image
@@ -380,6 +381,23 @@ def test_picture_is_predicted_before_files_are_written(folder, tmp_path):
     with pytest.raises(OSError, match="is a link"):
         task.show(model, val_set, task.Metrics(3, CPU, Namespace()), tmp_path)
     assert calls == [1]
+
+
+class Normalized(DatasetWrapper):
+    """A data set of the same images as floats."""
+
+    def __getitem__(self, index):
+        image, mask = self.dataset[index]
+        return normalize(image[None])[0], mask
+
+
+def test_picture_of_float_images_is_that_of_uint8(folder, tmp_path):
+    _, val_set = build_datasets(folder)
+    model = task.build_model("unet", 3)
+    metrics = task.Metrics(3, CPU, Namespace())
+    one = task.show(model, val_set, metrics, tmp_path / "uint8")
+    two = task.show(model, Normalized(val_set), metrics, tmp_path / "floats")
+    assert one.read_bytes() == two.read_bytes()
 
 
 def test_formulas_in_class_names_are_quoted(folder, tmp_path):

@@ -34,7 +34,7 @@ class DatasetWrapper(Dataset):
         self.dataset = dataset
 
     def __getattr__(self, name: str) -> Any:
-        if name == "dataset":  # while it is unpickled
+        if name == "dataset" or name.startswith("__"):  # such as its own way of pickling
             raise AttributeError(name)
         return getattr(self.dataset, name)
 

@@ -45,7 +45,13 @@ class AutoAugmentedDataset(DatasetWrapper):
 
     def __getitem__(self, index: int) -> tuple[Any, ...]:
         image, *rest = self.dataset[index]
-        return (self.transform(decode_crops(image)), *rest)
+        pixels = decode_crops(image)
+        if pixels.dtype != torch.uint8:  # colours of normalized images would be clamped
+            raise UserError(
+                f"--auto-augment needs uint8 images, not {pixels.dtype}: return uint8, which the "
+                "project normalizes, or leave the flag out and augment them in the data set"
+            )
+        return (self.transform(pixels), *rest)
 
 
 class MixedDataset(DatasetWrapper):

@@ -29,6 +29,7 @@ NETWORK_FIX = (
     "NCCL_P2P_DISABLE=1, or NCCL_SOCKET_IFNAME (on the CPU, GLOO_SOCKET_IFNAME) with the name of "
     "the network interface"
 )
+MORE_TIME = "set CHECK_WAIT to more seconds"
 TOGETHER = "run the check on all hosts at the same time"
 
 
@@ -111,7 +112,7 @@ def check_all_reduce(rank: int, local_rank: int, world_size: int, device: torch.
     The first rank of each host reports success or a hang; each rank reports its own failure.
     """
     if local_rank == 0:
-        yield ERROR, f"it did not finish in CHECK_WAIT={preflight.CHECK_WAIT_S} s: {NETWORK_FIX}"
+        yield ERROR, f"it did not finish in {preflight.CHECK_WAIT_S} s: {MORE_TIME}; {NETWORK_FIX}"
     try:
         store = rendezvous(rank, world_size, device)
     except dist.DistNetworkError:
@@ -121,8 +122,8 @@ def check_all_reduce(rank: int, local_rank: int, world_size: int, device: torch.
         fix = f"{TOGETHER}, and open this port of the first one"
         raise UserError(f"{address} can't be reached: {fix}") from None
     except dist.DistStoreError:
-        fix = f"{TOGETHER}, or set CHECK_WAIT to more seconds"
-        raise UserError(f"rank 0 did not answer in time: {fix}") from None
+        problem = "a rank did not answer in time" if rank == 0 else "rank 0 did not answer in time"
+        raise UserError(f"{problem}: {TOGETHER}, or {MORE_TIME}") from None
     distributed.select_gloo_interface()
     try:
         seconds = _time_all_reduce(store, rank, world_size, device)

@@ -27,7 +27,7 @@ HAS_FAILED = threading.Event()  # less than FAILURE_S ago, on another host
 RESUME = "start ./run.sh on all hosts again, with --resume auto"
 ELSEWHERE = f"the job has failed on another host, which logs why: {RESUME}"
 RETRY_S = 0.5  # between two attempts to reach a server
-NAME_WAIT_S = 60.0  # for the name of this host: Kubernetes' DNS may learn that of a pod late
+NAME_WAIT_S = 60  # for the name of this host: Kubernetes' DNS may learn that of a pod late
 STORE_TIMEOUT = timedelta(seconds=20)  # for an answer of a store
 # A host that does not answer for 9 s is lost: after 3 s without data, 3 probes, one every 2 s.
 KEEP_ALIVE = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 9000}
@@ -176,7 +176,7 @@ def join_hosts(nodes: str) -> tuple[dist.Store | None, dist.Store | None, list[s
     server = None
     log_line(f"waiting for {nodes} hosts at {address}, port {port}")
     if rank in (None, "", "0"):
-        _wait_for_name(address)
+        _wait_for_name(address, min(wait, NAME_WAIT_S))
     if rank == "0" or (not rank and is_own_address(address)):
         server = serve_store(address, port)
         server.set("launch", os.environ[LAUNCH_ID])
@@ -198,9 +198,9 @@ def join_hosts(nodes: str) -> tuple[dist.Store | None, dist.Store | None, list[s
     return server, store, [f"--local-addr={local_address(address)}"]
 
 
-def _wait_for_name(name: str) -> None:
-    """Wait until a name can be resolved, for at most NAME_WAIT_S."""
-    deadline = time.monotonic() + NAME_WAIT_S
+def _wait_for_name(name: str, seconds: float) -> None:
+    """Wait until a name can be resolved, but not for longer than `seconds`."""
+    deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         with contextlib.suppress(socket.gaierror):
             socket.getaddrinfo(name, None)

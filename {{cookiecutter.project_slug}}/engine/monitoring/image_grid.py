@@ -48,14 +48,19 @@ def sample_evenly(dataset: SizedDataset, count: int) -> list[Tensor]:
     return select_batch(dataset, [index * size // chosen for index in range(chosen)])
 
 
+def to_pixels(images: Tensor) -> Tensor:
+    """Return normalized images, (N, 3, H, W), as uint8 on the CPU."""
+    mean, std = torch.tensor([MEAN, STD]).view(2, 3, 1, 1)
+    return images.cpu().float().mul(std).add(mean).mul(255).round().clamp(0, 255).byte()
+
+
 def save_image_grid(path: Path, images: Tensor, captions: Sequence[tuple[str, bool]]) -> None:
     """Save normalized images, (N, 3, H, W), in rows of 4, and create the folder if missing.
 
     Each caption is a text of one or more lines and whether the sample is correct; if not, the first
     line is red.
     """
-    mean, std = torch.tensor([MEAN, STD]).view(2, 3, 1, 1)
-    pixels = images.cpu().float().mul(std).add(mean).mul(255).clamp(0, 255).byte()
+    pixels = to_pixels(images)
     factor = -(-MIN_WIDTH // images.shape[-1])  # rounded up
     pixels = pixels.repeat_interleave(factor, 2).repeat_interleave(factor, 3)
     height = LINE_HEIGHT * max(len(_lines(text)) for text, _ in captions)
