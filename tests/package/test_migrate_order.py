@@ -173,7 +173,7 @@ LEFT = {
         NO_STEP,
     ),
     "step first": (
-        f"{LOOP}    if n:\n    {CLIP}        optimizer.step()\n{BACKWARD}",
+        f"{LOOP}    if n:\n        optimizer.step()\n{BACKWARD}",
         "optimizer.step() is in front of its backward pass",
     ),
     "conditional loss": (
@@ -273,6 +273,31 @@ LEFT = {
     "registered function": (
         f"@register\ndef after():\n    model(x).sum().backward()\n\n{LOOP}{BACKWARD}{STEP}",
         "after is not scaled",
+    ),
+    "function of a helper": (
+        f"def limit():\n    noise(model.parameters())\n\n{LOOP}{BACKWARD}    limit()\n{STEP}",
+        "limit may have the parameters",
+    ),
+    "function by its name": (
+        f"{LOOP}{BACKWARD}    getattr(elsewhere, name)()\n{STEP}",
+        "getattr(elsewhere, name) may have the parameters",
+    ),
+    "function while gradients accumulate": (
+        f"{LOOP}{BACKWARD}    if n % 2:\n{indent(STEP, '    ')}    noise(optimizer)\n",
+        "noise is given the parameters before the step",
+    ),
+    "function in front of a loss": (
+        f"{LOOP}    noise(optimizer)\n{BACKWARD}    if n % 2:\n{indent(STEP, '    ')}",
+        "noise is given the parameters before the step",
+    ),
+    "context manager that clips": (
+        f"@contextmanager\ndef limited():\n    yield\n{CLIP}\n"
+        + f"{LOOP}    with limited():\n{indent(BACKWARD, '    ')}{STEP}",
+        "limited reads gradients",
+    ),
+    "gradients by their name": (
+        f"{LOOP}{BACKWARD}    print([*map(attrgetter('grad'), model.parameters())])\n{STEP}",
+        "attrgetter('grad') is read",
     ),
     "gradients of an epoch": (
         "for _ in range(2):\n    optimizer.zero_grad()\n"

@@ -8,6 +8,7 @@ from typing import Any
 
 import libcst as cst
 from libcst import matchers
+from libcst.metadata import QualifiedNameProvider
 
 from .calls import split
 from .forward import Forward
@@ -155,13 +156,13 @@ class Analysis(Optimizers):
         ):
             self.usage.probes.add(call)
             self.usage.reasons.append(f"{source(call)} may find no Apex after the conversion")
-        is_getattr = isinstance(call, cst.Call) and source(call.func) == "getattr"
+        is_getattr = isinstance(call, cst.Call) and "attr" in source(call.func)
         if is_getattr and node.evaluated_value == "grad":
             self._add_reader(call, source(call))
 
     def _add_reader(self, node: cst.CSTNode, grad: str) -> None:
         self.readers.append((self.statement(node), grad))
-        self.has_lambda |= any(isinstance(each, cst.Lambda) for each in self.parents(node))
+        self.has_value |= any(isinstance(each, cst.Lambda) for each in self.parents(node))
 
     def visit_Name(self, node: cst.Name) -> None:
         """Find amp as a value, and names that may be those of scaled losses."""
@@ -216,6 +217,10 @@ class Analysis(Optimizers):
             or isinstance(parent, cst.IfExp)
             and parent.test is node
         )
+        names = self.get_metadata(QualifiedNameProvider, node, set())
+        is_called = isinstance(parent, cst.Call) and parent.func is node
+        is_clip = any(re.match(r"torch\.nn\.utils\..*clip_grad", each.name) for each in names)
+        self.has_value |= is_clip and not is_called and not isinstance(parent, NAMES)
         if self.name(node) in ("apex", "apex.amp") and not is_test:
             self.usage.reasons.append("amp is passed as a value, to what may call it")
 

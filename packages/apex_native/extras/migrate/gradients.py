@@ -2,13 +2,13 @@
 
 import builtins
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import libcst as cst
 from libcst.metadata import PositionProvider, QualifiedNameProvider
 
-from .places import ADDING, is_own, names_in, plain_source, source
+from .places import ADDING, apex_name, is_own, names_in, plain_source, simplify, source
 from .tree import LOOPS, Tree
 from .usage import Loss, Usage
 
@@ -33,7 +33,7 @@ CLASS = re.compile(r"(^|\.)[A-Z]\w*$")
 SCHEDULE = re.compile(
     r"LR|Lr[A-Z]|(^|\W|_)lr|[Ll]earning_?[Rr]ate|[Ss]ched|[Ww]arm|[Aa]nneal|[Cc]ycl"
 )
-NAMELESS = ("__call__", "__enter__", "__exit__", "forward")  # methods called without their names
+NAMELESS = re.compile(r"__(?!init__)\w+__|forward")  # methods called without their names
 
 
 def function_name(function: cst.CSTNode) -> str:
@@ -71,6 +71,7 @@ class Gradients(Tree):
         self.usage = Usage()
         self.starts: list[cst.Call] = []
         self.steps: list[tuple[str, cst.Call]] = []
+        self.jumps: Sequence[cst.CSTNode] = ()  # that leave a function or loop, or pause it
         self.resets: list[tuple[str, cst.CSTNode]] = []  # zero_grad(), by object, and p.grad = None
         self.bound_steps: list[tuple[str, cst.CSTNode]] = []  # used without a call
         self.readers: list[tuple[cst.CSTNode, str]] = []  # statements that read gradients
@@ -82,7 +83,25 @@ class Gradients(Tree):
         self.models: set[str] = set()
         self.assigned: list[tuple[cst.BaseExpression, cst.BaseExpression]] = []  # target, value
         self.loop_names: set[str] = set()  # targets of for loops
-        self.has_lambda = False  # which reads gradients
+        self.has_value = False  # which reads gradients: a lambda, or a function that clips
+
+    def name(self, node: cst.CSTNode) -> str:
+        """Return the name of Apex that `node` has, or ""."""
+        return apex_name(
+            self.get_metadata(QualifiedNameProvider, node, set()), self.usage.fallbacks
+        )
+
+    def simplified(self, test: cst.BaseExpression) -> cst.BaseExpression | bool:
+        """Return a condition as it is where Apex can be imported."""
+        return simplify(test, lambda node: self.usage.is_available(node, self.name(node)))
+
+    def tests(self, node: cst.CSTNode) -> set[tuple[str, bool]]:
+        """Return the tests of the ifs around `node`, and whether they hold there."""
+        return {
+            (source(each.test), holds)
+            for each, holds in self.conditions(node)
+            if not isinstance(self.simplified(each.test), bool)
+        }
 
     def users(self) -> list[Any]:
         """Return the scaled losses, the steps of their optimizers, and calls for amp's state."""
@@ -110,8 +129,10 @@ class Gradients(Tree):
                 if step.args or not is_alone or not isinstance(self.parent(step), cst.Expr):
                     self.usage.reasons.append(f"{optimizer}.step() is not a statement of its own")
                 covered |= self._place_unscale(optimizer, step)
-        if self.has_lambda:
-            self.usage.reasons.append("a lambda reads gradients, which GradScaler scales")
+        if self.has_value:
+            self.usage.reasons.append(
+                "a lambda or a function that is passed on reads gradients, which GradScaler scales"
+            )
         for statement, grad in self.readers:
             follows = any(self._follows(statement, loss) for loss in self.usage.losses)
             is_between = is_pending and not self._is_of_optimizer(statement)
@@ -140,9 +161,16 @@ class Gradients(Tree):
         """Require that no code of another file that has the parameters runs before a step."""
         parameters = self._names_of_parameters()
         holders = self._holders(parameters)
+        found: list[tuple[str, cst.CSTNode]] = []
+        helpers: set[cst.CSTNode] = set()
         for name, call in self.calls:
             access = "" if "clip_grad" in name else self._access(name, call, parameters, holders)
-            if access and any(self._is_scaled_at(call, each) for each in self.usage.scalers):
+            if access:
+                found.append((access, call))
+                helpers.add(self.function(call))
+        found += [(f"{name} may have the parameters", use) for name, use in self._uses(helpers)]
+        for access, use in found:
+            if any(self._is_scaled_at(use, each) for each in self.usage.scalers):
                 self.usage.reasons.append(
                     f"{access}, and may read their gradients, which GradScaler scales"
                 )
@@ -161,6 +189,8 @@ class Gradients(Tree):
             return f"{name} is given the parameters before the step"
         if code in holders:
             return f"{code} has the parameters"
+        if not isinstance(call.func, (cst.Name, cst.Attribute)):
+            return f"{code} may have the parameters"
         is_ordinary = ORDINARY.search(method) or SCHEDULE.search(code)
         if owner in holders and (CHANGING.search(holders[owner]) or not is_ordinary):
             return f"{code} is a method of an object that has the parameters"
@@ -169,25 +199,35 @@ class Gradients(Tree):
     def _is_scaled_at(self, call: cst.CSTNode, optimizer: str) -> bool:
         """Return whether a call is between a loss of an optimizer and the first step after it.
 
-        If all of its losses are in other functions, return whether a step comes after the call.
+        Or in their loop, if the step does not follow each time. If all of its losses are in other
+        functions, return whether a step comes after the call.
         """
         here = self.line(call)
         losses = self.beside(
             call, [loss.statement for loss in self.usage.losses if loss.optimizer == optimizer]
         )
         steps = self.beside(call, [step for owner, step in self.steps if owner == optimizer])
-        starts = [
-            self.line(each)
-            for each in losses
-            if self.line(each) < here and not self.are_branches(call, each)
-        ]
-        if losses and not starts:
-            return False
-        latest = max(starts, default=here)
-        is_done = any(
-            latest <= self.line(each) < here and not self.are_branches(call, each) for each in steps
+        loops = {each for each in self.parents(call) if isinstance(each, LOOPS)}
+        is_pending = any(loops & {*self.parents(step)} for step in steps) and not all(
+            any(self._follows_always(step, loss) for step in steps) for loss in losses
         )
-        return not is_done and any(here < self.line(each) for each in steps)
+        before = [
+            each for each in losses if self.line(each) < here and not self.are_branches(call, each)
+        ]
+        if losses and not before:
+            return is_pending
+        latest = max(before, key=self.line, default=call)
+        known = self.tests(latest) | self.tests(call)
+        is_done = any(
+            self.line(latest) <= self.line(each) < here
+            and not self.are_branches(call, each)
+            and self.tests(each) <= known
+            for each in steps
+        )
+        return not is_done and (is_pending or any(here < self.line(each) for each in steps))
+
+    def _follows_always(self, step: cst.CSTNode, loss: cst.CSTNode) -> bool:
+        return self.line(step) > self.line(loss) and self.tests(step) <= self.tests(loss)
 
     def _is_given(self, call: cst.Call, parameters: set[str]) -> bool:
         """Return whether an optimizer or parameters are among the arguments of a call.
@@ -311,9 +351,12 @@ class Gradients(Tree):
         """
         training = self._training()
         found = {function_name(each): each for each in helpers if not self._losses_beside(each)}
+        pauses = [each for each in self.jumps if isinstance(each, cst.Yield)]
+        generators = {self.function(each) for each in pauses}
         for name, helper in found.items():
             is_called = any(called == name for called, _ in self.calls)
-            is_passed = name in self.values or name in NAMELESS or _is_property(helper)
+            is_passed = name in self.values or NAMELESS.fullmatch(name) or _is_property(helper)
+            is_passed = is_passed or helper in generators
             if is_passed or not is_called and isinstance(helper, cst.FunctionDef):
                 yield name, helper
         names = set(found)

@@ -1,14 +1,12 @@
 """Order of the calls of GradScaler: created, scale, unscale_, step and update."""
 
 import re
-from collections.abc import Sequence
 from itertools import combinations, product
 
 import libcst as cst
-from libcst.metadata import QualifiedNameProvider
 
 from .gradients import Gradients, function_name
-from .places import apex_name, as_bool, plain_source, simplify, source
+from .places import as_bool, plain_source, source
 from .tree import LOOPS
 from .usage import Loss
 
@@ -37,17 +35,6 @@ class Order(Gradients):
     def __init__(self) -> None:
         super().__init__()
         self.flags: set[str] = set()
-        self.jumps: Sequence[cst.CSTNode] = ()  # that leave a function or loop, or pause it
-
-    def name(self, node: cst.CSTNode) -> str:
-        """Return the name of Apex that `node` has, or ""."""
-        return apex_name(
-            self.get_metadata(QualifiedNameProvider, node, set()), self.usage.fallbacks
-        )
-
-    def simplified(self, test: cst.BaseExpression) -> cst.BaseExpression | bool:
-        """Return a condition as it is where Apex can be imported."""
-        return simplify(test, lambda node: self.usage.is_available(node, self.name(node)))
 
     def is_of_amp(self, test: cst.BaseExpression | bool) -> bool:
         """Return whether a simplified condition is the one of ``amp.initialize``."""
@@ -76,14 +63,6 @@ class Order(Gradients):
                 self.usage.reasons.append(
                     "amp or its optimizer is used outside of the condition of amp.initialize"
                 )
-
-    def tests(self, node: cst.CSTNode) -> set[tuple[str, bool]]:
-        """Return the tests of the ifs around `node`, and whether they hold there."""
-        return {
-            (source(each.test), holds)
-            for each, holds in self.conditions(node)
-            if not isinstance(self.simplified(each.test), bool)
-        }
 
     def check_order(self) -> None:
         """Require a backward pass, then unscaled gradients, then the step, for each optimizer."""
@@ -119,12 +98,13 @@ class Order(Gradients):
         for start, (owner, reset) in product(losses, self.resets):
             line = self.line(reset)
             is_between = self.function(start) is self.function(reset) is here
-            is_between = is_between and self.line(start) < line < end
-            is_own = owner not in {*self.usage.scalers} - {optimizer}
-            block, _ = next(iter(self.levels(self.statement(reset))))
-            is_left = LEAVES.search(plain_source(block.body[-1]))
+            is_other = owner in {*self.usage.scalers} - {optimizer}
+            if is_other or not (is_between and self.line(start) < line < end):
+                continue
+            leaves = [block.body[-1] for block, _ in self.levels(self.statement(reset))][:1]
+            is_left = any(LEAVES.search(plain_source(last)) for last in leaves)
             is_safe = any(self.line(start) < self.line(each) <= line for each in unscaled)
-            if is_between and is_own and not (is_left or is_safe or self.are_branches(reset, step)):
+            if not (is_left or is_safe or self.are_branches(reset, step)):
                 return True
         return False
 
