@@ -248,10 +248,6 @@ LEFT = {
         + f"{CLIP.replace('model', 'other')}    update()\n",
         "gradients are clipped in another block than step()",
     ),
-    "raise": (
-        f"def train(n):\n{BACKWARD}{CLIP}{SKIP.replace('JUMP', 'raise ValueError')}{STEP}",
-        NO_STEP,
-    ),
     "gradients of several steps": (
         f"{LOOP}{BACKWARD}    optimizer.step()\n    if n % 4:\n        optimizer.zero_grad()\n",
         NOT_ZEROED,
@@ -304,6 +300,27 @@ LEFT = {
         + indent(f"{LOOP}{BACKWARD}    optimizer.step()\n", "    "),
         NOT_ZEROED,
     ),
+    "caught exception of a function that is called elsewhere": (
+        "def train():\n    try:\n"
+        + indent(f"{BACKWARD}{CLIP}{SKIP.replace('JUMP', 'raise ValueError')}{STEP}", "    ")
+        + "    except ValueError:\n        print(1)\n",
+        "an exception may be caught",
+    ),
+    "exception around the step of one of two optimizers": (
+        f"{OTHER}def train(model, opt):\n{BACKWARD.replace('optimizer', 'opt')}    try:\n"
+        f"        opt.step()\n    except RuntimeError:\n        pass\n    opt.zero_grad()\n\n"
+        f"{LOOP}    train(model, optimizer)\n    train(other, second)\n",
+        SEVERAL,
+    ),
+    "optimizers of several objects": (
+        "other = copy(run)\n[run.net, other.net], [run.opt, other.opt] = amp.initialize(\n"
+        "    [run.net, other.net], [run.opt, other.opt]\n)\n"
+        + BOTH.replace("opt", "run.opt")
+        .replace("(model, run.opt", "(run, model")
+        .replace("update(run.opt", "update(run")
+        + f"{LOOP}    backward(run, model)\n    backward(other, model)\n    update(run)\n",
+        "run.opt may be several optimizers",
+    ),
     "exception that a loop catches": (
         f"def train():\n{BACKWARD}{CLIP}{STEP}\n{LOOP}    try:\n        train()\n"
         "    except RuntimeError:\n        print(n)\n",
@@ -346,6 +363,13 @@ CONVERTED = {
     + f"{CLIP}    if n > 9:\n        optimizer.zero_grad()\n{STEP}",
     "other methods": f"logging.getLogger('apex').info('a b'.split())\n{LOOP}{BACKWARD}{STEP}"
     + "(env\n .step(1)\n .step(2))\n",
+    "exception of one's own": f"def train(n):\n{BACKWARD}{CLIP}"
+    + f"{SKIP.replace('JUMP', 'raise ValueError')}{STEP}\n{LOOP}    train(n)\n",
+    "call of a method with the name of a function": "def train():\n    model.train()\n"
+    + f"{BACKWARD}{CLIP}{STEP}\n{LOOP}    train()\n    try:\n        model.train()\n"
+    + "    except RuntimeError:\n        pass\n",
+    "steps of a profiler and a timer": "with profile() as prof:\n"
+    + indent(f"{LOOP}{BACKWARD}{STEP}    prof.step()\n    TIMER.step()\n", "    "),
     "unused parameters": f"{LOOP}{BACKWARD}    for p in model.parameters():\n"
     + f"        if p.grad is None:\n            print(n)\n{STEP}",
     "helpers for one optimizer": BOTH
@@ -455,6 +479,22 @@ def test_objects_of_a_class_have_scalers_of_their_own(tmp_path):
     assert '\n        self.scaler_optimizer_G = torch.amp.GradScaler("cuda")\n' in code
     assert "        self.scaler_optimizer_G.step(self.optimizer_G)\n" in code
     assert "global" not in code
+
+
+def test_scalers_of_a_name_and_an_attribute_are_two(tmp_path):
+    script = TRAINER.replace("self.optimizer_D", "optimizer").replace("optimizer_G", "optimizer")
+    script = f"{START.partition('model = ')[0]}{script}"
+    names = re.findall(r"(\S+) = torch.amp.GradScaler", migrate(tmp_path, script)[0])
+    assert len(set(names)) == 2
+
+
+def test_gradients_of_a_helper_are_unscaled_after_its_call(tmp_path):
+    helper = f"def backward():\n{OTHER_BACKWARD}\n"
+    clip = CLIP.replace("model", "other")
+    script = f"{OTHER}{helper}{LOOP}{BACKWARD}{CLIP}{STEP}    backward()\n{clip}{OTHER_STEP}"
+    code, _ = migrate(tmp_path, START + script)
+    assert code.rindex("scaler_second.unscale_(second)") > code.rindex("backward()")
+    assert code.count("scaler_second.unscale_") == 1
 
 
 FORMS = ("();", "( )", " ()", "(\n    )", "(  # update\n    )")

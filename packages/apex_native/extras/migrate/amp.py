@@ -35,8 +35,8 @@ HANDLED = {"initialize", "scale_loss", "master_params", "state_dict", "load_stat
 HANDLED |= {"disable_casts"}
 MODEL_METHODS = ("parameters", "named_parameters", "train")
 JUMPS = matchers.OneOf(
-    *(each() for each in (matchers.Break, matchers.Continue, matchers.Return, matchers.Raise)),
-    *(each() for each in (matchers.Assert, matchers.Yield, matchers.Await)),
+    *(each() for each in (matchers.Break, matchers.Continue, matchers.Return)),
+    *(each() for each in (matchers.Yield, matchers.Await)),
 )
 # Around the name of amp where it is no value: an import, another value for it, or a test.
 NAMES = (cst.Attribute, cst.ImportAlias, cst.AsName, cst.ImportFrom, cst.AssignTarget, cst.NameItem)

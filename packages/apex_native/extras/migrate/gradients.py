@@ -407,7 +407,9 @@ class Gradients(Tree):
             if index > end or optimizer in self._unscaled(before):
                 continue
             here = [each for each in losses if self.function(each.statement) is self.function(step)]
-            if here and not any(self._follows(statement, each) for each in here):
+            calls = self.beside(step, [each.statement for each in losses])
+            is_after = any(self.line(one) < self.line(statement) for one in calls) and not here
+            if calls and not (is_after or any(self._follows(statement, each) for each in here)):
                 continue
             around_step = set(self.parents(step))
             loops = [each for each in around if isinstance(each, LOOPS)]

@@ -6,11 +6,15 @@ from typing import Any
 import libcst as cst
 
 from .gradients import CLASS, OPTIMIZER, SCHEDULE, function_name
-from .order import Order
+from .order import ENDS, Order
 from .places import NONE, is_own, last_name, last_names, names_in, new_name, source
 from .tree import LOOPS
 from .unpacking import models_and_optimizers
 
+# In the name of an object whose ``step`` is none of an optimizer.
+OTHERS = re.compile(
+    r"^(self|super\(\)|(?!.*opt).*(prof|time|ema|log|meter|progress|bar|env).*)$", re.IGNORECASE
+)
 REPEATING = (*LOOPS, cst.BaseComp, cst.Lambda)
 
 
@@ -24,8 +28,9 @@ class Optimizers(Order):
         for optimizer in optimizers:
             words = re.sub(r"\W+", "_", optimizer.removeprefix("self.")).strip("_")
             suffix = "" if len(optimizers) == 1 else f"_{words}"
-            name = new_name(module, [f"scaler{suffix}", f"grad_scaler{suffix}"])
-            usage.scalers[optimizer] = name
+            names = (f"scaler{suffix}", f"grad_scaler{suffix}")
+            free = [each for each in names if each not in usage.scalers.values()]
+            usage.scalers[optimizer] = new_name(module, free)
         if not optimizers:
             usage.reasons.append("amp.scale_loss is not in this file")
         if not all(usage.scalers.values()):
@@ -42,17 +47,9 @@ class Optimizers(Order):
     def _are_methods(self, nodes: list[Any]) -> bool:
         """Return whether all nodes are in methods of one class."""
         functions = {self.function(node) for node in nodes}
-        owners = {self._owner(function) for function in functions}
+        owners = {self.owner(function) for function in functions}
         first = {source(getattr(one, "params", one)).split(",")[0] for one in functions}
         return len(owners) == 1 and isinstance(owners.pop(), cst.ClassDef) and first == {"self"}
-
-    def _owner(self, function: cst.CSTNode) -> cst.CSTNode:
-        """Return the class of a method, and another function itself."""
-        if not isinstance(function, cst.FunctionDef):
-            return function
-        block = self.parent(function)
-        around = self.parent(block) if isinstance(block, cst.IndentedBlock) else function
-        return around if isinstance(around, cst.ClassDef) else function
 
     def reached(self, function: cst.CSTNode) -> set[str]:
         """Return the names of a function and of those that it calls, also through others."""
@@ -87,14 +84,27 @@ class Optimizers(Order):
         """
         scalers = self.usage.scalers
         is_each_once = self._is_each_once()
+        start = self.function(self.starts[0])
         for optimizer, scaler in scalers.items():
-            is_of_self = scaler.startswith("self.") and re.fullmatch(r"self\.\w+", optimizer)
+            is_of_self = scaler[:5] == "self." and bool(re.fullmatch(r"self\.\w+", optimizer))
+            aliases = self._aliases({optimizer.removeprefix("self.")})
+            is_of_self = is_of_self and all(self.function(each) is start for each in aliases)
             if not (is_each_once or is_of_self or self.is_stepped_at_once(optimizer)):
                 self.usage.reasons.append(
                     f"{optimizer} may be several optimizers, of which one is stepped between "
                     "the backward pass and the step of another"
                 )
         self._check_other_steps()
+
+    def _aliases(self, names: set[str]) -> list[cst.CSTNode]:
+        """Return the targets of assignments of other objects to optimizers of these names."""
+        return [
+            target
+            for target, value in self.assigned
+            if last_names(target) & names
+            and isinstance(value, (cst.Name, cst.Attribute, cst.Subscript))
+            and not {*names_in(value)} & {*names, NONE}
+        ]
 
     def _is_each_once(self) -> bool:
         """Return whether each optimizer that amp prepares has one name, in all functions."""
@@ -104,12 +114,9 @@ class Optimizers(Order):
             names == prepared or len(names) == len(prepared & made) == len(prepared) == 1
             for prepared in self.prepared(1)
         )
-        is_other = any(
-            last_names(target) & names
-            and isinstance(value, (cst.Name, cst.Attribute, cst.Subscript))
-            and not {*names_in(value)} & {*names, NONE}
-            for target, value in self.assigned
-        )
+        given = [models_and_optimizers(each)[1:] for each in self.starts]
+        count = sum(len(getattr(one, "elements", [one])) for each in given for one in each)
+        is_other = bool(self._aliases(names)) or count != len(names)
         return is_known and not is_other and not names & self.loop_names and self._is_once()
 
     def _is_once(self) -> bool:
@@ -128,7 +135,7 @@ class Optimizers(Order):
             return False
         if not isinstance(here, cst.FunctionDef):
             return True
-        owner = self._owner(here)
+        owner = self.owner(here)
         assert isinstance(owner, (cst.FunctionDef, cst.ClassDef))
         names = {owner.name.value}
         for name, bases in self.classes.items():  # subclasses follow their bases
@@ -151,6 +158,7 @@ class Optimizers(Order):
         )
         loops = {each for each in self.parents(step) if isinstance(each, LOOPS)}
         is_here = self.function(loss) is here and start < end and loops <= {*self.parents(loss)}
+        is_left |= not {*self.catching(step, ENDS)} <= {*self.parents(loss)}
         return is_here and not is_left and self.tests(step) <= self.tests(loss)
 
     def _check_other_steps(self) -> None:
@@ -171,7 +179,7 @@ class Optimizers(Order):
             is_prepared = (
                 owner in scalers or last_names(cst.parse_expression(f"({owner})")) & prepared
             )
-            is_other = SCHEDULE.search(owner) or owner in {"self", "super()"}
+            is_other = SCHEDULE.search(owner) or OTHERS.search(owner)
             if (is_prepared or is_unknown) and not is_other:
                 self.usage.reasons.append(
                     f"{owner}.step may be the step of an optimizer whose gradients are scaled"

@@ -6,7 +6,7 @@ from itertools import combinations, product
 import libcst as cst
 
 from .gradients import Gradients, function_name
-from .places import as_bool, plain_source, source
+from .places import as_bool, is_own, plain_source, source
 from .tree import LOOPS
 from .usage import Loss
 
@@ -170,7 +170,7 @@ class Order(Gradients):
 
     def _may_be_skipped(self, place: cst.CSTNode, step: cst.Call) -> bool:
         """Return whether a backward pass has a condition, or may be left, where the step runs."""
-        if {*self._catching(place, LEAVES)} - {*self.parents(step)}:
+        if {*self.catching(place, LEAVES)} - {*self.parents(step)}:
             return True
         known = {test for each, holds in self.conditions(step) for test in parts(each.test, holds)}
         for each, holds in self.conditions(place):
@@ -210,17 +210,25 @@ class Order(Gradients):
         """Return whether an exception at a node may be caught in a loop, which continues."""
         calls: list[tuple[cst.CSTNode, bool]] = [(node, False)]
         for call, is_caught in calls:  # and the calls of the function, and of its callers
-            catching = self._catching(call, ENDS)
+            catching = self.catching(call, ENDS)
             for each in self.parents(call):
                 is_caught |= each in catching
                 if is_caught and isinstance(each, LOOPS):
                     return True
             here = self.function(call)
-            callers = [other for name, other in self.calls if name == function_name(here)]
+            name = function_name(here)
+            is_method = self.owner(here) is not here
+            callers = [
+                other
+                for called, other in self.calls
+                if called == name and (is_method or is_own(name, other))
+            ]
+            if is_caught and not callers and name:
+                return True  # it may be called in a loop of another file
             calls += [(one, is_caught) for one in callers if (one, is_caught) not in calls]
         return False
 
-    def _catching(self, node: cst.CSTNode, leaving: re.Pattern[str]) -> list[cst.CSTNode]:
+    def catching(self, node: cst.CSTNode, leaving: re.Pattern[str]) -> list[cst.CSTNode]:
         """Return the statements around a node that catch exceptions, after which others follow.
 
         Unless the last statement of each handler matches `leaving`.

@@ -30,6 +30,14 @@ class Tree(cst.CSTVisitor):
         """Return the function or the module that `node` belongs to."""
         return [node, *self.parents(node)][-1]
 
+    def owner(self, function: cst.CSTNode) -> cst.CSTNode:
+        """Return the class of a method, and another function itself."""
+        if not isinstance(function, cst.FunctionDef):
+            return function
+        block = self.parent(function)
+        around = self.parent(block) if isinstance(block, cst.IndentedBlock) else function
+        return around if isinstance(around, cst.ClassDef) else function
+
     def line(self, node: cst.CSTNode) -> int:
         """Return the line at which `node` starts."""
         return int(self.get_metadata(PositionProvider, node).start.line)
