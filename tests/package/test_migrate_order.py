@@ -295,6 +295,11 @@ LEFT = {
         f"{LOOP}{BACKWARD}    print([*map(attrgetter('grad'), model.parameters())])\n{STEP}",
         "attrgetter('grad') is read",
     ),
+    "backward pass of another function": (
+        f"{HELPERS}def penalty():\n    model.weight.square().sum().backward()\n\n"
+        + f"{LOOP}    backward()\n    penalty()\n    update()\n",
+        "model.weight.square().sum().backward() is not scaled",
+    ),
     "gradients of an epoch": (
         "for _ in range(2):\n    optimizer.zero_grad()\n"
         + indent(f"{LOOP}{BACKWARD}    optimizer.step()\n", "    "),
@@ -370,6 +375,10 @@ CONVERTED = {
     + "    except RuntimeError:\n        pass\n",
     "steps of a profiler and a timer": "with profile() as prof:\n"
     + indent(f"{LOOP}{BACKWARD}{STEP}    prof.step()\n    TIMER.step()\n", "    "),
+    "optimizer of another name": "def train(opt):\n"
+    + indent(f"{LOOP}{BACKWARD}", "    ").replace("optimizer", "opt")
+    + "        if n % 2:\n            opt.step()\n            opt.zero_grad()\n\n"
+    + "optimizer = get_optimizer(model)\ntrain(optimizer)\n",
     "unused parameters": f"{LOOP}{BACKWARD}    for p in model.parameters():\n"
     + f"        if p.grad is None:\n            print(n)\n{STEP}",
     "helpers for one optimizer": BOTH

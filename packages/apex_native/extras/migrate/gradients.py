@@ -144,7 +144,7 @@ class Gradients(Tree):
                 self.usage.reasons.append("gradients are clipped in another block than step()")
         self._check_helpers(covered)
         self._check_imported()
-        self._check_unscaled()
+        self._check_unscaled(is_pending)
 
     def _is_clipped_scaled(self, statement: cst.CSTNode) -> bool:
         """Return whether gradients of an optimizer are scaled at a statement that clips some."""
@@ -305,7 +305,7 @@ class Gradients(Tree):
         is_optimizer = any(OPTIMIZER.search(source(base)) for base in bases)
         return is_optimizer and function_name(function) in ("step", "zero_grad")
 
-    def _check_unscaled(self) -> None:
+    def _check_unscaled(self, is_pending: bool) -> None:
         """Require that all losses of a training step are scaled, or none."""
         backward = [
             call
@@ -316,7 +316,9 @@ class Gradients(Tree):
         ]
         training = self._training()
         uses: list[tuple[str, cst.CSTNode]] = [
-            (source(call), call) for call in backward if self.function(call) in training
+            (source(call), call)
+            for call in backward
+            if is_pending or self.function(call) in training
         ]
         uses += self._uses({self.function(call) for call in backward})
         for what, use in uses:

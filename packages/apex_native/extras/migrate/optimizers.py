@@ -187,4 +187,5 @@ class Optimizers(Order):
 
 
 def _is_made(value: cst.BaseExpression) -> bool:
-    return isinstance(value, cst.Call) and bool(OPTIMIZER.search(source(value.func)))
+    code = source(value.func) if isinstance(value, cst.Call) else ""
+    return bool(OPTIMIZER.search(code)) or code.endswith("optimizer")  # such as get_optimizer
