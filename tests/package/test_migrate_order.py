@@ -318,13 +318,13 @@ LEFT = {
         SEVERAL,
     ),
     "optimizers of several objects": (
-        "other = copy(run)\n[run.net, other.net], [run.opt, other.opt] = amp.initialize(\n"
-        "    [run.net, other.net], [run.opt, other.opt]\n)\n"
-        + BOTH.replace("opt", "run.opt")
-        .replace("(model, run.opt", "(run, model")
-        .replace("update(run.opt", "update(run")
+        "other = copy(run)\namp.initialize(\n"
+        "    [run.net, other.net], [run.optimizer, other.optimizer]\n)\n"
+        + BOTH.replace("opt", "run.optimizer")
+        .replace("(model, run.optimizer", "(run, model")
+        .replace("update(run.optimizer", "update(run")
         + f"{LOOP}    backward(run, model)\n    backward(other, model)\n    update(run)\n",
-        "run.opt may be several optimizers",
+        "run.optimizer may be several optimizers",
     ),
     "exception that a loop catches": (
         f"def train():\n{BACKWARD}{CLIP}{STEP}\n{LOOP}    try:\n        train()\n"
