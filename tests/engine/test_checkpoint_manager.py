@@ -1830,6 +1830,19 @@ def test_a_restart_does_not_resume_what_the_user_went_back_from(
         assert path == tmp_path / "last.pt"
 
 
+@pytest.mark.parametrize(
+    "found",
+    ['["x"]', "[null]", "[1e999]", "3", "[" * 10**5],
+    ids=["text", "null", "infinity", "number", "nested"],
+)
+def test_altered_list_of_discarded_checkpoints_is_none(tmp_path: Path, found: str) -> None:
+    config = tmp_path / "config.json"
+    config.write_text('{"DISCARDED": [17]}')
+    assert compatibility.read_discarded(tmp_path) == [17]
+    config.write_text('{"DISCARDED": ' + found + "}")
+    assert compatibility.read_discarded(tmp_path) == []
+
+
 def resumed_by_auto(folder: str) -> str:
     path = manager_of(folder).resume(Path("auto"), 10)
     return Path(path).resolve().name

@@ -66,8 +66,8 @@ def was_begun(folder: Path, settings: Mapping[str, Any]) -> bool:
 def read_discarded(folder: Path) -> list[int]:
     """Return the times of the checkpoints from which the run in `folder` has gone back."""
     try:
-        return list(json.loads(read_text(folder / CONFIG)).get(DISCARDED, []))
-    except (OSError, ValueError, TypeError, AttributeError):
+        return list(map(int, json.loads(read_text(folder / CONFIG)).get(DISCARDED, [])))
+    except (OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError):
         return []
 
 
