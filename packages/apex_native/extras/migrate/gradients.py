@@ -109,6 +109,14 @@ class Gradients(Tree):
         owners = {loss.optimizer for loss in self.usage.losses}
         return [*losses, *(node for owner, node in self.steps if owner in owners), *self.states]
 
+    def losses_of(self, optimizer: str) -> list[Loss]:
+        """Return the scaled losses of an optimizer."""
+        return [loss for loss in self.usage.losses if loss.optimizer == optimizer]
+
+    def steps_of(self, optimizer: str) -> list[cst.Call]:
+        """Return the calls of ``step`` of an optimizer."""
+        return [step for owner, step in self.steps if owner == optimizer]
+
     def check_steps(self, is_pending: bool) -> None:
         """Require one step for each backward pass, and gradients that are read only before it.
 
@@ -116,7 +124,7 @@ class Gradients(Tree):
         """
         covered: set[cst.CSTNode] = set()
         for optimizer in self.usage.scalers:
-            steps = [node for owner, node in self.steps if owner == optimizer]
+            steps = self.steps_of(optimizer)
             if not steps or any(
                 not self._exclude(one, other, optimizer)
                 for index, one in enumerate(steps)
@@ -203,13 +211,11 @@ class Gradients(Tree):
         functions, return whether a step comes after the call.
         """
         here = self.line(call)
-        losses = self.beside(
-            call, [loss.statement for loss in self.usage.losses if loss.optimizer == optimizer]
-        )
-        steps = self.beside(call, [step for owner, step in self.steps if owner == optimizer])
-        loops = {each for each in self.parents(call) if isinstance(each, LOOPS)}
+        losses = self.beside(call, [loss.statement for loss in self.losses_of(optimizer)])
+        steps = self.beside(call, self.steps_of(optimizer))
+        loops = {*self.loops(call)}
         is_pending = any(loops & {*self.parents(step)} for step in steps) and not all(
-            any(self._follows_always(step, loss) for step in steps) for loss in losses
+            any(self.follows_always(step, loss) for step in steps) for loss in losses
         )
         before = [
             each for each in losses if self.line(each) < here and not self.are_branches(call, each)
@@ -226,7 +232,8 @@ class Gradients(Tree):
         )
         return not is_done and (is_pending or any(here < self.line(each) for each in steps))
 
-    def _follows_always(self, step: cst.CSTNode, loss: cst.CSTNode) -> bool:
+    def follows_always(self, step: cst.CSTNode, loss: cst.CSTNode) -> bool:
+        """Return whether a step is below a loss of its function, and has no condition more."""
         return self.line(step) > self.line(loss) and self.tests(step) <= self.tests(loss)
 
     def _is_given(self, call: cst.Call, parameters: set[str]) -> bool:
@@ -381,7 +388,7 @@ class Gradients(Tree):
         """Return whether two steps never follow the same backward pass."""
         functions = {self.function(one), self.function(other)}
         if len(functions) > 1:
-            losses = [loss for loss in self.usage.losses if loss.optimizer == optimizer]
+            losses = self.losses_of(optimizer)
             return functions <= {self.function(loss.statement) for loss in losses}
         return self.are_branches(one, other)
 
@@ -396,6 +403,9 @@ class Gradients(Tree):
     def _place_unscale(self, optimizer: str, step: cst.Call) -> set[cst.CSTNode]:
         """Unscale before gradients are read, and return the statements that read them."""
         block, end = next(iter(self.levels(self.statement(step))))
+        losses = self.losses_of(optimizer)
+        here = [each for each in losses if self.function(each.statement) is self.function(step)]
+        calls = self.beside(step, [each.statement for each in losses])
         covered: set[cst.CSTNode] = set()
         for statement, grad in self.readers:
             around = {statement, *self.parents(statement)}
@@ -403,13 +413,10 @@ class Gradients(Tree):
             if grad or index is None or self.function(statement) is not self.function(step):
                 continue
             covered.add(statement)
-            losses = [each for each in self.usage.losses if each.optimizer == optimizer]
             inside = [each for each in losses if block.body[index] in self.parents(each.statement)]
             before = block.body[: index + 1]
             if index > end or optimizer in self._unscaled(before):
                 continue
-            here = [each for each in losses if self.function(each.statement) is self.function(step)]
-            calls = self.beside(step, [each.statement for each in losses])
             is_after = any(self.line(one) < self.line(statement) for one in calls) and not here
             if calls and not (is_after or any(self._follows(statement, each) for each in here)):
                 continue

@@ -147,19 +147,18 @@ class Optimizers(Order):
 
     def is_stepped_at_once(self, optimizer: str) -> bool:
         """Return whether a step always follows each backward pass in its function."""
-        steps = [step for owner, step in self.steps if owner == optimizer]
-        losses = [each.statement for each in self.usage.losses if each.optimizer == optimizer]
-        return all(any(self._always_follows(step, loss) for step in steps) for loss in losses)
+        steps = self.steps_of(optimizer)
+        losses = [each.statement for each in self.losses_of(optimizer)]
+        return all(any(self._is_stepped_after(loss, step) for step in steps) for loss in losses)
 
-    def _always_follows(self, step: cst.Call, loss: cst.With) -> bool:
+    def _is_stepped_after(self, loss: cst.With, step: cst.Call) -> bool:
         here, start, end = self.function(step), self.line(loss), self.line(step)
         is_left = any(
             self.function(each) is here and start < self.line(each) < end for each in self.jumps
         )
-        loops = {each for each in self.parents(step) if isinstance(each, LOOPS)}
-        is_here = self.function(loss) is here and start < end and loops <= {*self.parents(loss)}
-        is_left |= not {*self.catching(step, ENDS)} <= {*self.parents(loss)}
-        return is_here and not is_left and self.tests(step) <= self.tests(loss)
+        around = {*self.loops(step), *self.catching(step, ENDS)}
+        is_here = self.function(loss) is here and around <= {*self.parents(loss)}
+        return is_here and not is_left and self.follows_always(step, loss)
 
     def _check_other_steps(self) -> None:
         """Require that nothing else is stepped that may be an optimizer with scaled gradients."""

@@ -67,24 +67,29 @@ class Order(Gradients):
     def check_order(self) -> None:
         """Require a backward pass, then unscaled gradients, then the step, for each optimizer."""
         for optimizer in self.usage.scalers:
-            losses = [loss for loss in self.usage.losses if loss.optimizer == optimizer]
-            unscaled = [line for line, owners in self.usage.unscale.items() if optimizer in owners]
-            for step in [step for owner, step in self.steps if owner == optimizer]:
+            losses = self.losses_of(optimizer)
+            for step in self.steps_of(optimizer):
                 self._check_backward(optimizer, losses, step)
                 self._check_loop(optimizer, losses, step)
-                for statement in unscaled:
+                for statement in self._unscaled_for(optimizer):
                     self._check_unscaled_until(losses, statement, step)
         for pair in combinations(self.usage.scalers, 2):
             self._check_shared(pair)
 
+    def _unscaled_for(self, optimizer: str) -> list[cst.CSTNode]:
+        """Return the statements before which the gradients of an optimizer are unscaled."""
+        return [line for line, owners in self.usage.unscale.items() if optimizer in owners]
+
     def check_zeroed(self) -> None:
         """Require that gradients, which a step unscales, are zeroed before others are added."""
         for optimizer, step in self.steps:
-            if optimizer in self.usage.scalers and not self._is_zeroed(optimizer, step):
+            if optimizer not in self.usage.scalers:
+                continue
+            if not self._is_zeroed(optimizer, step):
                 self.usage.reasons.append(
                     f"gradients may not be zeroed between one {optimizer}.step() and the next"
                 )
-            if optimizer in self.usage.scalers and self._is_zeroed_before(optimizer, step):
+            if self._is_zeroed_before(optimizer, step):
                 self.usage.reasons.append(f"gradients may be zeroed before {optimizer}.step()")
 
     def _is_zeroed_before(self, optimizer: str, step: cst.Call) -> bool:
@@ -93,8 +98,8 @@ class Order(Gradients):
         Gradients that are already unscaled may be zeroed.
         """
         here, end = self.function(step), self.line(step)
-        losses = [one.statement for one in self.usage.losses if one.optimizer == optimizer]
-        unscaled = [line for line, owners in self.usage.unscale.items() if optimizer in owners]
+        losses = [one.statement for one in self.losses_of(optimizer)]
+        unscaled = self._unscaled_for(optimizer)
         for start, (owner, reset) in product(losses, self.resets):
             line = self.line(reset)
             is_between = self.function(start) is self.function(reset) is here
@@ -113,12 +118,12 @@ class Order(Gradients):
 
         In another function, or in the loop of the step and under no more conditions.
         """
-        losses = [loss for loss in self.usage.losses if loss.optimizer == optimizer]
-        nodes = [step, *(loss.statement for loss in losses)]
+        losses = [loss.statement for loss in self.losses_of(optimizer)]
+        nodes = [step, *losses]
         functions = {self.function(node) for node in nodes}
         known = set().union(*map(self.tests, nodes))
-        is_often = any(self.tests(step) <= self.tests(loss.statement) for loss in losses)
-        loops = {each for each in self.parents(step) if isinstance(each, LOOPS)}
+        is_often = any(self.tests(step) <= self.tests(loss) for loss in losses)
+        loops = {*self.loops(step)}
         for owner, reset in self.resets:
             if owner == optimizer or owner not in self.usage.scalers:
                 is_rare = is_often and not self.tests(reset) <= known
@@ -139,8 +144,7 @@ class Order(Gradients):
             return
         is_before = []
         for owner in pair:
-            losses = [loss.statement for loss in self.usage.losses if loss.optimizer == owner]
-            places = self.beside(steps[0], losses)
+            places = self.beside(steps[0], [loss.statement for loss in self.losses_of(owner)])
             is_before.append(any(self.line(each) < self.line(steps[0]) for each in places))
         if all(is_before):
             self.usage.reasons.append(

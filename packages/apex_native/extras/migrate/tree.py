@@ -42,9 +42,13 @@ class Tree(cst.CSTVisitor):
         """Return the line at which `node` starts."""
         return int(self.get_metadata(PositionProvider, node).start.line)
 
+    def loops(self, node: cst.CSTNode) -> list[cst.CSTNode]:
+        """Return the loops around `node` in its function, the innermost one first."""
+        return [each for each in self.parents(node) if isinstance(each, LOOPS)]
+
     def loop(self, node: cst.CSTNode) -> cst.CSTNode | None:
         """Return the innermost loop around `node` in its function, or None."""
-        return next((each for each in self.parents(node) if isinstance(each, LOOPS)), None)
+        return next(iter(self.loops(node)), None)
 
     def statement(self, node: cst.CSTNode) -> cst.CSTNode:
         """Return the innermost statement that contains `node`."""
