@@ -122,19 +122,35 @@ def test_edited_images_leave_the_size_of_the_digits(
     assert image.shape[-1] == (48 if "--image-size" in flags else 32)
 
 
-def evaluate_folder(folder: Path, data: Path, skip_broken: int) -> dict[str, float]:
-    """Return what each rank computes on a folder, with the loader of main.py."""
-    project = load_project(folder)
+def loader_of_validation(project: Project, data: Path, skip_broken: int = 0) -> DataLoader:
+    """Return the validation's loader of main.py for this rank."""
     args = Namespace(data=data, dummy=False, decode="cpu", eval_only=False, **UNCHANGED)
     args.skip_broken, args.output, args.report = skip_broken, data / "run", False
     args.seed, args.epochs, args.batch_size, args.workers, args.timeout = 0, 1, 2, 0, 60
     format = torch.contiguous_format
-    data = project.main.build_data(args, torch.device("cpu"), format, SimpleNamespace())
+    return project.main.build_data(args, torch.device("cpu"), format, SimpleNamespace()).val_loader
+
+
+def evaluate_folder(folder: Path, data: Path, skip_broken: int) -> dict[str, float]:
+    """Return what each rank computes on a folder, with the loader of main.py."""
+    project = load_project(folder)
+    batches = loader_of_validation(project, data, skip_broken)
     torch.manual_seed(0)
     model = nn.Sequential(nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(48, 2))
-    return evaluate(
-        project, model, project.task.Metrics(2, torch.device("cpu"), args), data.val_loader
-    )
+    metrics = project.task.Metrics(2, torch.device("cpu"), Namespace(report=False))
+    return evaluate(project, model, metrics, batches)
+
+
+def shard_of_validation(folder: Path, data: Path) -> list[int]:
+    return list(loader_of_validation(load_project(folder), data).sampler)
+
+
+def test_validation_shards_cover_each_sample_once(
+    processes: Processes, project: Project, image_folder: Path
+) -> None:
+    shards = processes(shard_of_validation, project.folder, image_folder)
+    assert sorted(index for shard in shards for index in shard) == list(range(10))
+    assert max(map(len, shards)) - min(map(len, shards)) <= 1
 
 
 def test_unreadable_files_are_left_out_of_the_validation(
