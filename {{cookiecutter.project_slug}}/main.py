@@ -47,7 +47,7 @@ from engine.data.skipping import only_readable, skip_broken
 from engine.diagnostics import first_step
 from engine.diagnostics.checks import check_settings
 from engine.diagnostics.memory import check_memory
-from engine.distributed.consistency import require_same_data
+from engine.distributed.consistency import class_names, require_same_data
 from engine.distributed.watchdog import StopSignals, Watchdog, time_limit
 from engine.monitoring import lock
 from engine.monitoring.image_grid import sample_evenly
@@ -244,7 +244,7 @@ def build_data(
         batches_per_epoch=len(train_loader),
         val_loader=val_loader,
         data_sets=data_sets,
-        classes=[str(name) for name in getattr(train_set, "classes", ())],
+        classes=class_names(train_set),
         sample=select_batch(seeded_train_set, range(sample_size)),
         val_sample=sample_evenly(seeded_val_set, 8),
     )

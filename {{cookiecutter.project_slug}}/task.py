@@ -40,6 +40,7 @@ from engine.data.images import (
     crop_and_resize,
     read_image,
 )
+from engine.distributed.consistency import class_names
 from engine.monitoring import image_grid
 from engine.monitoring.class_report import ClassReport
 from engine.optim import FlipAverage, eval_mode
@@ -328,7 +329,7 @@ def show(
         truth = "" if is_correct else f"\nis {val_set.classes[label]}"
         captions.append((f"{val_set.classes[prediction]}: {probability:.2f}{truth}", is_correct))
     if metrics.report:
-        metrics.report.write(output, val_set.classes)
+        metrics.report.write(output, class_names(val_set))
     path = image_grid.image_path(output, epoch)
     image_grid.save_image_grid(path, inputs, captions)
     return path

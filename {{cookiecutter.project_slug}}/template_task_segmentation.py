@@ -44,6 +44,7 @@ from engine.data.masks import (
     renumber,
     warn_of_absent_classes,
 )
+from engine.distributed.consistency import class_names
 from engine.models import plain_norm
 from engine.monitoring import image_grid
 from engine.optim import eval_mode
@@ -280,12 +281,13 @@ def show(
         predictions = logits_of(model(inputs)).argmax(dim=1).cpu()
     path = image_grid.image_path(output, epoch)
     path.parent.mkdir(parents=True, exist_ok=True)
-    palette = make_palette(len(val_set.classes))
+    classes = class_names(val_set)
+    palette = make_palette(len(classes))
     table = path.with_suffix(".csv")
     with replacing(table) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["class", "iou", "colour"])
-        for index, (name, iou) in enumerate(zip(val_set.classes, metrics.iou(), strict=True)):
+        for index, (name, iou) in enumerate(zip(classes, metrics.iou(), strict=True)):
             colour = bytes(palette[index].tolist()).hex()
             writer.writerow([csv_cell(name), "" if iou.isnan() else iou.item(), f"#{colour}"])
     pixels = image_grid.to_pixels(inputs)  # the data set's images may be floats
@@ -293,7 +295,7 @@ def show(
         [image, overlay(image, mask, palette), overlay(image, prediction, palette)]
         for image, mask, prediction in zip(pixels, masks, predictions, strict=True)
     ]
-    names = dict(enumerate(val_set.classes)) | {IGNORED: "ignored"}
+    names = dict(enumerate(classes)) | {IGNORED: "ignored"}
     shown = torch.cat([masks, predictions]).unique().tolist()
     legend = [(names[label], palette[label].tolist()) for label in shown]
     image_grid.save_panels(path, rows, ["image", "truth", "prediction"], legend)

@@ -66,7 +66,7 @@ def test_different_devices_and_libraries_are_reported(monkeypatch) -> None:
 
 
 class Samples(list):
-    classes: str
+    classes: object
 
 
 def compare_data(*sizes_and_classes: tuple) -> str:
@@ -88,6 +88,15 @@ def test_validation_data_of_other_classes_is_an_error() -> None:
     train_set.classes, val_set.classes = "ab", "abc"
     with pytest.raises(UserError, match="class 2 is missing in the training data and c in the val"):
         consistency.require_same_data(train_set, val_set)
+
+
+@pytest.mark.parametrize("classes", [{"cat": 0, "dog": 1}, 2])
+def test_classes_that_are_no_list_are_an_error(classes: object) -> None:
+    data_set = Samples([1])
+    data_set.classes = classes
+    name = type(classes).__name__
+    with pytest.raises(UserError, match=f"must be the list of their names, not {name}"):
+        consistency.require_same_data(data_set, data_set)
 
 
 def test_data_without_samples_is_an_error() -> None:

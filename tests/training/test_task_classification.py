@@ -253,6 +253,17 @@ def test_weights_of_samples_to_validate_on_are_an_error(project: Project) -> Non
         metrics.update(torch.zeros(2, 2), project.task.prepare(batch)[1])
 
 
+@torch.no_grad()
+def test_names_of_classes_may_be_numbers(project: Project, tmp_path: Path) -> None:
+    task = project.task
+    val_set = task.Digits(train=False)
+    val_set.classes = list(range(10))
+    metrics = task.Metrics(10, torch.device("cpu"), Namespace(report=True))
+    metrics.update(torch.eye(10), torch.arange(10))
+    task.show(build(project).float(), val_set, metrics, tmp_path)
+    assert (tmp_path / "class_report.csv").read_text().splitlines()[10].startswith("9,")
+
+
 def test_weighted_dataset_has_the_attributes_of_its_data_set(
     project: Project, image_folder: Path
 ) -> None:

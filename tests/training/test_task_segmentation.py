@@ -400,6 +400,14 @@ def test_picture_of_float_images_is_that_of_uint8(folder, tmp_path):
     assert one.read_bytes() == two.read_bytes()
 
 
+def test_names_of_classes_may_be_tuples_as_those_of_imagenet(folder, tmp_path):
+    _, val_set = build_datasets(folder)
+    val_set.classes = [(name, "another name") for name in val_set.classes]
+    metrics = task.Metrics(3, CPU, Namespace())
+    path = task.show(task.build_model("unet", 3), val_set, metrics, tmp_path)
+    assert "('tree', 'another name')" in path.with_suffix(".csv").read_text()
+
+
 def test_formulas_in_class_names_are_quoted(folder, tmp_path):
     (folder / "classes.txt").write_text("=1+1\ntree\nhouse\n")
     _, val_set = build_datasets(folder)

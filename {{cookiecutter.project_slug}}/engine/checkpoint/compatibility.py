@@ -100,7 +100,7 @@ def use_saved_classes(
 
     Raises UserError if the data has other classes.
     """
-    own = [str(name) for name in getattr(data_sets["val"], "classes", ())]
+    own = consistency.class_names(data_sets["val"])
     if not own:
         return
     group = dist.new_group(backend="gloo", timeout=distributed.operation_limit(timeout_s))

@@ -7,7 +7,7 @@ import platform
 import socket
 import sys
 import time
-from collections.abc import Sized
+from collections.abc import Iterable, Mapping, Sized
 from importlib.metadata import version
 from itertools import zip_longest
 from pathlib import Path
@@ -164,6 +164,18 @@ def _require_positions(data_set: Sized, split: str, num_classes: int) -> None:
         )
 
 
+def class_names(data_set: object) -> list[str]:
+    """Return the names of the classes of a data set, its ``.classes``; none without it.
+
+    Raises UserError for a number of classes, or a dict, whose keys may be names or labels.
+    """
+    names = getattr(data_set, "classes", ())
+    if isinstance(names, Mapping) or not isinstance(names, Iterable):
+        kind = type(names).__name__
+        raise UserError(f".classes of a data set must be the list of their names, not {kind}")
+    return [str(name) for name in names]
+
+
 def require_same_data(train_set: Sized, val_set: Sized) -> None:
     """Raise UserError, in all processes, if the data sets differ between two of them.
 
@@ -171,9 +183,9 @@ def require_same_data(train_set: Sized, val_set: Sized) -> None:
     be the same, and the form of the training data, on which the order of its samples may depend.
     The two sets must have the same classes, since a label is a position in the list.
     """
-    classes = [str(name) for name in getattr(train_set, "classes", ())]
-    val_classes = [str(name) for name in getattr(val_set, "classes", ())]
-    for index, (one, other) in enumerate(zip_longest(classes, val_classes, fillvalue="missing")):
+    classes = class_names(train_set)
+    pairs = zip_longest(classes, class_names(val_set), fillvalue="missing")
+    for index, (one, other) in enumerate(pairs):
         if one != other:
             raise UserError(
                 f"class {index} is {one} in the training data and {other} in the validation data: "
