@@ -257,8 +257,8 @@ class Metrics:
 
     def update(self, output: Tensor, targets: Tensor) -> None:
         """Add a batch: the sum of its losses, its correct predictions, its size."""
-        if not isinstance(targets, Tensor):
-            raise UserError("a sample to validate on is (image, label), without a weight")
+        if not isinstance(targets, Tensor) or targets.ndim > 1:
+            raise UserError("a sample to validate on is (image, class number), without weight")
         size = torch.tensor(len(targets), device=targets.device)
         loss = criterion(output.float(), targets) * size  # their sum, without label smoothing
         correct = (output.argmax(dim=1) == targets).sum()

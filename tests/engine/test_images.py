@@ -149,6 +149,20 @@ def test_images_are_normalized_on_the_device(device):
     assert task.prepare([prepared, labels])[0] is prepared
 
 
+@pytest.mark.parametrize(
+    ("dtype", "channels"), [(torch.int16, 3), (torch.uint16, 1), (torch.bool, 3), (torch.uint8, 4)]
+)
+def test_images_of_an_unknown_range_or_other_channels_are_an_error(dtype, channels):
+    batch = torch.zeros(2, channels, 4, 5, dtype=dtype)
+    with pytest.raises(UserError, match=f"the images are {dtype} with {channels} channels: a data"):
+        images.normalize(batch)
+
+
+def test_grey_images_are_normalized_as_three_equal_channels():
+    batch = torch.randint(0, 256, (2, 1, 4, 5), dtype=torch.uint8)
+    assert torch.equal(images.normalize(batch), images.normalize(batch.expand(-1, 3, -1, -1)))
+
+
 def test_truncated_image_raises_an_error_with_its_path_and_the_reason(decoder, tmp_path):
     path = tmp_path / "torn.jpg"
     picture(200, 200).save(path)

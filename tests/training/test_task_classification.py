@@ -246,11 +246,12 @@ def test_samples_with_weights_of_their_own_have_no_class_weights() -> None:
         WeightedDataset(data)[0]
 
 
-def test_weights_of_samples_to_validate_on_are_an_error(project: Project) -> None:
+def test_weights_and_probabilities_of_samples_to_validate_on_are_an_error(project: Project) -> None:
     metrics = project.task.Metrics(2, torch.device("cpu"), Namespace(report=False))
     batch = [torch.zeros(2, 3, 8, 8), torch.tensor([0, 1]), torch.tensor([1.0, 2.0])]
-    with pytest.raises(UserError, match=r"a sample to validate on is \(image, label\), without a"):
-        metrics.update(torch.zeros(2, 2), project.task.prepare(batch)[1])
+    for targets in (project.task.prepare(batch)[1], torch.eye(2)):
+        with pytest.raises(UserError, match=r"is \(image, class number\), without "):
+            metrics.update(torch.zeros(2, 2), targets)
 
 
 @torch.no_grad()

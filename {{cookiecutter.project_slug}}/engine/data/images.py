@@ -22,6 +22,7 @@ from PIL.JpegImagePlugin import JpegImageFile  # also of MPO, which phones write
 from torch import Tensor
 from torchvision.transforms.v2 import InterpolationMode, functional
 
+from engine import UserError
 from engine.data.files import FileError, naming_errors, open_file, read_file
 
 JPEG_DECODER = "PIL"
@@ -320,9 +321,17 @@ def crop_and_resize(image: Tensor, crop: Crop) -> Tensor:
 
 
 def normalize(images: Tensor) -> Tensor:
-    """Normalize a batch of uint8 (N, 3, H, W) on its device; return floats unchanged."""
+    """Normalize a batch of uint8 (N, 3 or 1, H, W) on its device; return floats unchanged.
+
+    Raises UserError for other integers, whose range is unknown, and other numbers of channels.
+    """
     if images.is_floating_point():
         return images
+    if images.dtype != torch.uint8 or images.shape[1] not in (1, 3):
+        raise UserError(
+            f"the images are {images.dtype} with {images.shape[1]} channels: a data set returns "
+            "uint8 with 1 or 3 channels, or float32 that it has normalized"
+        )
     mean, std = _statistics(images.device)
     return torch.sub(images, mean).div_(std)
 
