@@ -191,6 +191,8 @@ def build_datasets(args: argparse.Namespace) -> tuple[SizedDataset, SizedDataset
 def prepare(batch: list[Tensor]) -> tuple[Tensor, Tensor]:
     """Return the model's input and the loss's targets for a batch that is on the device."""
     pixels, masks = batch
+    if masks.is_floating_point():  # perhaps divided by 255
+        raise UserError("the masks of a data set must be integers, the class of each pixel")
     return normalize(pixels), masks
 
 

@@ -400,6 +400,12 @@ def test_picture_of_float_images_is_that_of_uint8(folder, tmp_path):
     assert one.read_bytes() == two.read_bytes()
 
 
+def test_masks_of_floats_are_an_error():
+    batch = [torch.zeros(1, 3, 4, 4, dtype=torch.uint8), torch.full((1, 4, 4), 1 / 255)]
+    with pytest.raises(UserError, match="masks of a data set must be integers, the class of each"):
+        task.prepare(batch)
+
+
 def test_names_of_classes_may_be_tuples_as_those_of_imagenet(folder, tmp_path):
     _, val_set = build_datasets(folder)
     val_set.classes = [(name, "another name") for name in val_set.classes]
