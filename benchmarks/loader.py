@@ -84,10 +84,10 @@ def usual_datasets(data: Path) -> tuple[ImageFolder, ImageFolder]:
     ]
     train = [transforms.RandomResizedCrop(224), transforms.RandomHorizontalFlip(), *normalised]
     val = [transforms.Resize(256), transforms.CenterCrop(224), *normalised]
-    return tuple(
-        ImageFolder(data / name, transforms.Compose(steps))
-        for name, steps in (("train", train), ("val", val))
-    )
+    train_set = ImageFolder(data / "train", transforms.Compose(train))
+    val_set = ImageFolder(data / "val", transforms.Compose(val))
+    val_set.classes = train_set.classes  # it has images of the first ones alone
+    return train_set, val_set
 
 
 def project_datasets(data: Path) -> tuple[task.SizedDataset, task.SizedDataset]:
