@@ -245,7 +245,24 @@ LEFT = [
         "from apex import amp\nif fp16:\n    if train:\n        m, o = amp.initialize(m, o)",
         "more than one condition",
     ),
-    ("from apex import amp\nm, o = amp.initialize(m, o)", "amp.scale_loss is not in this file"),
+    *(
+        (
+            f"from apex import amp\nm, o = amp.initialize(m, o, opt_level='{level}')",
+            "amp.scale_loss is not in this file",
+        )
+        for level in ("O1", "O4")
+    ),
+    *(
+        (
+            f"from apex import amp\nm, o = amp.initialize(m, o, opt_level='O0')\n{line}",
+            f"{name} is passed as a value",
+        )
+        for name, line in {
+            "amp.scale_loss": "scale = amp.scale_loss if args.fp16 else plain",
+            "amp.master_params": "clip = partial(clip_grad_norm_, amp.master_params)",
+            "amp.__dict__": "has_state = 'state_dict' in amp.__dict__",
+        }.items()
+    ),
     (
         "from apex import amp\nwith amp.scale_loss(loss, o) as s:\n    s.backward()",
         "not in this file",
@@ -572,7 +589,11 @@ def test_file_without_initialize_is_rewritten_at_o0(tmp_path):
     assert "def backward(loss, optimizer):\n    loss.backward()\n" in code
     assert "apex" not in code
     for flags in ([], ["--opt-level", "O1"], ["--opt-level", "O4"]):
-        assert "not in this file" in migrate(tmp_path, HELPER, *flags, status=1)[1]
+        report = migrate(tmp_path, HELPER, *flags, status=1)[1]
+        assert "not in this file; --opt-level O0 converts it for that level" in report
+    script = HELPER.replace("def save", "    print(scaled_loss)\n\ndef save")
+    report = migrate(tmp_path, script, "--opt-level", "O0", status=1)[1]
+    assert "scaled_loss is used outside of amp.scale_loss" in report
 
 
 CASTS = """

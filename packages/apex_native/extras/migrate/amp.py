@@ -212,17 +212,16 @@ class Analysis(Optimizers):
         parent = self.parent(node)
         if isinstance(parent, (cst.Arg, cst.Assign, cst.DictElement, cst.Element, cst.Return)):
             self.values.add(node.value if isinstance(node, cst.Name) else node.attr.value)
-        is_test = (
-            isinstance(parent, (*NAMES, *TESTS))
-            or isinstance(parent, cst.IfExp)
-            and parent.test is node
-        )
+        is_test = isinstance(parent, TESTS) or isinstance(parent, cst.IfExp) and parent.test is node
         names = self.get_metadata(QualifiedNameProvider, node, set())
         is_called = isinstance(parent, cst.Call) and parent.func is node
         is_clip = any(re.match(r"torch\.nn\.utils\..*clip_grad", each.name) for each in names)
         self.has_value |= is_clip and not is_called and not isinstance(parent, NAMES)
-        if self.name(node) in ("apex", "apex.amp") and not is_test:
-            self.usage.reasons.append("amp is passed as a value, to what may call it")
+        name = self.name(node)
+        is_value = not (is_test or is_called or isinstance(parent, (*NAMES, cst.Decorator)))
+        if is_value and re.match(r"apex($|\.amp\b(?!\._amp_state))", name):
+            what = name.removeprefix("apex.")
+            self.usage.reasons.append(f"{what} is passed as a value, to what may call it")
 
     def _set_scale(self, node: cst.Attribute) -> None:
         """Accept a statement that sets the loss scale to a constant."""
@@ -315,12 +314,14 @@ class Analysis(Optimizers):
         """Check what takes knowledge of the whole module."""
         usage = self.usage
         self.jumps = matchers.findall(original_node, JUMPS)
+        self._check_aliases()
         if not self.starts and self.level == "O0":
             usage.level = "O0"  # stated, and nothing else matters: all of amp is removed
             return
-        self._check_aliases()
         if not self.starts:
-            usage.reasons.append("amp.initialize is not in this file")
+            usage.reasons.append(
+                "amp.initialize is not in this file; --opt-level O0 converts it for that level"
+            )
         if usage.level != "O0":
             usage.reasons += [f"amp.{name} has no equivalent here" for name in self.registered]
         if usage.reasons:
@@ -334,6 +335,8 @@ class Analysis(Optimizers):
         test = test or self.enabled
         usage.condition = as_bool(test, self.flags) if test else ""
         self._check_reached()
+        if usage.has_autocast and not usage.losses:
+            usage.reasons.append("amp.scale_loss is not in this file")
         forward = Forward(set().union(*self.prepared(0)), {loss.optimizer for loss in usage.losses})
         original_node.visit(forward)
         for loss in usage.losses:

@@ -31,8 +31,6 @@ class Optimizers(Order):
             names = (f"scaler{suffix}", f"grad_scaler{suffix}")
             free = [each for each in names if each not in usage.scalers.values()]
             usage.scalers[optimizer] = new_name(module, free)
-        if not optimizers:
-            usage.reasons.append("amp.scale_loss is not in this file")
         if not all(usage.scalers.values()):
             usage.reasons.append("the script has variables called scaler and grad_scaler")
         if len(optimizers) > 1 and self.states:
