@@ -136,6 +136,14 @@ def main():
 """
 
 
+def test_main_guard_is_no_condition(tmp_path):
+    script = CHOOSES_GPU.replace("def main():", 'if __name__ == "__main__":')
+    code, _ = migrate(tmp_path, START + script)
+    assert '    scaler = torch.amp.GradScaler("cuda")\n    train(model' in code
+    both = script.replace(' == "__main__":', ' == "__main__" and amp_is_wanted:')
+    assert "enabled=" in migrate(tmp_path, START + both)[0]
+
+
 def test_scaler_is_created_where_amp_is_initialized(tmp_path):
     """It initializes CUDA, after which a script can no longer choose its GPU."""
     code, _ = migrate(tmp_path, START + CHOOSES_GPU)
@@ -262,6 +270,17 @@ LEFT = [
             "amp.master_params": "clip = partial(clip_grad_norm_, amp.master_params)",
             "amp.__dict__": "has_state = 'state_dict' in amp.__dict__",
         }.items()
+    ),
+    *(
+        (
+            f"from apex import amp\nm, o = amp.initialize(m, o, opt_level='O0')\n{line}",
+            "has no equivalent here",
+        )
+        for line in (
+            "o._lazy_init_maybe_master_weights()",
+            "is_patched = hasattr(o, '_amp_stash')",
+            "amp._amp_state.verbosity = 0",
+        )
     ),
     (
         "from apex import amp\nwith amp.scale_loss(loss, o) as s:\n    s.backward()",

@@ -365,10 +365,13 @@ LEFT = [
 ]
 
 
-def test_initial_scale_is_kept(tmp_path):
-    code, _ = migrate(tmp_path, START + INVERTED, "--opt-level", "O1")
-    assert 'GradScaler("cuda", init_scale=2**10, enabled=args.fp16)' in code
-    assert "_amp_state" not in code
+@pytest.mark.parametrize("module", ["apex.amp", "apex.amp._amp_state"])
+def test_initial_scale_is_kept(tmp_path, module):
+    script = INVERTED.replace("\n", f"\nfrom {module} import _amp_state\n", 1)
+    for code in (INVERTED, script.replace("amp._amp_state.l", "_amp_state.l")):
+        code, _ = migrate(tmp_path, START + code, "--opt-level", "O1")
+        assert 'GradScaler("cuda", init_scale=2**10, enabled=args.fp16)' in code
+        assert "_amp_state" not in code
 
 
 def test_scaler_is_created_in_the_block_of_all_its_uses(tmp_path):

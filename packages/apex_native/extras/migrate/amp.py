@@ -39,8 +39,14 @@ JUMPS = matchers.OneOf(
     *(each() for each in (matchers.Yield, matchers.Await)),
 )
 # Around the name of amp where it is no value: an import, another value for it, or a test.
-NAMES = (cst.Attribute, cst.ImportAlias, cst.AsName, cst.ImportFrom, cst.AssignTarget, cst.NameItem)
+IMPORTS = (cst.ImportAlias, cst.AsName, cst.ImportFrom, cst.AssignTarget, cst.NameItem)
 TESTS = (cst.Comparison, cst.BooleanOperation, cst.UnaryOperation, cst.If, cst.Assert)
+TESTS += (cst.Decorator,)  # which visit_Decorator finds
+# Attributes of an optimizer that amp has prepared, of which scripts use some.
+STASHED = re.compile(
+    r"_amp_stash|_amp_lazy_init|_lazy_init_maybe_master_weights|_master_params_to_model_params|"
+    r"_(prepare|post)_amp_backward"
+)
 REGISTERED = ("register_float_function", "register_half_function", "register_promote_function")
 # A cast of a model to half or bfloat16, or of tensors.
 HALF = re.compile(r"\.(half|bfloat16)\(|network_to_half\(|\.(to|type)\(.*(float16|half)", re.I)
@@ -130,8 +136,7 @@ class Analysis(Optimizers):
         """Find amp's state, which scripts read and set directly, amp as a value, and gradients."""
         self._check_value(node)
         self.usage.has_allreduce |= node.attr.value in ("disable_allreduce", "enable_allreduce")
-        if self.name(node) == "apex.amp._amp_state":
-            self._set_scale(node)
+        self._check_stashed(node.attr.value)
         parent = self.parent(node)
         is_called = isinstance(parent, cst.Call) and parent.func is node
         if node.attr.value == "step" and not is_called:
@@ -156,9 +161,14 @@ class Analysis(Optimizers):
         ):
             self.usage.probes.add(call)
             self.usage.reasons.append(f"{source(call)} may find no Apex after the conversion")
-        is_getattr = isinstance(call, cst.Call) and "attr" in source(call.func)
-        if is_getattr and node.evaluated_value == "grad":
-            self._add_reader(call, source(call))
+        if isinstance(call, cst.Call) and "attr" in source(call.func):
+            self._check_stashed(text)
+            if text == "grad":
+                self._add_reader(call, source(call))
+
+    def _check_stashed(self, attribute: str) -> None:
+        if STASHED.fullmatch(attribute):
+            self.usage.reasons.append(f"{attribute} has no equivalent here")
 
     def _add_reader(self, node: cst.CSTNode, grad: str) -> None:
         self.readers.append((self.statement(node), grad))
@@ -216,18 +226,20 @@ class Analysis(Optimizers):
         names = self.get_metadata(QualifiedNameProvider, node, set())
         is_called = isinstance(parent, cst.Call) and parent.func is node
         is_clip = any(re.match(r"torch\.nn\.utils\..*clip_grad", each.name) for each in names)
-        self.has_value |= is_clip and not is_called and not isinstance(parent, NAMES)
+        is_value = not is_called and not isinstance(parent, (*IMPORTS, cst.Attribute))
+        self.has_value |= is_clip and is_value
         name = self.name(node)
-        is_value = not (is_test or is_called or isinstance(parent, (*NAMES, cst.Decorator)))
-        if is_value and re.match(r"apex($|\.amp\b(?!\._amp_state))", name):
+        if name.startswith("apex.amp._amp_state") and not isinstance(parent, IMPORTS):
+            self._set_scale(node)
+        elif is_value and not is_test and re.match(r"apex($|\.amp\b)", name):
             what = name.removeprefix("apex.")
             self.usage.reasons.append(f"{what} is passed as a value, to what may call it")
 
-    def _set_scale(self, node: cst.Attribute) -> None:
+    def _set_scale(self, node: cst.CSTNode) -> None:
         """Accept a statement that sets the loss scale to a constant."""
         statement = self.statement(node)
         code = re.fullmatch(r".*\.loss_scalers\[0\]\._loss_scale = (\d[\d*. ]*)", _line(statement))
-        if code:
+        if code and self.usage.init_scale_statement in (None, statement):
             self.usage.init_scale, self.usage.init_scale_statement = code[1], statement
         else:
             self.usage.reasons.append("amp._amp_state has no equivalent here")
@@ -330,9 +342,6 @@ class Analysis(Optimizers):
         self._check_initial_scale()
         for other in self.starts[1:]:
             self._check_repeated(other)
-        if self.enabled and test:
-            usage.reasons.append("amp.initialize is conditional, and has an argument enabled")
-        test = test or self.enabled
         usage.condition = as_bool(test, self.flags) if test else ""
         self._check_reached()
         if usage.has_autocast and not usage.losses:
@@ -363,7 +372,7 @@ class Analysis(Optimizers):
                 self.usage.reasons.append(f"{name.value} is used outside of amp.scale_loss")
 
     def _condition(self, node: cst.Call) -> cst.BaseExpression | None:
-        """Return the condition of ``amp.initialize`` which its uses do not share."""
+        """Return the condition of ``amp.initialize`` which its uses do not share, or None."""
         parent = self.parent(node)
         if not isinstance(parent, (cst.Assign, cst.Expr)):
             self.usage.reasons.append("amp.initialize is part of an expression")
@@ -375,7 +384,7 @@ class Analysis(Optimizers):
         for each, holds in self.conditions(node):
             shared = all(each in self.parents(loss.statement) for loss in self.usage.losses)
             test = self.simplified(each.test)
-            if (shared and self.usage.losses) or "__name__" in source(each.test):
+            if shared and self.usage.losses:
                 continue
             if not holds or test is False or isinstance(self.parent(each), cst.If):
                 self.usage.reasons.append("amp.initialize is in an else or an elif")
@@ -384,7 +393,9 @@ class Analysis(Optimizers):
                 self.usage.start = each
         if len(found) > 1:
             self.usage.reasons.append("amp.initialize has more than one condition")
-        return found[0] if found else None
+        if found and self.enabled:
+            self.usage.reasons.append("amp.initialize is conditional, and has an argument enabled")
+        return found[0] if found else self.enabled
 
     def _check_repeated(self, node: cst.Call) -> None:
         """Require that another ``amp.initialize`` follows the first one."""
@@ -414,8 +425,7 @@ class Analysis(Optimizers):
         if any(first < one < line for one in returns):
             self.usage.reasons.append("a return is in front of amp.initialize")
         for name, call in self.calls:
-            tests = [source(each.test) for each, _ in self.conditions(call)]
-            if name == here.name.value and any("__name__" not in test for test in tests):
+            if name == here.name.value and any(self.conditions(call)):
                 self.usage.reasons.append(f"{name}, which initializes amp, is called conditionally")
 
     def _add_autocast(self, loss: Loss, forward: Forward) -> None:

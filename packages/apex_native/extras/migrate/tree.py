@@ -4,11 +4,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import libcst as cst
+from libcst import matchers
 from libcst.metadata import ParentNodeProvider, PositionProvider, QualifiedNameProvider
 
 STATEMENTS = (cst.SimpleStatementLine, cst.BaseCompoundStatement)
 BLOCKS = (cst.IndentedBlock, cst.Module)
 LOOPS = (cst.For, cst.While)
+IS_MAIN = matchers.Comparison(left=matchers.Name("__name__"))
 
 
 class Tree(cst.CSTVisitor):
@@ -64,8 +66,11 @@ class Tree(cst.CSTVisitor):
             node = parent
 
     def conditions(self, node: cst.CSTNode) -> Iterator[tuple[cst.If, bool]]:
-        """Yield the ifs around `node`, and whether it is in the branch where the test holds."""
+        """Yield the ifs around `node`, and whether it is in the branch where the test holds.
+
+        Except ``if __name__ == "__main__"``, which always holds.
+        """
         for parent in self.parents(node):
-            if isinstance(parent, cst.If):
+            if isinstance(parent, cst.If) and not matchers.matches(parent.test, IS_MAIN):
                 yield parent, node is parent.body
             node = parent
