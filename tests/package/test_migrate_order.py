@@ -62,6 +62,7 @@ IN_TURN = """\
     update(second)
 """
 NOT_ZEROED = "gradients may not be zeroed between one optimizer.step() and the next"
+NO_CONDITION = "optimizer.step() lacks the condition of its backward pass"
 SEVERAL = "opt may be several optimizers"
 LEFT = {
     "functions": (
@@ -181,7 +182,7 @@ LEFT = {
         + "    loss = model(x).square().mean()\n    if loss > 0:\n"
         + "        with amp.scale_loss(loss, optimizer) as scaled_loss:\n"
         + f"            scaled_loss.backward()\n{STEP}",
-        "optimizer.step() lacks the condition of its backward pass",
+        NO_CONDITION,
     ),
     "condition with a comment": (
         LOOP
@@ -189,11 +190,11 @@ LEFT = {
         + "        with amp.scale_loss(loss, optimizer) as scaled_loss:\n"
         + "            scaled_loss.backward()\n"
         + f"    else:\n        pass  # no backward pass\n{STEP}",
-        "optimizer.step() lacks the condition of its backward pass",
+        NO_CONDITION,
     ),
     "conditional call": (
         f"{BACK}{LOOP}    if n:\n        backward()\n{STEP}",
-        "optimizer.step() lacks the condition of its backward pass",
+        NO_CONDITION,
     ),
     "repeated step": (
         f"{LOOP}{BACKWARD}    for _ in range(2):\n        optimizer.step()\n",
@@ -340,7 +341,44 @@ LEFT = {
         f"{LOOP}    try:\n"
         + "".join(f"    {line}\n" for line in BACKWARD.splitlines())
         + f"    except RuntimeError:\n        print(n)\n{STEP}",
-        "optimizer.step() lacks the condition of its backward pass",
+        NO_CONDITION,
+    ),
+    **{
+        f"{jump} in front of the losses of a step": (
+            f"{LOOP}    for _ in range(2):\n        if n == 3:\n            {jump}\n"
+            + indent(BACKWARD, "    ")
+            + STEP,
+            NO_CONDITION,
+        )
+        for jump in ("continue", "break")
+    },
+    "return in front of the loss of a helper": (
+        HELPERS.replace("():", "():\n    if x.any():\n        return", 1)
+        + f"{LOOP}    backward()\n    update()\n",
+        NO_CONDITION,
+    ),
+    "case of a match": (
+        f"{LOOP}    match n % 2:\n        case 0:\n{indent(BACKWARD, '        ')}{STEP}",
+        NO_CONDITION,
+    ),
+    "step in finally": (
+        f"{LOOP}    try:\n        if n == 3:\n            continue\n{indent(BACKWARD, '    ')}"
+        + f"    finally:\n{indent(STEP, '    ')}",
+        NO_CONDITION,
+    ),
+    "gradients that a helper drops": (
+        f"def backward():\n{BACKWARD}    if loss > 9:\n        optimizer.zero_grad()\n\n"
+        + f"{LOOP}    backward()\n{STEP}",
+        "gradients may be zeroed before optimizer.step()",
+    ),
+    "decorator that may catch an exception": (
+        f"@retry(2)\ndef train(n):\n{BACKWARD}{CLIP}{STEP}\n{LOOP}    train(n)\n",
+        "an exception may be caught",
+    ),
+    "context manager that catches an exception": (
+        "class Safe:\n    def __exit__(self, *error):\n        return True\n\n"
+        + f"{LOOP}    with Safe():\n{indent(BACKWARD + CLIP + STEP, '    ')}",
+        "an exception may be caught",
     ),
 }
 CONVERTED = {
@@ -431,6 +469,10 @@ CONVERTED = {
     + f"    noise(loss.item())\n{STEP}",
     "builder of another file": f"noise(model.parameters())\n{HELPERS}{LOOP}    backward()\n"
     + "    update()\n",
+    "decorator that catches nothing": "@hydra.main(config_path='conf')\ndef main(config):\n"
+    + indent(f"{LOOP}{BACKWARD}{CLIP}{STEP}\n", "    ")
+    + "for _ in range(2):\n    main()\n",
+    "jump to the next step": f"{LOOP}    if x.sum() > 99:\n        continue\n{BACKWARD}{STEP}",
 }
 
 

@@ -12,6 +12,7 @@ from libcst.metadata import QualifiedNameProvider
 
 from .calls import split
 from .forward import Forward
+from .gradients import decorators
 from .optimizers import Optimizers
 from .order import negated
 from .places import (
@@ -191,6 +192,10 @@ class Analysis(Optimizers):
 
     def visit_FunctionDef(self, node: cst.FunctionDef) -> None:
         self.defined.add(node.name.value)
+        if "contextmanager" in "".join(decorators(node)) and "except" in source(node):
+            self.suppressing.add(node.name.value)
+        if node.name.value == "__exit__" and re.search(r"return (?!None|False)", source(node)):
+            self.suppressing.add(getattr(self.owner(node), "name", node.name).value)
 
     def visit_ClassDef(self, node: cst.ClassDef) -> None:
         bases = [names_in(base) for base in node.bases]

@@ -30,6 +30,7 @@ CHANGING = re.compile(r"clip|grad(?!\w*penalty)", re.IGNORECASE)
 COUNT = re.compile(r".*\.numel\(\)$|(\w+\.)?sum\(.*\.numel\(\)", re.DOTALL)
 NORM = re.compile(r"(^|\.)clip_grad_norm_?$")  # a function that returns the norm
 CLASS = re.compile(r"(^|\.)[A-Z]\w*$")
+BRANCHES = (cst.MatchCase, cst.ExceptHandler, cst.ExceptStarHandler)
 SCHEDULE = re.compile(
     r"LR|Lr[A-Z]|(^|\W|_)lr|[Ll]earning_?[Rr]ate|[Ss]ched|[Ww]arm|[Aa]nneal|[Cc]ycl"
 )
@@ -41,9 +42,10 @@ def function_name(function: cst.CSTNode) -> str:
     return function.name.value if isinstance(function, cst.FunctionDef) else ""
 
 
-def _is_property(function: cst.CSTNode) -> bool:
-    decorators = function.decorators if isinstance(function, cst.FunctionDef) else ()
-    return any("property" in source(each) for each in decorators)
+def decorators(function: cst.CSTNode) -> list[str]:
+    """Return the source code of the decorators of a function."""
+    found = function.decorators if isinstance(function, cst.FunctionDef) else ()
+    return [source(each.decorator) for each in found]
 
 
 class _Numbers(cst.CSTTransformer):
@@ -80,6 +82,7 @@ class Gradients(Tree):
         self.values: set[str] = set()  # names that are passed on or assigned
         self.defined: set[str] = set()  # functions of this file
         self.classes: dict[str, set[str]] = {}  # of this file, and names in their bases
+        self.suppressing = {"suppress"}  # context managers that may catch an exception
         self.models: set[str] = set()
         self.assigned: list[tuple[cst.BaseExpression, cst.BaseExpression]] = []  # target, value
         self.loop_names: set[str] = set()  # targets of for loops
@@ -96,8 +99,12 @@ class Gradients(Tree):
         return simplify(test, lambda node: self.usage.is_available(node, self.name(node)))
 
     def tests(self, node: cst.CSTNode) -> set[tuple[str, bool]]:
-        """Return the tests of the ifs around `node`, and whether they hold there."""
-        return {
+        """Return the tests of the ifs around `node`, and whether they hold there.
+
+        And the other branches around it, by their lines.
+        """
+        branches = (each for each in self.parents(node) if isinstance(each, BRANCHES))
+        return {(f"line {self.line(each)}", True) for each in branches} | {
             (source(each.test), holds)
             for each, holds in self.conditions(node)
             if not isinstance(self.simplified(each.test), bool)
@@ -364,8 +371,8 @@ class Gradients(Tree):
         generators = {self.function(each) for each in pauses}
         for name, helper in found.items():
             is_called = any(called == name for called, _ in self.calls)
-            is_passed = name in self.values or NAMELESS.fullmatch(name) or _is_property(helper)
-            is_passed = is_passed or helper in generators
+            is_passed = name in self.values or NAMELESS.fullmatch(name) or helper in generators
+            is_passed = is_passed or any("property" in each for each in decorators(helper))
             if is_passed or not is_called and isinstance(helper, cst.FunctionDef):
                 yield name, helper
         names = set(found)
@@ -382,7 +389,8 @@ class Gradients(Tree):
     def are_branches(self, one: cst.CSTNode, other: cst.CSTNode) -> bool:
         """Return whether two nodes of a function are in different branches of a condition."""
         around = set(self.parents(other))
-        return isinstance(next(each for each in self.parents(one) if each in around), cst.If)
+        common = next(each for each in self.parents(one) if each in around)
+        return isinstance(common, (cst.If, cst.Match))
 
     def _exclude(self, one: cst.Call, other: cst.Call, optimizer: str) -> bool:
         """Return whether two steps never follow the same backward pass."""

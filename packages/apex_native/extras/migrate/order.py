@@ -5,13 +5,19 @@ from itertools import combinations, product
 
 import libcst as cst
 
-from .gradients import Gradients, function_name
-from .places import as_bool, is_own, plain_source, source
+from .gradients import Gradients, decorators, function_name
+from .places import as_bool, is_own, names_in, plain_source, source
 from .tree import LOOPS
 from .usage import Loss
 
 NO_STEP = "step() may not follow after gradients are clipped"
 ENDS = re.compile(r"^raise\b|exit\(")  # the last statement of a handler that ends the script
+# Decorators that catch no exceptions, or of functions that run once.
+DECORATORS = re.compile(
+    r"(^|\.)(property|setter|(static|class)method|overrides?|wraps|\w*(grad|mode|profile|main|command"
+    r"|option|argument|compile|script|record|jit|configurable|rank_zero_only))(\(.*\))?$",
+    re.DOTALL,
+)
 LEAVES = re.compile(r"^(raise|continue|break|return)\b|exit\(")
 
 
@@ -97,21 +103,33 @@ class Order(Gradients):
 
         Gradients that are already unscaled may be zeroed.
         """
-        here, end = self.function(step), self.line(step)
-        losses = [one.statement for one in self.losses_of(optimizer)]
-        unscaled = self._unscaled_for(optimizer)
-        for start, (owner, reset) in product(losses, self.resets):
-            line = self.line(reset)
-            is_between = self.function(start) is self.function(reset) is here
-            is_other = owner in {*self.usage.scalers} - {optimizer}
-            if is_other or not (is_between and self.line(start) < line < end):
-                continue
-            leaves = [block.body[-1] for block, _ in self.levels(self.statement(reset))][:1]
-            is_left = any(LEAVES.search(plain_source(last)) for last in leaves)
-            is_safe = any(self.line(start) < self.line(each) <= line for each in unscaled)
-            if not (is_left or is_safe or self.are_branches(reset, step)):
-                return True
-        return False
+        others = {*self.usage.scalers} - {optimizer}
+        return any(
+            self._is_between(place, optimizer, step)
+            for owner, reset in self.resets
+            if owner not in others
+            for place in (reset, *self.beside(step, [reset]))
+        )
+
+    def _is_between(self, reset: cst.CSTNode, optimizer: str, step: cst.Call) -> bool:
+        """Return whether a reset is between a backward pass and the step, which runs then.
+
+        The step may be in the same function, in one that it calls, or in its caller.
+        """
+        line = self.line(reset)
+        losses = self.beside(reset, [one.statement for one in self.losses_of(optimizer)])
+        starts = [self.line(one) for one in losses if self.line(one) < line]
+        steps = self.beside(reset, [step])
+        after = [one for one in steps if line < self.line(one)]
+        if not starts or (steps and all(self.are_branches(reset, one) for one in after)):
+            return False
+        last = next(block.body[-1] for block, _ in self.levels(self.statement(reset)))
+        leaves = LEAVES if steps else ENDS
+        return not leaves.search(plain_source(last)) and not any(
+            max(starts) < self.line(each) <= line
+            for each in self._unscaled_for(optimizer)
+            if self.function(each) is self.function(reset)
+        )
 
     def _is_zeroed(self, optimizer: str, step: cst.Call) -> bool:
         """Return whether gradients are zeroed, as it seems, as often as an optimizer is stepped.
@@ -174,7 +192,7 @@ class Order(Gradients):
 
     def _may_be_skipped(self, place: cst.CSTNode, step: cst.Call) -> bool:
         """Return whether a backward pass has a condition, or may be left, where the step runs."""
-        if {*self.catching(place, LEAVES)} - {*self.parents(step)}:
+        if {*self.catching(place, LEAVES)} - {*self.parents(step)} or self._is_passed(place, step):
             return True
         known = {test for each, holds in self.conditions(step) for test in parts(each.test, holds)}
         for each, holds in self.conditions(place):
@@ -185,6 +203,35 @@ class Order(Gradients):
             if other is None or "backward" not in plain_source(other):
                 return True
         return False
+
+    def _is_passed(self, place: cst.CSTNode, step: cst.Call) -> bool:
+        """Return whether a step may follow without a backward pass, which is not in an ``if``.
+
+        After a jump in front of it, as the next case of a match, or in ``finally``.
+        """
+        steps = self.beside(place, [step]) or [step]
+        around = {each for one in steps for each in self.parents(one)}
+        inner = {*self.parents(place)} - around
+        is_case = any(isinstance(each, cst.MatchCase) for each in inner)
+        final = [self.parent(each) for each in around if isinstance(each, cst.Finally)]
+        return (
+            is_case
+            or any(getattr(each, "body", None) in inner for each in final)
+            or any(
+                self._leaves(jump) in inner and self.line(jump) < self.line(place)
+                for jump in self.jumps
+            )
+        )
+
+    def _leaves(self, jump: cst.CSTNode) -> cst.CSTNode | None:
+        """Return the loop or function that a jump without a backward pass in front leaves."""
+        for each, holds in self.conditions(jump):
+            branch = each.body if holds else each.orelse
+            if branch and "backward" in plain_source(branch):
+                return None
+        if isinstance(jump, (cst.Break, cst.Continue)):
+            return self.loop(jump)
+        return self.function(jump) if isinstance(jump, cst.Return) else None
 
     def _check_loop(self, optimizer: str, losses: list[Loss], step: cst.Call) -> None:
         """Require one step for each backward pass."""
@@ -221,6 +268,7 @@ class Order(Gradients):
                     return True
             here = self.function(call)
             name = function_name(here)
+            is_caught |= not all(DECORATORS.search(each) for each in decorators(here))
             is_method = self.owner(here) is not here
             callers = [
                 other
@@ -245,5 +293,5 @@ class Order(Gradients):
             and each.body in path
             and not all(leaving.search(plain_source(one.body.body[-1])) for one in each.handlers)
             or isinstance(each, cst.With)
-            and "suppress" in source(each.items[0])
+            and any(self.suppressing & names_in(one.item) for one in each.items)
         ]
