@@ -438,3 +438,32 @@ def test_option_of_the_name_of_the_flag_for_an_import_is_kept(tmp_path, old, new
 def test_flag_for_an_import_alone_is_no_condition(tmp_path, first):
     code, _ = migrate(tmp_path, START + first + FLAG, "--opt-level", "O1")
     assert 'GradScaler("cuda")' in code
+
+
+def test_gradients_are_unscaled_for_clipping_after_a_branch_without_amp(tmp_path):
+    backward, clip = (
+        "            loss.backward()\n",
+        "nn.utils.clip_grad_norm_(model.parameters(), 1)\n",
+    )
+    script = FLAG.replace(backward, f"{backward}            {clip}        {clip}")
+    script = script.replace("def train", "use_amp &= args.fp16\ndef train")
+    code, _ = migrate(tmp_path, START + script, "--opt-level", "O1")
+    assert f"        scaler.unscale_(optimizer)\n        {clip}" in code
+    assert code.count("unscale_") == 1
+
+
+def test_branch_with_a_scaler_of_its_own_is_kept(tmp_path):
+    clip = "            nn.utils.clip_grad_norm_(model.parameters(), 1)\n"
+    step = f"{clip}            optimizer.step()\n"
+    native = (
+        "        elif args.native:\n            mine.scale(loss).backward()\n"
+        "            mine.unscale_(optimizer)\n"
+    )
+    native += f"{clip}            mine.step(optimizer)\n        else:\n"
+    script = FLAG.replace("        optimizer.step()\n", "").replace(
+        "        else:\n", f"{step}{native}"
+    )
+    script = script.replace("            loss.backward()\n", f"            loss.backward()\n{step}")
+    script = script.replace("def train", "use_amp &= args.fp16\ndef train")
+    code, _ = migrate(tmp_path, START + script, "--opt-level", "O1")
+    assert "scaler.unscale_(optimizer)\n" + clip in code and native in code

@@ -539,6 +539,21 @@ def test_scalers_of_a_name_and_an_attribute_are_two(tmp_path):
     assert len(set(names)) == 2
 
 
+@pytest.mark.parametrize("second", ["if", "elif"])
+def test_gradients_are_unscaled_in_front_of_conditions_of_clipping(tmp_path, second):
+    clips = f"    if n % 2:\n    {CLIP}    {second} n % 3:\n    {CLIP}"
+    script = f"{LOOP}    with torch.enable_grad():\n{indent(BACKWARD + clips, '    ')}{STEP}"
+    code, _ = migrate(tmp_path, START + script)
+    assert "        scaler.unscale_(optimizer)\n        if n % 2:\n" in code
+    assert code.count("unscale_") == 1
+
+
+def test_clipping_of_gradients_that_one_branch_unscales_is_left(tmp_path):
+    one, other = indent(BACKWARD, "    "), indent(BACKWARD + CLIP, "    ")
+    script = f"{START}{LOOP}    if n % 2:\n{one}    else:\n{other}{CLIP}{STEP}"
+    assert "in another block than step()" in migrate(tmp_path, script, status=1)[1]
+
+
 def test_gradients_of_a_helper_are_unscaled_after_its_call(tmp_path):
     helper = f"def backward():\n{OTHER_BACKWARD}\n"
     clip = CLIP.replace("model", "other")

@@ -9,7 +9,7 @@ import libcst as cst
 from libcst.metadata import PositionProvider, QualifiedNameProvider
 
 from .places import ADDING, apex_name, is_own, names_in, plain_source, simplify, source
-from .tree import LOOPS, Tree
+from .tree import Tree
 from .usage import Loss, Usage
 
 # In the name of a class whose ``step`` GradScaler calls.
@@ -30,6 +30,7 @@ CHANGING = re.compile(r"clip|grad(?!\w*penalty)", re.IGNORECASE)
 COUNT = re.compile(r".*\.numel\(\)$|(\w+\.)?sum\(.*\.numel\(\)", re.DOTALL)
 NORM = re.compile(r"(^|\.)clip_grad_norm_?$")  # a function that returns the norm
 CLASS = re.compile(r"(^|\.)[A-Z]\w*$")
+OTHER_BLOCK = "gradients are clipped in another block than step()"
 BRANCHES = (cst.MatchCase, cst.ExceptHandler, cst.ExceptStarHandler)
 SCHEDULE = re.compile(
     r"LR|Lr[A-Z]|(^|\W|_)lr|[Ll]earning_?[Rr]ate|[Ss]ched|[Ww]arm|[Aa]nneal|[Cc]ycl"
@@ -156,7 +157,7 @@ class Gradients(Tree):
             if grad:
                 self.usage.reasons.append(f"{grad} is read, which GradScaler keeps scaled")
             elif statement not in covered or self._is_clipped_scaled(statement):
-                self.usage.reasons.append("gradients are clipped in another block than step()")
+                self.usage.reasons.append(OTHER_BLOCK)
         self._check_helpers(covered)
         self._check_imported()
         self._check_unscaled(is_pending)
@@ -401,12 +402,14 @@ class Gradients(Tree):
         return self.are_branches(one, other)
 
     def _follows(self, statement: cst.CSTNode, loss: Loss) -> bool:
-        """Return whether a statement comes after a backward pass in the same function."""
+        """Return whether a statement comes after a backward pass in the same function.
+
+        And not in another branch.
+        """
         if self.function(statement) is not self.function(loss.statement):
             return False
-        return bool(
-            self.line(statement) > self.get_metadata(PositionProvider, loss.statement).end.line
-        )
+        end = self.get_metadata(PositionProvider, loss.statement).end.line
+        return self.line(statement) > end and not self.are_branches(statement, loss.statement)
 
     def _place_unscale(self, optimizer: str, step: cst.Call) -> set[cst.CSTNode]:
         """Unscale before gradients are read, and return the statements that read them."""
@@ -421,25 +424,38 @@ class Gradients(Tree):
             if grad or index is None or self.function(statement) is not self.function(step):
                 continue
             covered.add(statement)
-            inside = [each for each in losses if block.body[index] in self.parents(each.statement)]
-            before = block.body[: index + 1]
-            if index > end or optimizer in self._unscaled(before):
-                continue
+            before = [each for each in here if self._follows(statement, each)]
             is_after = any(self.line(one) < self.line(statement) for one in calls) and not here
-            if calls and not (is_after or any(self._follows(statement, each) for each in here)):
+            if index > end or (calls and not (is_after or before)):
                 continue
-            around_step = set(self.parents(step))
-            loops = [each for each in around if isinstance(each, LOOPS)]
-            if inside and not around_step.issuperset(loops):
-                self.usage.reasons.append("gradients are clipped in a loop without step()")
-            place = statement if inside else block.body[index]
+            done = self._unscaled(optimizer, statement, before)
+            if done:
+                if not all(done):
+                    self.usage.reasons.append(OTHER_BLOCK)
+                continue
+            place = block.body[index]
+            if any(place in self.parents(each.statement) for each in before):
+                if not {*self.loops(statement)} <= {*self.parents(step)}:
+                    self.usage.reasons.append("gradients are clipped in a loop without step()")
+                blocks = {*self.parents(before[-1].statement)}
+                path = [statement, *self.parents(statement)]
+                place = next(each for each in path if self.parent(each) in blocks)
             self.usage.unscale.setdefault(place, []).append(optimizer)
         return covered
 
-    def _unscaled(self, lines: Any) -> set[str]:
-        """Return the optimizers whose gradients these statements already unscale."""
-        found = set()
-        for statement, optimizers in self.usage.unscale.items():
-            if {statement, *self.parents(statement)} & set(lines):
-                found.update(optimizers)
-        return found
+    def _unscaled(self, optimizer: str, reader: cst.CSTNode, losses: list[Loss]) -> list[bool]:
+        """Return whether gradients of each loss are already unscaled at a reader, [] if none are.
+
+        Where there are no losses, since they are in other functions, return whether any are.
+        """
+        places = [
+            each
+            for each, owners in self.usage.unscale.items()
+            if optimizer in owners and self.function(each) is self.function(reader)
+        ]
+        found = [] if losses else [any(self.line(each) <= self.line(reader) for each in places)]
+        for loss in losses:
+            around = {*self.parents(loss.statement), *self.parents(reader)}
+            lines = [self.line(each) for each in places if self.parent(each) in around]
+            found.append(any(self.line(loss.statement) < n <= self.line(reader) for n in lines))
+        return found if any(found) else []
