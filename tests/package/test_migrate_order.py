@@ -380,6 +380,19 @@ LEFT = {
         + f"{LOOP}    with Safe():\n{indent(BACKWARD + CLIP + STEP, '    ')}",
         "an exception may be caught",
     ),
+    "loss of a helper after gradients are clipped": (
+        f"{BACK}{LOOP}{BACKWARD}{CLIP}    backward()\n{STEP}",
+        BETWEEN,
+    ),
+    "clipping in front of the losses of a step": (
+        f"{LOOP}    for _ in range(2):\n{indent(CLIP + BACKWARD, '    ')}{STEP}",
+        "gradients are clipped in another block than step()",
+    ),
+    "jump between a step and its zero_grad": (
+        f"{LOOP}{BACKWARD}    optimizer.step()\n{SKIP.replace('JUMP', 'continue')}"
+        + "    optimizer.zero_grad()\n",
+        NOT_ZEROED,
+    ),
 }
 CONVERTED = {
     "break of another loop": f"{LOOP}{BACKWARD}{CLIP}    for _ in x:\n        break\n{STEP}",
@@ -530,6 +543,25 @@ def test_objects_of_a_class_have_scalers_of_their_own(tmp_path):
     assert '\n        self.scaler_optimizer_G = torch.amp.GradScaler("cuda")\n' in code
     assert "        self.scaler_optimizer_G.step(self.optimizer_G)\n" in code
     assert "global" not in code
+
+
+def test_objects_of_a_factory_would_share_a_scaler(tmp_path):
+    """Their steps are in a lambda, which runs after another object is made."""
+    script = f"""{START.partition("model = ")[0]}
+def make():
+    optimizer = SGD()
+    amp.initialize(model, optimizer)
+    return lambda: step(optimizer)
+
+def step(optimizer):
+{BACKWARD}    if x.any():
+        optimizer.step()
+        optimizer.zero_grad()
+
+one, two = make(), make()
+"""
+    report = migrate(tmp_path, script, status=1)[1]
+    assert "optimizer may be several optimizers" in report
 
 
 def test_scalers_of_a_name_and_an_attribute_are_two(tmp_path):

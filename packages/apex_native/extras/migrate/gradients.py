@@ -150,13 +150,17 @@ class Gradients(Tree):
                 "a lambda or a function that is passed on reads gradients, which GradScaler scales"
             )
         for statement, grad in self.readers:
-            follows = any(self._follows(statement, loss) for loss in self.usage.losses)
+            losses = self.usage.losses
+            is_repeated = any(self._is_repeated(statement, loss) for loss in losses)
             is_between = is_pending and not self._is_of_optimizer(statement)
-            if not follows and not is_between:
+            if not any(
+                is_repeated or is_between or self._follows(statement, one) for one in losses
+            ):
                 continue
+            is_scaled = is_repeated or self._is_clipped_scaled(statement)
             if grad:
                 self.usage.reasons.append(f"{grad} is read, which GradScaler keeps scaled")
-            elif statement not in covered or self._is_clipped_scaled(statement):
+            elif statement not in covered or is_scaled:
                 self.usage.reasons.append(OTHER_BLOCK)
         self._check_helpers(covered)
         self._check_imported()
@@ -410,6 +414,12 @@ class Gradients(Tree):
             return False
         end = self.get_metadata(PositionProvider, loss.statement).end.line
         return self.line(statement) > end and not self.are_branches(statement, loss.statement)
+
+    def _is_repeated(self, statement: cst.CSTNode, loss: Loss) -> bool:
+        """Return whether a loop repeats a statement and a backward pass, but not the step."""
+        steps = self.beside(loss.statement, self.steps_of(loss.optimizer))
+        loops = {*self.loops(statement)} & {*self.loops(loss.statement)}
+        return not all(any(loop in self.parents(step) for step in steps) for loop in loops)
 
     def _place_unscale(self, optimizer: str, step: cst.Call) -> set[cst.CSTNode]:
         """Unscale before gradients are read, and return the statements that read them."""

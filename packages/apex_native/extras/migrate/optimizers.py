@@ -15,6 +15,7 @@ from .unpacking import models_and_optimizers
 OTHERS = re.compile(
     r"^(self|super\(\)|(?!.*opt).*(prof|time|ema|log|meter|progress|bar|env).*)$", re.IGNORECASE
 )
+LATER = (cst.Lambda, cst.GeneratorExp)  # what is in it may run after the function
 REPEATING = (*LOOPS, cst.BaseComp, cst.Lambda)
 
 
@@ -54,8 +55,12 @@ class Optimizers(Order):
         found, size = {function_name(function)}, 0
         while size != len(found):
             size = len(found)
-            calls = [(name, function_name(self.function(call))) for name, call in self.calls]
-            found |= {name for name, caller in calls if caller in found}
+            found |= {
+                name
+                for name, call in self.calls
+                if function_name(self.function(call)) in found
+                and not any(isinstance(each, LATER) for each in self.parents(call))
+            }
         return found
 
     def prepared(self, index: int) -> tuple[set[str], set[str]]:

@@ -146,6 +146,11 @@ class Order(Gradients):
             if owner == optimizer or owner not in self.usage.scalers:
                 is_rare = is_often and not self.tests(reset) <= known
                 is_here = self.function(reset) in functions
+                is_rare |= any(
+                    self._leaves(jump) in self.parents(reset)
+                    and self.line(step) < self.line(jump) < self.line(reset)
+                    for jump in self.jumps
+                )
                 if not is_here or loops <= {*self.parents(reset)} and not is_rare:
                     return True
         return False
@@ -242,13 +247,14 @@ class Order(Gradients):
 
     def _check_unscaled_until(self, losses: list[Loss], start: cst.CSTNode, step: cst.Call) -> None:
         """Require that nothing but the step follows after gradients are unscaled."""
-        for node in [*self.jumps, *(loss.statement for loss in losses)]:
+        others = self.beside(start, [loss.statement for loss in losses])
+        for node in [*self.jumps, *others]:
             is_here = self.function(node) is self.function(start) is self.function(step)
             if not is_here or not self.line(start) < self.line(node) < self.line(step):
                 continue
             if self.are_branches(start, step):
                 continue
-            if isinstance(node, cst.With):
+            if node in others:
                 self.usage.reasons.append("gradients are clipped between two backward passes")
             elif not isinstance(node, (cst.Break, cst.Continue)) or (
                 self.loop(node) in {*self.parents(step)}
