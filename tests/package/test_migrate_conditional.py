@@ -306,6 +306,15 @@ def test_second_name_for_the_scaler(tmp_path):
 
 LEFT = [
     (NONE, "has_apex = True", 'has_apex = find("apex.amp")', "this may find no Apex"),
+    *(
+        (NONE, "has_apex = True", f"has_apex = {question}", "this may find no Apex")
+        for question in (
+            '"apex" in sys.modules',
+            '"amp" in globals()',
+            'any(name == "apex" for name in sys.modules)',
+            'hasattr(sys.modules[__name__], "amp")',
+        )
+    ),
     (ENABLED, "for step in", "print(amp)\ncall(amp)\nfor step in", "amp is passed as a value"),
     (ENABLED, "for step in", "f(amp if x else None)\nfor step in", "amp is passed as a value"),
     (ENABLED, "for step in", "def f(amp=amp): ...\nfor step in", "amp is passed as a value"),

@@ -4,6 +4,7 @@ amp is rewritten as a whole or not at all: its calls depend on each other.
 """
 
 import re
+from itertools import takewhile
 from typing import Any
 
 import libcst as cst
@@ -13,6 +14,7 @@ from libcst.metadata import QualifiedNameProvider
 from .calls import split
 from .forward import Forward
 from .gradients import decorators
+from .imports import apex_imports
 from .optimizers import Optimizers
 from .order import negated
 from .places import (
@@ -29,6 +31,7 @@ from .places import (
     plain_source,
     source,
 )
+from .tree import STATEMENTS
 from .unpacking import expand, models_and_optimizers
 from .usage import Loss
 
@@ -56,6 +59,8 @@ PROBED = re.compile(
     r".*(find|spec|import|module|package|install|avail|exist|version|distribution|require)\w*"
     r":apex(\.\w+)*"
 )
+# A dictionary or list of the names of modules, or of what a module has.
+NAMESPACE = re.compile(r"\bsys\.modules\b|\b(globals|locals|vars|dir)\(\)")
 NO_MASTERS = "O2, O3 and O5 cast the model; --opt-level O1 or O4 replaces them by autocast"
 IGNORED = {"opt_level", "verbosity", "models", "optimizers", "num_losses"}
 IGNORED |= {"keep_batchnorm_fp32", "master_weights"}  # no effect where weights are not cast
@@ -86,11 +91,13 @@ class Analysis(Optimizers):
         self.enabled: cst.BaseExpression | None = None
         self.registered: list[str] = []
         self.names: list[cst.Name] = []
+        self.imported: set[str] = set()  # names of what is imported from Apex
 
     def visit_Module(self, node: cst.Module) -> None:
         """Find names that stand for a failed import."""
         self.usage.fallbacks = none_fallbacks(node)
         self.usage.flags = availability_flags(node)
+        self.imported = {local.split(".")[0] for _, _, local in apex_imports(node)}
 
     def visit_Call(self, node: cst.Call) -> None:
         name = self.name(node.func)
@@ -160,12 +167,21 @@ class Analysis(Optimizers):
             and self.parent(node) in call.args[:1]
             and PROBED.fullmatch(f"{source(call.func)}:{text}")
         ):
-            self.usage.probes.add(call)
-            self.usage.reasons.append(f"{source(call)} may find no Apex after the conversion")
+            self._add_probe(call)
+        elif re.fullmatch(r"apex(\.\w+)*", text) or text in self.imported:
+            inner = (cst.BaseSmallStatement, *STATEMENTS)
+            path = takewhile(lambda each: not isinstance(each, inner), self.parents(node))
+            expression = [node, *path][-1]
+            if NAMESPACE.search(source(expression)):
+                self._add_probe(expression)
         if isinstance(call, cst.Call) and "attr" in source(call.func):
             self._check_stashed(text)
             if text == "grad":
                 self._add_reader(call, source(call))
+
+    def _add_probe(self, node: cst.CSTNode) -> None:
+        self.usage.probes.add(node)
+        self.usage.reasons.append(f"{source(node)} may find no Apex after the conversion")
 
     def _check_stashed(self, attribute: str) -> None:
         if STASHED.fullmatch(attribute):

@@ -52,6 +52,8 @@ class Rewrite(cst.CSTTransformer):
 
     def on_leave(self, original_node: cst.CSTNode, updated_node: cst.CSTNode) -> Any:
         """Add the notes on a statement as comments above it."""
+        if original_node in self.usage.probes:
+            self._leave_as_is(original_node, PROBE)
         result: Any = super().on_leave(original_node, updated_node)
         if isinstance(original_node, STATEMENTS):
             notes = self.notes.get(original_node, [])
@@ -87,9 +89,9 @@ class Rewrite(cst.CSTTransformer):
     def _line(self, node: cst.CSTNode) -> int:
         return int(self.get_metadata(PositionProvider, node).start.line)
 
-    def _leave_as_is(self, call: cst.Call, why: str) -> None:
+    def _leave_as_is(self, call: cst.CSTNode, why: str) -> None:
         self.report.left.append((self._line(call), why))
-        self.left_names.add(source(call.func).split(".")[0].strip())
+        self.left_names.add(source(getattr(call, "func", call)).split(".")[0].strip())
         node: cst.CSTNode = call
         while not isinstance(node, STATEMENTS):
             node = self.get_metadata(ParentNodeProvider, node)
@@ -102,8 +104,6 @@ class Rewrite(cst.CSTTransformer):
 
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> Any:
         """Apply the rule for a call of a name of Apex."""
-        if original_node in self.usage.probes:
-            self._leave_as_is(original_node, PROBE)
         name = self._name(original_node.func)
         if not name.startswith("apex.") or is_method_of_result(original_node.func):
             return updated_node

@@ -32,7 +32,7 @@ class Usage:
     compared: set[str] = field(default_factory=set)  # classes that isinstance() is given
     fallbacks: set[str] = field(default_factory=set)  # names with None in place of Apex
     flags: set[str] = field(default_factory=set)  # names that are True if Apex can be imported
-    probes: set[cst.CSTNode] = field(default_factory=set)  # calls that are given Apex's name
+    probes: set[cst.CSTNode] = field(default_factory=set)  # which look for Apex by its name
     init_scale: str = ""  # to which the script sets the scale of amp
     init_scale_statement: cst.CSTNode | None = None
     condition: str = ""  # of amp.initialize, "" if it always runs
