@@ -120,6 +120,15 @@ def test_o1_gets_a_scaler(tmp_path):
     assert "script.py:18: changed: scale_loss → scaler.scale(loss)" in report
 
 
+def test_several_optimizers_of_a_loss_matter_at_o1_alone(tmp_path):
+    script = f"{START}optimizer = {OPTIMIZERS[0]}{TRAIN}".replace("(loss, opt", "(loss, [opt")
+    script = script.replace("optimizer) as", "optimizer]) as")
+    for level in ("O0", "O4"):
+        assert "apex" not in migrate(tmp_path, script.replace("LEVEL", level))[0]
+    report = migrate(tmp_path, script.replace("LEVEL", "O1"), status=1)[1]
+    assert "amp.scale_loss has several optimizers" in report
+
+
 CHOOSES_GPU = """
 def train(model, optimizer):
     optimizer.zero_grad()
@@ -177,6 +186,10 @@ CALLS = [
         "try:\n    from apex.optimizers import FusedAdam\nexcept ImportError:\n"
         "    raise ImportError('install apex')\nm = FusedAdam(p)",
         "m = torch.optim.AdamW(p, weight_decay=0.0, fused=True)",
+    ),
+    (
+        "from apex.optimizers import FusedAdam\nm = FusedAdam(p, betas=(0, b[1]))",
+        "m = torch.optim.AdamW(p, betas=(0.0, b[1]), weight_decay=0.0, fused=True)",
     ),
     (
         "from apex.optimizers import FusedAdam\nm = FusedAdam()",  # an error in both
@@ -285,6 +298,10 @@ LEFT = [
     (
         "from apex import amp\nwith amp.scale_loss(loss, o) as s:\n    s.backward()",
         "not in this file",
+    ),
+    (
+        "from apex import amp\nclass C:\n    m, o = amp.initialize(m, o, opt_level='O0')",
+        "amp.initialize is in a loop, a match, a try or a class",
     ),
     ("from apex.optimizers import *\no = FusedAdam(p)", STILL_USED),
     ("from apex.fp16_utils import *\nx = to_python_float(loss)", STILL_USED),

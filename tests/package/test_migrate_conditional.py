@@ -383,6 +383,14 @@ def test_initial_scale_is_kept(tmp_path, module):
         assert "_amp_state" not in code
 
 
+@pytest.mark.parametrize("line", ["@dataclass(slots=True)\nclass", "class"])
+def test_class_with_slots_has_a_global_scaler(tmp_path, line):
+    slots = "" if "slots" in line else "\n    __slots__ = ('model', 'amp', 'optimizer')"
+    script = TRAINER.replace("class Trainer:", f"{line} Trainer:{slots}")
+    code, _ = migrate(tmp_path, START + script, "--opt-level", "O1")
+    assert "global scaler\n" in code and "self.scaler" not in code
+
+
 def test_scaler_is_created_in_the_block_of_all_its_uses(tmp_path):
     code, _ = migrate(tmp_path, START + ALL_IN_ONE, "--opt-level", "O1")
     assert "\n    scaler = torch.amp.GradScaler(" in code

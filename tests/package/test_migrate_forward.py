@@ -58,6 +58,13 @@ CONVERTED = {
     + "        self.old = deepcopy(model)\n\n    def train(self):\n        optimizer.zero_grad()\n"
     + f"        loss = criterion(model(x) + self.old(x), y)\n{indent(STEP, '    ')}\n"
     + "agent = Agent()\nfor step in range(3):\n    agent.train()\n",
+    "module that trains itself": "class Net(torch.nn.Module):\n    def __init__(self):\n"
+    + "        super().__init__()\n        self.net, self.optimizer = "
+    + 'amp.initialize(model, optimizer, opt_level="O4")\n\n'
+    + "    def forward(self, x):\n        return self.net(x)\n\n    def train_step(self):\n"
+    + "        self.optimizer.zero_grad()\n        loss = criterion(self(x), y)\n"
+    + indent(STEP.replace("optimizer", "self.optimizer"), "    ")
+    + "\nnet = Net()\nfor step in range(3):\n    net.train_step()\n",
     "weights that change": INITIALIZE
     + f"{LOOP}    out = model(x)\n    model[0].weight.data.mul_(0.5)\n"
     + f"    loss = criterion(out + model(x), y)\n{STEP}",
@@ -184,7 +191,7 @@ class Trainer:
         "match args.fp16:\n    case True:\n        "
         + INITIALIZE
         + f"{LOOP}    loss = criterion(model(x), y)\n{STEP}",
-        "amp.initialize is in a loop, a match or a try",
+        "amp.initialize is in a loop, a match, a try or a class",
     ),
     "global name": (
         "def prepare():\n    global model, optimizer, amp\n    from apex import amp\n    "
@@ -208,7 +215,7 @@ def test_forward_pass_is_under_autocast(run, tmp_path, name):
     before = losses(run("-m", "apex_native", "script.py"))
     code, _ = migrate(tmp_path, START + CONVERTED[name])
     inside = code.partition("torch.autocast(")[2].partition("loss.backward")[0]
-    assert re.search(r"(model|net)\(x|compute\(model", inside)
+    assert re.search(r"(model|net|self)\(x|compute\(model", inside)
     assert losses(run("script.py")) == pytest.approx(before, rel=1e-4) and len(before) == 3
 
 

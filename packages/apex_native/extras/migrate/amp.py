@@ -337,8 +337,6 @@ class Analysis(Optimizers):
         is_line = isinstance(body, cst.SimpleStatementSuite)
         if len(statement.items) > 1 or (is_line and len(body.body) > 1):
             self.usage.reasons.append("amp.scale_loss shares its statement with something else")
-        if isinstance(parts[0][1].value, (cst.List, cst.Tuple)):
-            self.usage.reasons.append("amp.scale_loss has several optimizers")
         value, optimizer = parts[0][0].value, source(parts[0][1].value)
         alias = source(item.asname.name.with_changes(lpar=[], rpar=[]))
         self.usage.losses.append(Loss(statement, value, alias, optimizer))
@@ -397,9 +395,9 @@ class Analysis(Optimizers):
         parent = self.parent(node)
         if not isinstance(parent, (cst.Assign, cst.Expr)):
             self.usage.reasons.append("amp.initialize is part of an expression")
-        blocks = (cst.For, cst.While, cst.Try, cst.Match)
+        blocks = (cst.For, cst.While, cst.Try, cst.Match, cst.ClassDef)
         if any(isinstance(each, blocks) for each in self.parents(node)):
-            self.usage.reasons.append("amp.initialize is in a loop, a match or a try")
+            self.usage.reasons.append("amp.initialize is in a loop, a match, a try or a class")
         self.usage.start = self.statement(node)
         found: list[cst.BaseExpression] = []
         for each, holds in self.conditions(node):

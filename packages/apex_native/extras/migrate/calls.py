@@ -23,6 +23,19 @@ def _to(call: cst.Call, name: str, args: list[cst.Arg]) -> cst.Call:
     return call.with_changes(func=cst.parse_expression(name), args=args)
 
 
+class _Floats(cst.CSTTransformer):
+    """Replacement of decimal integers by floats, except for indices."""
+
+    def visit_Subscript(self, node: cst.Subscript) -> bool:
+        return False
+
+    def leave_Integer(
+        self, original_node: cst.Integer, updated_node: cst.Integer
+    ) -> cst.BaseExpression:
+        value = original_node.value
+        return cst.Float(f"{value}.0") if value.isdigit() else updated_node
+
+
 def _comma() -> cst.Comma:
     return cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
 
@@ -85,6 +98,8 @@ def fused_adam(call: cst.Call) -> cst.Call | str:
         return "its adam_w_mode is a variable"
     positional, keywords = parts
     keywords.setdefault("weight_decay", _keyword("weight_decay", "0.0"))
+    if "betas" in keywords:  # torch requires floats, also 0.0
+        keywords["betas"] = keywords["betas"].visit(_Floats())
     keywords["fused"] = _keyword("fused", "True")
     name = "AdamW" if mode == "True" else "Adam"
     return _to(call, f"torch.optim.{name}", [*positional, *keywords.values()])

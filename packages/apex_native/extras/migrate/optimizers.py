@@ -26,6 +26,8 @@ class Optimizers(Order):
         """Name a GradScaler for each optimizer, as an attribute if one class has all of amp."""
         usage = self.usage
         optimizers = list(dict.fromkeys(loss.optimizer for loss in usage.losses))
+        if any(optimizer[0] in "[(" for optimizer in optimizers):
+            usage.reasons.append("amp.scale_loss has several optimizers")
         for optimizer in optimizers:
             words = re.sub(r"\W+", "_", optimizer.removeprefix("self.")).strip("_")
             suffix = "" if len(optimizers) == 1 else f"_{words}"
@@ -44,11 +46,14 @@ class Optimizers(Order):
                 lines[line] = enabled.replace("scaler.is_enabled", f"{first}.is_enabled")
 
     def _are_methods(self, nodes: list[Any]) -> bool:
-        """Return whether all nodes are in methods of one class."""
+        """Return whether all nodes are in methods of one class, whose objects have a dictionary."""
         functions = {self.function(node) for node in nodes}
         owners = {self.owner(function) for function in functions}
         first = {source(getattr(one, "params", one)).split(",")[0] for one in functions}
-        return len(owners) == 1 and isinstance(owners.pop(), cst.ClassDef) and first == {"self"}
+        owner = owners.pop()
+        has_slots = re.search(r"\b__slots__\b|\bslots=True", source(owner))
+        is_class = isinstance(owner, cst.ClassDef) and not owners and not has_slots
+        return is_class and first == {"self"}
 
     def reached(self, function: cst.CSTNode) -> set[str]:
         """Return the names of a function and of those that it calls, also through others."""
