@@ -104,6 +104,37 @@ def test_progressive_file_with_hundreds_of_scans_is_an_error(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("side", "count"),
+    [
+        (16, images.MAX_TILES + 1),  # PIL takes 15 microseconds for each
+        (8000, 40),  # each strip is half of the image, and is decoded
+    ],
+)
+def test_thousands_of_strips_or_pixels_in_them_are_an_error(tmp_path, side, count):
+    path = tmp_path / "a.tif"
+    fields = {256: side, 257: side, 258: 8, 259: 1, 262: 1, 273: 8, 277: 1, 278: side // 2, 279: 1}
+    entries = b"".join(
+        struct.pack("<HHII", tag, *((1, count) if tag == 273 else (4, 1)), value)
+        for tag, value in sorted(fields.items())
+    )
+    start = 8 + count
+    directory = struct.pack("<H", len(fields)) + entries + bytes(4)
+    path.write_bytes(b"II*\0" + struct.pack("<I", start) + bytes(count) + directory)
+    with pytest.raises(FileError, match=f"it has {count} strips or tiles of "):
+        images.read_image(path)
+
+
+def test_exif_data_of_jpeg_files_are_not_read(tmp_path):
+    """PIL before 13 takes gigabytes for values that all refer to the same bytes."""
+    path = tmp_path / "a.jpg"
+    Image.new("RGB", (8, 8)).save(path, exif=b"Exif\0\0II*\0" + bytes(16))
+    with mock.patch.object(Image, "open", wraps=Image.open) as opened:
+        images.read_image(path)
+    assert opened.call_count == 2  # for the header, and for the pixels
+    assert all(b"\xff\xe1" not in call.args[0].getvalue() for call in opened.call_args_list)
+
+
+@pytest.mark.parametrize(
     ("size", "width", "height", "message"),
     [
         ((16, 16), 30_000, 30_000, "it has 900000000 pixels, more than"),

@@ -48,6 +48,7 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, in RGB
 # Formats of files, MPO being a kind of JPEG. PIL has more; for EPS it would run Ghostscript.
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 TILE_WIDTH, TILE_LENGTH = 322, 323  # tags of TIFF
+MAX_TILES = 2**16
 MAX_TILE = 2**12  # height and width of a tile that is larger than the image
 MAX_RLE_PIXELS = 2**22  # of a compressed BMP file, which PIL decodes in Python
 # Of a segment, which has a length. In place of a restart marker, libjpeg skips others alone.
@@ -159,12 +160,12 @@ def read_encoded(path: str, choose_crop: Callable[[int, int], Crop]) -> Encoded:
         part = PARTS.get(bytes(data[:2]))
         if part and data.count(part) > MAX_PARTS:
             raise OSError(0, f"it has more than {MAX_PARTS} comments or Exif segments")
+        if part == PARTS[b"\xff\xd8"]:
+            _hide_orientation(data)  # first: PIL before 13 copies its values as often as it says
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:  # reads only the header
             _check_size(image)
             width, height = image.size
             suits_gpu = _suits_gpu(image, data)
-            if isinstance(image, JpegImageFile):
-                _hide_orientation(data)
             is_suspect = isinstance(image, JpegImageFile) and data.count(b"\xff\xda") > MAX_SCANS
             if is_suspect and _count_scans(data) > MAX_SCANS:
                 raise OSError(0, f"it has more than {MAX_SCANS} scans")
@@ -207,6 +208,10 @@ def _check_size(image: Image.Image) -> None:
         raise OSError(0, f"it has {pixels} pixels, more than {MAX_PIXELS}")
     if max(tile, default=0) > max(*image.size, MAX_TILE):  # a small file may have many of them
         raise OSError(0, f"it has tiles of {' × '.join(map(str, tile))} pixels")
+    parts = [extent for _, extent, *_ in getattr(image, "tile", ())]  # strips are tiles for PIL
+    area = sum((right - left) * (lower - upper) for left, upper, right, lower in parts)
+    if len(parts) > MAX_TILES or area > 12 * MAX_PIXELS:
+        raise OSError(0, f"it has {len(parts)} strips or tiles of {area} pixels in all")
     is_rle = image.format == "BMP" and image.info.get("compression") in (1, 2)
     if is_rle and pixels > MAX_RLE_PIXELS:
         raise OSError(0, f"it is a compressed BMP file of more than {MAX_RLE_PIXELS} pixels")
