@@ -45,7 +45,6 @@ JUMPS = matchers.OneOf(
 # Around the name of amp where it is no value: an import, another value for it, or a test.
 IMPORTS = (cst.ImportAlias, cst.AsName, cst.ImportFrom, cst.AssignTarget, cst.NameItem)
 TESTS = (cst.Comparison, cst.BooleanOperation, cst.UnaryOperation, cst.If, cst.Assert)
-TESTS += (cst.Decorator,)  # which visit_Decorator finds
 # Attributes of an optimizer that amp has prepared, of which scripts use some.
 STASHED = re.compile(
     r"_amp_stash|_amp_lazy_init|_lazy_init_maybe_master_weights|_master_params_to_model_params|"
@@ -247,7 +246,7 @@ class Analysis(Optimizers):
         names = self.get_metadata(QualifiedNameProvider, node, set())
         is_called = isinstance(parent, cst.Call) and parent.func is node
         is_clip = any(re.match(r"torch\.nn\.utils\..*clip_grad", each.name) for each in names)
-        is_value = not is_called and not isinstance(parent, (*IMPORTS, cst.Attribute))
+        is_value = not (is_called or isinstance(parent, (*IMPORTS, cst.Attribute, cst.Decorator)))
         self.has_value |= is_clip and is_value
         name = self.name(node)
         if name.startswith("apex.amp._amp_state") and not isinstance(parent, IMPORTS):

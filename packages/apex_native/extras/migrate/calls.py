@@ -99,7 +99,8 @@ def fused_adam(call: cst.Call) -> cst.Call | str:
     positional, keywords = parts
     keywords.setdefault("weight_decay", _keyword("weight_decay", "0.0"))
     if "betas" in keywords:  # torch requires floats, also 0.0
-        keywords["betas"] = keywords["betas"].visit(_Floats())
+        betas = keywords["betas"].value.visit(_Floats())
+        keywords["betas"] = keywords["betas"].with_changes(value=betas)
     keywords["fused"] = _keyword("fused", "True")
     name = "AdamW" if mode == "True" else "Adam"
     return _to(call, f"torch.optim.{name}", [*positional, *keywords.values()])

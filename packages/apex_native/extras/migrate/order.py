@@ -147,7 +147,7 @@ class Order(Gradients):
                 is_rare = is_often and not self.tests(reset) <= known
                 is_here = self.function(reset) in functions
                 is_rare |= any(
-                    self._leaves(jump) in self.parents(reset)
+                    self._leaves(jump) in {*self.parents(reset)}
                     and self.line(step) < self.line(jump) < self.line(reset)
                     for jump in self.jumps
                 )
