@@ -375,6 +375,20 @@ LEFT = {
         f"@retry(2)\ndef train(n):\n{BACKWARD}{CLIP}{STEP}\n{LOOP}    train(n)\n",
         "an exception may be caught",
     ),
+    "decorator of the file that catches an exception": (
+        "def safe(function):\n    def call(*args):\n        try:\n            function(*args)\n"
+        + "        except RuntimeError:\n            pass\n    return call\n\n"
+        + f"@safe\ndef train(n):\n{BACKWARD}{CLIP}{STEP}\n{LOOP}    train(n)\n",
+        "an exception may be caught",
+    ),
+    "jump in front of the losses of a step, in a condition with both": (
+        "if x.sum() < 99:\n"
+        + indent(
+            f"{LOOP}    for _ in range(2):\n        if n == 3:\n            continue\n", "    "
+        )
+        + indent(indent(BACKWARD, "    ") + STEP, "    "),
+        NO_CONDITION,
+    ),
     "context manager that catches an exception": (
         "class Safe:\n    def __exit__(self, *error):\n        return True\n\n"
         + f"{LOOP}    with Safe():\n{indent(BACKWARD + CLIP + STEP, '    ')}",
@@ -485,6 +499,8 @@ CONVERTED = {
     "decorator that catches nothing": "@hydra.main(config_path='conf')\ndef main(config):\n"
     + indent(f"{LOOP}{BACKWARD}{CLIP}{STEP}\n", "    ")
     + "for _ in range(2):\n    main()\n",
+    "decorator of the file that catches nothing": "def timer(call):\n    return call\n\n"
+    + f"@timer\n@torch.no_grad()\ndef train(n):\n{BACKWARD}{CLIP}{STEP}\n{LOOP}    train(n)\n",
     "jump to the next step": f"{LOOP}    if x.sum() > 99:\n        continue\n{BACKWARD}{STEP}",
 }
 

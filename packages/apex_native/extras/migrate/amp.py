@@ -207,8 +207,10 @@ class Analysis(Optimizers):
 
     def visit_FunctionDef(self, node: cst.FunctionDef) -> None:
         self.defined.add(node.name.value)
-        if "contextmanager" in "".join(decorators(node)) and "except" in source(node):
-            self.suppressing.add(node.name.value)
+        if "except" in source(node):
+            self.handling.add(node.name.value)
+            if "contextmanager" in "".join(decorators(node)):
+                self.suppressing.add(node.name.value)
         if node.name.value == "__exit__" and re.search(r"return (?!None|False)", source(node)):
             self.suppressing.add(getattr(self.owner(node), "name", node.name).value)
 

@@ -83,6 +83,7 @@ class Gradients(Tree):
         self.values: set[str] = set()  # names that are passed on or assigned
         self.defined: set[str] = set()  # functions of this file
         self.classes: dict[str, set[str]] = {}  # of this file, and names in their bases
+        self.handling: set[str] = set()  # functions of this file that catch exceptions
         self.suppressing = {"suppress"}  # context managers that may catch an exception
         self.models: set[str] = set()
         self.assigned: list[tuple[cst.BaseExpression, cst.BaseExpression]] = []  # target, value

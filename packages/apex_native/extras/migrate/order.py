@@ -12,12 +12,7 @@ from .usage import Loss
 
 NO_STEP = "step() may not follow after gradients are clipped"
 ENDS = re.compile(r"^raise\b|exit\(")  # the last statement of a handler that ends the script
-# Decorators that catch no exceptions, or of functions that run once.
-DECORATORS = re.compile(
-    r"(^|\.)(property|setter|(static|class)method|overrides?|wraps|\w*(grad|mode|profile|main|command"
-    r"|option|argument|compile|script|record|jit|configurable|rank_zero_only))(\(.*\))?$",
-    re.DOTALL,
-)
+CATCHING = re.compile("retry|backoff|catch|suppress", re.IGNORECASE)  # decorators of other files
 LEAVES = re.compile(r"^(raise|continue|break|return)\b|exit\(")
 
 
@@ -230,13 +225,13 @@ class Order(Gradients):
 
     def _leaves(self, jump: cst.CSTNode) -> cst.CSTNode | None:
         """Return the loop or function that a jump without a backward pass in front leaves."""
+        is_in_loop = isinstance(jump, (cst.Break, cst.Continue))
+        left = self.loop(jump) if is_in_loop else self.function(jump)
         for each, holds in self.conditions(jump):
             branch = each.body if holds else each.orelse
-            if branch and "backward" in plain_source(branch):
+            if left in [*self.parents(each)] and branch and "backward" in plain_source(branch):
                 return None
-        if isinstance(jump, (cst.Break, cst.Continue)):
-            return self.loop(jump)
-        return self.function(jump) if isinstance(jump, cst.Return) else None
+        return left if is_in_loop or isinstance(jump, cst.Return) else None
 
     def _check_loop(self, optimizer: str, losses: list[Loss], step: cst.Call) -> None:
         """Require one step for each backward pass."""
@@ -274,7 +269,8 @@ class Order(Gradients):
                     return True
             here = self.function(call)
             name = function_name(here)
-            is_caught |= not all(DECORATORS.search(each) for each in decorators(here))
+            names = {each.partition("(")[0].rpartition(".")[2] for each in decorators(here)}
+            is_caught |= any(CATCHING.search(each) for each in names) or bool(names & self.handling)
             is_method = self.owner(here) is not here
             callers = [
                 other
