@@ -407,6 +407,11 @@ LEFT = {
         + "    optimizer.zero_grad()\n",
         NOT_ZEROED,
     ),
+    "end of an epoch between a step and its zero_grad": (
+        f"for epoch in range(2):\n{indent(LOOP + BACKWARD, '    ')}        optimizer.step()\n"
+        + indent(f"{SKIP.replace('JUMP', 'break')}    optimizer.zero_grad()\n", "    "),
+        NOT_ZEROED,
+    ),
 }
 CONVERTED = {
     "break of another loop": f"{LOOP}{BACKWARD}{CLIP}    for _ in x:\n        break\n{STEP}",
@@ -501,6 +506,8 @@ CONVERTED = {
     + "for _ in range(2):\n    main()\n",
     "decorator of the file that catches nothing": "def timer(call):\n    return call\n\n"
     + f"@timer\n@torch.no_grad()\ndef train(n):\n{BACKWARD}{CLIP}{STEP}\n{LOOP}    train(n)\n",
+    "end between a step and its zero_grad": f"{LOOP}{BACKWARD}    optimizer.step()\n"
+    + f"{SKIP.replace('JUMP', 'break')}    optimizer.zero_grad()\n",
     "jump to the next step": f"{LOOP}    if x.sum() > 99:\n        continue\n{BACKWARD}{STEP}",
 }
 

@@ -144,11 +144,19 @@ class Order(Gradients):
                 is_rare |= any(
                     self._leaves(jump) in {*self.parents(reset)}
                     and self.line(step) < self.line(jump) < self.line(reset)
+                    and self._is_repeated_after(jump)
                     for jump in self.jumps
                 )
                 if not is_here or loops <= {*self.parents(reset)} and not is_rare:
                     return True
         return False
+
+    def _is_repeated_after(self, jump: cst.CSTNode) -> bool:
+        """Return whether what a jump leaves may run again: a loop, or a function but main()."""
+        if isinstance(jump, cst.Continue):
+            return True
+        is_inner = isinstance(jump, cst.Break) and len([*self.loops(jump)]) > 1
+        return is_inner or function_name(self.function(jump)) not in ("", "main")
 
     def _check_shared(self, pair: tuple[str, str]) -> None:
         """Require that two optimizers with the same parameters are not stepped after both losses.
