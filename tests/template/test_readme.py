@@ -82,9 +82,11 @@ def failures(project: Path, lines: list[str], images: Path, hub: Path) -> list[s
 
     def failure(number: int, line: str) -> str | None:
         output = f"runs/{number}"
-        command = re.sub(r"\bDIR\b|\bFILES_OR_FOLDERS\b", str(images), line)
+        command = re.sub(r"\b(DIR|FILES_OR_FOLDERS|IMAGENET)\b", str(images), line)
         if "--epochs" in line:
             command += " --epochs 3 --output runs/a"
+        if "--check" in line and "--data" in line:
+            command += " --batch-size 4"  # of 24 images
         if trains(line):
             small = " --batch-size 4" if "--data" in line or "deeplab" in line else ""
             command += f"{small} --steps 1 --output {output}"
