@@ -371,10 +371,13 @@ LEFT = {
         + f"{LOOP}    backward()\n{STEP}",
         "gradients may be zeroed before optimizer.step()",
     ),
-    "decorator that may catch an exception": (
-        f"@retry(2)\ndef train(n):\n{BACKWARD}{CLIP}{STEP}\n{LOOP}    train(n)\n",
-        "an exception may be caught",
-    ),
+    **{
+        f"decorator {name} that may catch an exception": (
+            f"@{name}(2)\ndef train(n):\n{BACKWARD}{CLIP}{STEP}\n{LOOP}    train(n)\n",
+            "an exception may be caught",
+        )
+        for name in ("retry", "backoff.on_exception")
+    },
     "decorator of the file that catches an exception": (
         "def safe(function):\n    def call(*args):\n        try:\n            function(*args)\n"
         + "        except RuntimeError:\n            pass\n    return call\n\n"

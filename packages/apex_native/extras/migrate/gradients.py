@@ -154,9 +154,8 @@ class Gradients(Tree):
             losses = self.usage.losses
             is_repeated = any(self._is_repeated(statement, loss) for loss in losses)
             is_between = is_pending and not self._is_of_optimizer(statement)
-            if not any(
-                is_repeated or is_between or self._follows(statement, one) for one in losses
-            ):
+            follows = any(self._follows(statement, loss) for loss in losses)
+            if not (is_repeated or is_between or follows):
                 continue
             is_scaled = is_repeated or self._is_clipped_scaled(statement)
             if grad:

@@ -155,7 +155,7 @@ class Order(Gradients):
         """Return whether what a jump leaves may run again: a loop, or a function but main()."""
         if isinstance(jump, cst.Continue):
             return True
-        is_inner = isinstance(jump, cst.Break) and len([*self.loops(jump)]) > 1
+        is_inner = isinstance(jump, cst.Break) and len(self.loops(jump)) > 1
         return is_inner or function_name(self.function(jump)) not in ("", "main")
 
     def _check_shared(self, pair: tuple[str, str]) -> None:
@@ -237,7 +237,7 @@ class Order(Gradients):
         left = self.loop(jump) if is_in_loop else self.function(jump)
         for each, holds in self.conditions(jump):
             branch = each.body if holds else each.orelse
-            if left in [*self.parents(each)] and branch and "backward" in plain_source(branch):
+            if left in {*self.parents(each)} and branch and "backward" in plain_source(branch):
                 return None
         return left if is_in_loop or isinstance(jump, cst.Return) else None
 
@@ -277,8 +277,10 @@ class Order(Gradients):
                     return True
             here = self.function(call)
             name = function_name(here)
-            names = {each.partition("(")[0].rpartition(".")[2] for each in decorators(here)}
-            is_caught |= any(CATCHING.search(each) for each in names) or bool(names & self.handling)
+            is_caught |= any(
+                CATCHING.search(each) or each.partition("(")[0] in self.handling
+                for each in decorators(here)
+            )
             is_method = self.owner(here) is not here
             callers = [
                 other
