@@ -160,7 +160,7 @@ def read_encoded(path: str, choose_crop: Callable[[int, int], Crop]) -> Encoded:
         part = PARTS.get(bytes(data[:2]))
         if part and data.count(part) > MAX_PARTS:
             raise OSError(0, f"it has more than {MAX_PARTS} comments or Exif segments")
-        if part == PARTS[b"\xff\xd8"]:
+        if data.startswith(b"\xff\xd8"):
             _hide_orientation(data)  # first: PIL before 13 copies its values as often as it says
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:  # reads only the header
             _check_size(image)
