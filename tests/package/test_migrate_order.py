@@ -253,6 +253,11 @@ LEFT = {
         f"{LOOP}{BACKWARD}    optimizer.step()\n    if n % 4:\n        optimizer.zero_grad()\n",
         NOT_ZEROED,
     ),
+    "gradients of some of the steps that a condition allows": (
+        f"{LOOP}{BACKWARD}    if n % 2:\n        optimizer.step()\n        if n % 4 == 1:\n"
+        + "            optimizer.zero_grad()\n",
+        NOT_ZEROED,
+    ),
     "gradients that are dropped": (
         f"{LOOP}{BACKWARD}    if loss > 9:\n        optimizer.zero_grad()\n{STEP}",
         "gradients may be zeroed before optimizer.step()",
@@ -511,6 +516,8 @@ CONVERTED = {
     + f"@timer\n@torch.no_grad()\ndef train(n):\n{BACKWARD}{CLIP}{STEP}\n{LOOP}    train(n)\n",
     "end between a step and its zero_grad": f"{LOOP}{BACKWARD}    optimizer.step()\n"
     + f"{SKIP.replace('JUMP', 'break')}    optimizer.zero_grad()\n",
+    "zero_grad in both branches": f"{LOOP}{BACKWARD}    optimizer.step()\n    if n % 2:\n"
+    + "        optimizer.zero_grad(set_to_none=True)\n    else:\n        optimizer.zero_grad()\n",
     "jump to the next step": f"{LOOP}    if x.sum() > 99:\n        continue\n{BACKWARD}{STEP}",
 }
 

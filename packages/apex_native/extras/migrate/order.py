@@ -137,18 +137,24 @@ class Order(Gradients):
         known = set().union(*map(self.tests, nodes))
         is_often = any(self.tests(step) <= self.tests(loss) for loss in losses)
         loops = {*self.loops(step)}
-        for owner, reset in self.resets:
-            if owner == optimizer or owner not in self.usage.scalers:
-                is_rare = is_often and not self.tests(reset) <= known
-                is_here = self.function(reset) in functions
-                is_rare |= any(
-                    self._leaves(jump) in {*self.parents(reset)}
-                    and self.line(step) < self.line(jump) < self.line(reset)
-                    and self._is_repeated_after(jump)
-                    for jump in self.jumps
-                )
-                if not is_here or loops <= {*self.parents(reset)} and not is_rare:
-                    return True
+        resets = [
+            (reset, self.tests(reset) - known)
+            for owner, reset in self.resets
+            if owner == optimizer or owner not in self.usage.scalers
+        ]
+        for reset, more in resets:
+            is_rare = bool(more) and (is_often or self.tests(step) <= self.tests(reset))
+            opposite = {(test, not holds) for test, holds in more}
+            is_rare &= opposite not in [each for _, each in resets]
+            is_here = self.function(reset) in functions
+            is_rare |= any(
+                self._leaves(jump) in {*self.parents(reset)}
+                and self.line(step) < self.line(jump) < self.line(reset)
+                and self._is_repeated_after(jump)
+                for jump in self.jumps
+            )
+            if not is_here or loops <= {*self.parents(reset)} and not is_rare:
+                return True
         return False
 
     def _is_repeated_after(self, jump: cst.CSTNode) -> bool:
