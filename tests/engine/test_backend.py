@@ -172,7 +172,11 @@ def test_the_fp32_state_has_the_values_of_the_masters(name: str, level: str) -> 
 def test_a_checkpoint_fits_either_backend(
     tmp_path: Path, saved_by: str, loaded_by: str, level: str
 ) -> None:
-    """Masters exist before the moments are loaded, which would be rounded to fp16 otherwise."""
+    """Masters exist before the moments are loaded, which would be rounded to fp16 otherwise.
+
+    At O3 there are none, and those of torch's AdamW are fp16.
+    """
+    dtype = torch.float16 if level == "O3" else torch.float32
     adapter, model, optimizer = initialized(saved_by, level)
     adapter.master_weights(optimizer)
     for group in optimizer.param_groups:
@@ -190,8 +194,8 @@ def test_a_checkpoint_fits_either_backend(
     moments = [entries["optimizer"]["state"], again["optimizer"]["state"]]
     for index, expected in moments[0].items():
         for moment in ("exp_avg", "exp_avg_sq"):
-            assert moments[1][index][moment].dtype == torch.float32
-            assert torch.equal(moments[1][index][moment], expected[moment].float())
+            assert moments[1][index][moment].dtype == dtype
+            assert torch.equal(moments[1][index][moment], expected[moment])
     for key, value in entries["model"].items():
         assert torch.equal(again["model"][key].float(), value.float())
     assert again["amp"] == entries["amp"]

@@ -55,6 +55,13 @@ def entries_of(model: nn.Module, optimizer: torch.optim.Optimizer, step: int = 1
     return checkpoint.collect(state_of(model, optimizer)) | rest
 
 
+class LikeReal(torch.optim.AdamW):
+    """An optimizer that loads its state as real Apex's FusedAdam does."""
+
+
+LikeReal.__name__ = "FusedAdam"
+
+
 @pytest.fixture
 def whole(tmp_path: Path) -> Path:
     checkpoint.write(tmp_path / "step-1.pt", entries_of(*small()))
@@ -64,17 +71,19 @@ def whole(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("saved", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("loaded", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("kind", ["Adam", "SGD"])
-def test_moments_have_the_layout_of_their_parameters_and_adams_are_fp32(
+@pytest.mark.parametrize("kind", ["FusedAdam", "AdamW", "SGD"])
+def test_moments_have_the_layout_of_their_parameters_and_fused_adams_are_fp32(
     tmp_path: Path,
     kind: str,
     dtype: torch.dtype,
     saved: torch.memory_format,
     loaded: torch.memory_format,
 ) -> None:
-    """Fused kernels assume both. Real Apex's FusedAdam loads as torch's AdamW does."""
+    """Fused kernels assume both, where torch's assume the type of the parameter."""
+    adams = ("exp_avg", "exp_avg_sq")
     make, names, moments = {
-        "Adam": (torch.optim.AdamW, ("exp_avg", "exp_avg_sq"), torch.float32),
+        "FusedAdam": (LikeReal, adams, torch.float32),
+        "AdamW": (torch.optim.AdamW, adams, dtype),
         "SGD": (partial(torch.optim.SGD, lr=0.1, momentum=0.9), ("momentum_buffer",), dtype),
     }[kind]
     model = nn.Conv2d(3, 4, 3).to(memory_format=saved)

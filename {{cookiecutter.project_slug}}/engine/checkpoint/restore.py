@@ -24,7 +24,8 @@ from engine.text import printable
 
 MAX_BUFFERS = 2**31  # bytes that those of a model may have, or ten times those of its weights
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
-ADAM = ("Adam", "AdamW", "FusedAdam", "FusedLAMB")  # whose kernels assume two moments
+FUSED = ("FusedAdam", "FusedLAMB")  # whose moments are fp32, also of half parameters
+ADAM = ("Adam", "AdamW", *FUSED)  # whose kernels assume two moments
 SGD = ("SGD", "FusedSGD")
 ALIKE = ({"Adam", "AdamW", "FusedAdam"}, {*SGD})  # whose states have the same entries
 ERRORS = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
@@ -216,7 +217,7 @@ def _restore_optimizer(optimizer: Optimizer, saved: dict[str, Any], trained: set
         _check_state(index, known[index], moments, class_names)
     optimizer.load_state_dict({"param_groups": groups, "state": state})
     for index, moments in state.items():
-        _place_moments(known[index], moments, optimizer.state[known[index]])
+        _place_moments(known[index], moments, optimizer.state[known[index]], class_names)
 
 
 def _check_state(index: int, parameter: Tensor, saved: dict[str, Any], names: set[str]) -> None:
@@ -248,13 +249,16 @@ def _check_number(name: str, value: Any, is_count: bool) -> None:
         raise ValueError(f"{name} is altered")
 
 
-def _place_moments(parameter: Tensor, saved: dict[str, Any], loaded: dict[str, Any]) -> None:
-    """Copy a parameter's moments into the memory layout and type that fused kernels assume.
+def _place_moments(
+    parameter: Tensor, saved: dict[str, Any], loaded: dict[str, Any], names: set[str]
+) -> None:
+    """Copy a parameter's moments into the memory layout and type that the kernels assume.
 
-    The layout is the parameter's, where torch keeps that of the file, such as channels_last. Adam's
-    moments are fp32, where torch loads them in the parameter's type, which is fp16 at O3.
+    The layout is the parameter's, where torch keeps that of the file, such as channels_last. Torch
+    loads them in the parameter's type, which is fp16 at O3, where those of FUSED are fp32.
     """
+    is_fused = not names.isdisjoint(FUSED)
     for name, value in saved.items():
         if name in MOMENTS and value is not None and value.shape == parameter.shape:
-            dtype = loaded[name].dtype if name == "momentum_buffer" else torch.float32
+            dtype = torch.float32 if is_fused else loaded[name].dtype
             loaded[name] = torch.empty_like(parameter, dtype=dtype).copy_(value)
