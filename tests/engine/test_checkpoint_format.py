@@ -32,6 +32,7 @@ from engine.checkpoint.restore import build_with, restore, restore_average
 from engine.data.images import MAX_SIZE, ImageSpec
 from engine.optim import Ema
 from torch import nn
+from versioned import Versioned
 
 NATIVE = backend.load_backend("native", "O1")
 
@@ -102,6 +103,21 @@ def test_moments_have_the_layout_of_their_parameters_and_fused_adams_are_fp32(
             assert moment.dtype == moments
             assert moment.stride() == parameter.stride()
             assert torch.equal(moment, expected[index][name].to(moments))
+
+
+def test_versions_of_modules_are_saved(tmp_path: Path) -> None:
+    """By them a module tells weights that it must convert, as torchvision's MNASNet does."""
+    model = nn.Sequential(Versioned(4, 4))
+    state = TrainingState(model, torch.optim.SGD(model.parameters()), NATIVE, Ema(model, 0.9))
+    rest = {"epoch": 0, "step": 0, "samples": 0, "best": 0.5, "ranks": []}
+    checkpoint.write(tmp_path / "last.pt", checkpoint.to_cpu(checkpoint.collect(state)) | rest)
+    expected = copy.deepcopy(model.state_dict())
+    entries = checkpoint.load(tmp_path / "last.pt")
+    restore(tmp_path / "last.pt", entries, state)
+    restore_average(entries["ema"], state)
+    built = build_with(entries["model"], lambda: nn.Sequential(Versioned(4, 4)))
+    for one in (model, state.ema.module, built):
+        torch.testing.assert_close(one.state_dict(), expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

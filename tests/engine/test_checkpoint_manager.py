@@ -660,6 +660,59 @@ def test_settings_that_training_has_changed_are_resumed(
     assert two_processes(resumed_settings, str(tmp_path)) == [expected] * 2
 
 
+class Stateful(torch.optim.SGD):
+    """SGD with a state wherever optimizers of other packages have one."""
+
+    def __init__(self, parameters: Iterable, total: int = 0) -> None:
+        super().__init__(parameters)
+        self.total = total
+        self.param_groups[0] |= {"gamma": None, "history": [1.0]}
+
+    def state_dict(self) -> dict:
+        return super().state_dict() | {"total": self.total}
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        super().load_state_dict(state_dict)
+        self.total = state_dict["total"]
+
+
+def resumed_state(folder: str, sharded: bool) -> list[object]:
+    """Return the state of an optimizer after two resumptions."""
+    found: list[object] = []
+    for step in range(3):
+        model = nn.Linear(3, 3)
+        optimizer = Stateful(model.parameters())
+        if sharded:
+            model.set_requires_gradient_sync = None  # type: ignore[assignment]  # as FSDP's method
+        manager = manager_of(folder, model, optimizer)
+        manager.resume(Path("auto"), 10)
+        (group,) = optimizer.param_groups
+        state = optimizer.state
+        if not step:
+            optimizer.total = 5
+            state["k"] = torch.tensor(7)
+            state[model.weight] = {"count": 3, "mean": torch.ones(3, 3)}
+            group |= {"updates": 9, "gamma": torch.tensor([1.0, 2.0])}
+            group["history"].append(2.0)
+        parts = [group["updates"], group["gamma"].tolist(), group["history"], optimizer.total]
+        own = state[model.weight]
+        found.append([*parts, state["k"].item(), own["count"], own["mean"].tolist()])
+        manager.state.progress.step = step
+        manager.save()
+        manager.finish()
+        dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_all_state_of_an_optimizer_is_resumed(
+    two_processes: Processes, tmp_path: Path, sharded: bool
+) -> None:
+    """Also what training has added to its groups, and what is not of a parameter."""
+    expected = [9, [1.0, 2.0], [1.0, 2.0], 5, 7, 3, [[1.0] * 3] * 3]
+    assert two_processes(resumed_state, str(tmp_path), sharded) == [[expected] * 3] * 2
+
+
 def resume_without_added_group(folder: str) -> tuple[int, str]:
     """Return the number of groups in a checkpoint, and the error of a resume without one of them.
 

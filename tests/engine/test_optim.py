@@ -108,6 +108,15 @@ def test_the_average_is_of_fp32_masters() -> None:
         torch.testing.assert_close(average, expected, rtol=0, atol=1e-7)
 
 
+def test_complex_weights_are_averaged() -> None:
+    model = nn.ParameterList([torch.zeros(2, dtype=torch.complex64), torch.zeros(2)])
+    ema = optim.Ema(model, 0.9)
+    ema.update({"0": torch.full((2,), 1 + 2j), "1": torch.ones(2)}, 10**6)
+    averages = [value.tolist() for value in ema.module.state_dict().values()]
+    assert averages[0] == pytest.approx([0.1 + 0.2j] * 2)
+    assert averages[1] == pytest.approx([0.1] * 2)
+
+
 def test_weights_that_the_loop_has_changed_are_saved_and_averaged() -> None:
     """As by clamp_(), which the next step takes over into the masters."""
     model = network()

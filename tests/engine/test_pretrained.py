@@ -52,6 +52,16 @@ def test_files_without_counters_of_batch_norms_are_loaded(tmp_path: Path) -> Non
     torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_versions_of_modules_in_a_file_are_heeded(tmp_path: Path, prefix: str) -> None:
+    """torchvision's MNASNet refuses weights without one."""
+    file = str(tmp_path / "weights.pt")
+    theirs, ours = (torchvision.models.mnasnet0_5(num_classes=4) for _ in range(2))
+    torch.save((nn.ModuleDict({"module": theirs}) if prefix else theirs).state_dict(), file)
+    assert load_pretrained(ours, file, "mnasnet0_5") == f"weights of {file}"
+    torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=0, atol=0)
+
+
 def with_hidden_layer(num_classes: int) -> nn.Module:
     """Return a model in which another layer has as many outputs as there are classes."""
     return nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, num_classes))

@@ -129,7 +129,7 @@ def update_on_a_full_disk(folder: str) -> tuple[list[str], list[str]]:
             path.mkdir()
             manifest.write(path, "0" * 16, {manifest.INDEX: [0, 0]})
         with patch.object(torch, "save", save_or_fail):
-            entries = {"step": 3, "optimizer": {"param_groups": []}}
+            entries = {"step": 3, "model": {}, "optimizer": {"param_groups": []}}
             files.write_or_make_room(path, entries, said.append)
     dist.barrier()
     return sorted(one.name for one in Path(folder).iterdir()), said
@@ -327,6 +327,25 @@ def test_the_best_folder_is_kept_by_a_run_that_went_back(
         assert found == names
         assert bests == [0.6, 0.9]
         assert any("it will be renamed to best-of-step-2" in one for one in messages)
+
+
+def versions_of_norms(folder: str) -> list[int]:
+    """Return the versions of the norms of model and average, as a resumed run loads them."""
+    train_a_step(manager_of(Path(folder)))
+    versions = []
+    load = nn.BatchNorm1d._load_from_state_dict
+
+    def record(norm: nn.Module, state: dict, prefix: str, metadata: dict, *rest: Any) -> None:
+        versions.append(metadata.get("version"))
+        load(norm, state, prefix, metadata, *rest)
+
+    with patch.object(nn.BatchNorm1d, "_load_from_state_dict", record):
+        manager_of(Path(folder)).resume(Path(folder, "last"), 1)
+    return versions
+
+
+def test_versions_of_modules_are_saved(two_processes: Processes, tmp_path: Path) -> None:
+    assert two_processes(versions_of_norms, str(tmp_path)) == [[2, 2]] * 2
 
 
 def evaluate_other_order(folder: str) -> int:

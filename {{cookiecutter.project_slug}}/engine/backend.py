@@ -70,13 +70,13 @@ class Backend:
         """Return the state of the unwrapped model, in fp32 at every opt_level.
 
         It has the masters where there are any, so that a resumed run continues from exactly the
-        same weights. With keep_vars, apex_native returns these themselves; else it copies all.
+        same weights. With keep_vars, apex_native returns these themselves; else it copies all. As
+        ``state_dict`` returns it, it has the versions of the modules as an attribute.
         """
-        state = unwrap(model).state_dict(keep_vars=True)
-        return {
-            name: value.detach() if isinstance(value, Tensor) else value
-            for name, value in state.items()
-        }
+        state: dict[str, Tensor] = unwrap(model).state_dict(keep_vars=True)
+        for name, value in state.items():
+            state[name] = value.detach() if isinstance(value, Tensor) else value
+        return state
 
     def load_fp32_state_dict(
         self, model: nn.Module, optimizer: Optimizer, state: Mapping[str, Tensor]

@@ -268,7 +268,7 @@ class Ema:
         means: list[Tensor] = []
         values: list[Tensor] = []
         for name, (mean, value) in pairs.items():
-            if not mean.is_floating_point():
+            if not (mean.is_floating_point() or mean.is_complex()):
                 mean.copy_(value)
             elif name in self._infinite:
                 is_infinite = mean.isinf() | value.isinf()

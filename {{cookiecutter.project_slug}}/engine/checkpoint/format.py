@@ -1,5 +1,6 @@
 """Checkpoint files: tensors and plain types only, written atomically, for either backend."""
 
+import copy
 import io
 import math
 from contextlib import suppress
@@ -17,7 +18,7 @@ from engine import UserError, distributed
 from engine.backend import Backend
 from engine.checkpoint import archive, sharded
 from engine.checkpoint.archive import UnreadableError, read
-from engine.checkpoint.validation import check_sizes, check_values, first_nan
+from engine.checkpoint.validation import check_sizes, check_values, first_nan, is_same
 from engine.optim import Ema
 
 KEYS = ("model", "optimizer", "amp", "epoch", "step", "samples", "best", "ranks")
@@ -62,17 +63,17 @@ def collect(state: TrainingState) -> dict[str, Any]:
         "scale_is_dynamic": state.backend.has_dynamic_loss_scale(),
     }
     if state.ema:
-        entries["ema"] = dict(state.ema.module.state_dict())
+        entries["ema"] = state.ema.module.state_dict()
     return entries
 
 
 def trained_settings(fresh: list[dict[str, Any]], optimizer: Optimizer) -> list[str]:
-    """Return the settings that training has changed since the groups were `fresh`: Prodigy's d."""
+    """Return the settings that training has changed or added since `fresh`, as Prodigy its d."""
     changed = {  # in these groups; training may add others
         name
         for before, group in zip(fresh, optimizer.param_groups, strict=False)
-        for name, value in before.items()
-        if isinstance(value, float | int) and value != group.get(name)
+        for name, value in group.items()
+        if name != "params" and not is_same(value, (optimizer.defaults | before).get(name))
     }
     return sorted(changed - {"lr", "step"})
 
@@ -89,7 +90,9 @@ def to_cpu(value: Any) -> Any:
         value = value.detach()
         return value.to("cpu", non_blocking=True) if value.is_cuda else value.clone()
     if isinstance(value, dict):
-        return {name: to_cpu(item) for name, item in value.items()}
+        made = copy.copy(value)  # which keeps the versions of modules that a state dict has
+        made.update((name, to_cpu(item)) for name, item in value.items())
+        return made
     if isinstance(value, list | tuple):
         return type(value)(map(to_cpu, value))
     return value.item() if isinstance(value, np.generic) else value

@@ -1,5 +1,6 @@
 """Pretrained weights, from a file or from torchvision."""
 
+import copy
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -47,6 +48,7 @@ def load_pretrained(
     if next(model.parameters()).is_meta:  # rank 0 loads them for all
         return ""
     state, kind, saved_classes = _read(source, arch)
+    merged = copy.copy(state)  # with the versions of its modules, if it has them
     child = _matching_child(model, state)
     target = model.get_submodule(child)
     own = target.state_dict()
@@ -73,7 +75,9 @@ def load_pretrained(
     try:
         loaded = {name: state[name] for name in shared if name not in head}
         validation.check_like(loaded, own)
-        target.load_state_dict(own | loaded)
+        merged.clear()
+        merged.update(own | loaded)
+        target.load_state_dict(merged)
     except (RuntimeError, ValueError) as error:  # a type that cannot be converted
         reason = shorten(str(error), 160)
         raise UserError(f"--weights {source}: they can't be loaded ({reason})") from None
@@ -169,7 +173,7 @@ def _find_weights(content: Any, key: str) -> dict[str, Tensor]:
     is_state = isinstance(state, dict) and all(isinstance(name, str) for name in state)
     if not is_state or not all(isinstance(value, Tensor) for value in state.values()):
         return {}
-    state = dict(state)
+    state = copy.copy(state)
     consume_prefix_in_state_dict_if_present(state, "module.")
     return state
 

@@ -204,7 +204,7 @@ def _restore_optimizer(optimizer: Optimizer, saved: dict[str, Any], trained: set
     for saved_group, group in zip(saved_groups, optimizer.param_groups, strict=True):
         groups.append(group | {"params": saved_group["params"]})
         for name in trained.intersection(saved_group):  # FusedAdam's groups have a step
-            _check_number(f"the group's {name}", saved_group[name], is_count=name == "step")
+            _check_setting(name, saved_group[name], group.get(name))
             groups[-1][name] = saved_group[name]
     indices = list(chain.from_iterable(group["params"] for group in groups))
     if len(set(indices)) < len(indices):  # the moments of one parameter would be those of another
@@ -215,7 +215,8 @@ def _restore_optimizer(optimizer: Optimizer, saved: dict[str, Any], trained: set
     class_names = {cls.__name__ for cls in type(optimizer).__mro__}
     for index, moments in state.items():
         _check_state(index, known[index], moments, class_names)
-    optimizer.load_state_dict({"param_groups": groups, "state": state})
+    common = {key: one for key, one in saved["state"].items() if isinstance(key, str)}
+    optimizer.load_state_dict({**saved, "param_groups": groups, "state": state | common})
     for index, moments in state.items():
         _place_moments(known[index], moments, optimizer.state[known[index]], class_names)
 
@@ -241,6 +242,14 @@ def _check_state(index: int, parameter: Tensor, saved: dict[str, Any], names: se
                 check_like({entry: value}, {entry: parameter})
         elif isinstance(value, Tensor | float | int):
             _check_number(entry, value, is_count=name == "step")
+
+
+def _check_setting(name: str, value: Any, own: Any) -> None:
+    """Raise ValueError if the value of a group's setting is altered: of another kind than `own`."""
+    if isinstance(value, float | int) or (isinstance(value, Tensor) and not value.dim()):
+        _check_number(f"the group's {name}", value, is_count=name == "step")
+    elif isinstance(own, float | int):
+        raise ValueError(f"the group's {name} is altered")
 
 
 def _check_number(name: str, value: Any, is_count: bool) -> None:

@@ -8,6 +8,7 @@ The module `tensor_storage` is imported where it is used: that takes a second, w
 sharded checkpoints don't need.
 """
 
+import copy
 import secrets
 import shutil
 import socket
@@ -67,10 +68,20 @@ def flatten(entries: Mapping[str, Any]) -> dict[str, Tensor]:
         for name, value in entries.get(part, {}).items()
     }
     for index, state in entries["optimizer"]["state"].items():
-        for name, value in state.items():
-            if isinstance(value, Tensor):
-                tensors[f"optimizer.{index}.{name}"] = value
+        if isinstance(index, int):
+            named = {f"optimizer.{index}.{name}": value for name, value in state.items()}
+            tensors |= {name: value for name, value in named.items() if isinstance(value, Tensor)}
     return tensors
+
+
+def _without_tensors(state: dict[int | str, Any]) -> dict[int | str, Any]:
+    """Return what `flatten` leaves out of an optimizer's state."""
+    return {
+        index: {name: value for name, value in one.items() if not isinstance(value, Tensor)}
+        if isinstance(index, int)
+        else one
+        for index, one in state.items()
+    }
 
 
 def templates(
@@ -159,8 +170,10 @@ def update(path: Path, entries: dict[str, Any]) -> None:
 
 def _write_state(path: Path, entries: dict[str, Any], identity: str) -> None:
     plain: dict[str, Any] = {name: value for name, value in entries.items() if name not in PARTS}
-    plain["model"] = {}
-    plain["optimizer"] = {"param_groups": entries["optimizer"]["param_groups"], "state": {}}
+    plain["model"] = copy.copy(entries["model"])  # without tensors, it has the modules' versions
+    plain["model"].clear()
+    state = _without_tensors(entries["optimizer"].get("state", {}))
+    plain["optimizer"] = {**entries["optimizer"], "state": state}
     archive.write(path, plain | {"manifest": identity})
 
 
@@ -195,8 +208,8 @@ def read_state(path: Path) -> dict[str, Any]:
     if not isinstance(entries, dict) or entries.pop("manifest", None) != identity:
         raise UserError(f"{path}: its {MANIFEST} is that of another checkpoint; use another one")
     optimizer = entries.get("optimizer")
-    has_state = not isinstance(optimizer, dict) or optimizer.get("state") != {}
-    if has_state or entries.get("model") != {} or "ema" in entries:
+    is_state = isinstance(optimizer, dict) and isinstance(optimizer.get("state"), dict)
+    if not is_state or entries.get("model") != {} or "ema" in entries:
         raise UserError(f"{path}: its {STATE} is altered; use another one")
     return entries
 
@@ -272,7 +285,10 @@ def _place(entries: dict[str, Any], name: str, value: Tensor) -> None:
         number, _, key = rest.partition(".")
         entries[part]["state"].setdefault(int(number), {})[key] = value
     elif part in PARTS:
-        entries.setdefault(part, {})[rest] = value
+        if part not in entries:  # the average, whose modules have the versions of the model's
+            entries[part] = copy.copy(entries["model"])
+            entries[part].clear()
+        entries[part][rest] = value
     else:
         raise ValueError(f"{name} is no tensor of a checkpoint")
 

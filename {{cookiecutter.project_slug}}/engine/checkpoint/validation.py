@@ -59,7 +59,8 @@ def check_savable(path: Path, entries: dict[str, Any]) -> None:
 def check_values(path: Path, entries: dict[str, Any]) -> None:
     """Raise UserError if the values beside the tensors are altered."""
     moments = entries["optimizer"].get("state", {})
-    if not isinstance(moments, dict) or not all(isinstance(one, dict) for one in moments.values()):
+    parts = moments.items() if isinstance(moments, dict) else [(0, None)]
+    if not all(isinstance(one, dict) for key, one in parts if isinstance(key, int)):
         raise UserError(f"{path}: its optimizer's state is none; use another one")
     if not _is_valid_history(entries):
         raise UserError(f"{path}: its history of metrics is altered; use another one")
@@ -289,6 +290,16 @@ def check_like(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
 def _kind(dtype: torch.dtype) -> tuple[bool, bool, bool]:
     """Return a value that floats of all widths share, as do integers and complex numbers."""
     return dtype.is_floating_point, dtype.is_complex, dtype == torch.bool
+
+
+def is_same(value: object, other: object) -> bool:
+    """Return whether two plain values or tensors, also in lists or tuples, are equal."""
+    if isinstance(value, Tensor) or isinstance(other, Tensor):
+        are_tensors = isinstance(value, Tensor) and isinstance(other, Tensor)
+        return are_tensors and torch.equal(value.cpu(), other.cpu())
+    if isinstance(value, list | tuple) and isinstance(other, list | tuple):
+        return len(value) == len(other) and all(map(is_same, value, other))
+    return value == other
 
 
 def first_nan(entries: dict[str, Any]) -> str | None:
