@@ -225,6 +225,19 @@ def test_data_without_labels_has_no_class_weights(labels: list[str] | None) -> N
         WeightedDataset(data)
 
 
+def test_labels_of_a_data_frame_have_class_weights() -> None:
+    """The part of a column that a split selects keeps its index, which does not begin at 0."""
+
+    class Column(dict):
+        ndim = 1
+
+        def tolist(self) -> list[int]:
+            return [*self.values()]
+
+    data = type("Data", (list,), {"labels": Column({7: 0, 9: 0, 8: 1})})(range(3))
+    assert WeightedDataset(data).weights.tolist() == [0.75, 0.75, 1.5]
+
+
 def test_collate_fn_gets_no_element_that_it_does_not_expect() -> None:
     data = type("Data", (list,), {"labels": [0, 1, 0], "collate_fn": list})(range(3))
     for kind, options, flag in (

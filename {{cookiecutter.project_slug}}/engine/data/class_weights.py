@@ -9,6 +9,7 @@ from torch import Tensor
 from engine import UserError
 from engine.data import DatasetWrapper, SizedDataset, require_default_collate
 from engine.distributed.consistency import IGNORED
+from engine.fingerprint import labels_of
 
 
 def balanced_weights(labels: Sequence[int] | Tensor) -> Tensor:
@@ -34,12 +35,12 @@ class WeightedDataset(DatasetWrapper):
     def __init__(self, dataset: SizedDataset) -> None:
         require_default_collate(dataset, "--class-weights")
         super().__init__(dataset)
-        labels: Any = getattr(dataset, "labels", None)
+        labels = labels_of(dataset)
         try:
-            self.weights = balanced_weights(labels)
-            if len(self.weights) != len(dataset):  # such as those of the set that it is a part of
+            if labels is None:
                 raise ValueError
-        except (TypeError, ValueError, RuntimeError):  # None is no tensor either
+            self.weights = balanced_weights(labels)
+        except (TypeError, ValueError, RuntimeError):
             raise UserError(
                 "--class-weights: the training data needs an attribute .labels, the list of the "
                 "labels of all samples, as numbers"
