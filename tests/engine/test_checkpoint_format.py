@@ -179,6 +179,18 @@ def test_lazy_layers_take_the_shapes_of_the_file() -> None:
     assert torch.equal(model(torch.eye(3)), weights["weight"].T + weights["bias"])
 
 
+@pytest.mark.parametrize("error", [RuntimeError, UserError])  # the latter from a task.py
+def test_models_that_compute_with_values_are_built(error: type[Exception]) -> None:
+    def build() -> nn.Module:
+        model = nn.Linear(3, 2)
+        if model.weight.is_meta:
+            raise error("Tensor.item() cannot be called on meta tensors")
+        return model
+
+    weights = nn.Linear(3, 2).state_dict()
+    assert torch.equal(build_with(weights, build).weight, weights["weight"])
+
+
 def test_buffers_many_times_larger_than_the_weights_are_not_allocated() -> None:
     """They are not in the file, and an altered size of the images may need any amount."""
 

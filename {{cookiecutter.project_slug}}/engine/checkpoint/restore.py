@@ -94,7 +94,7 @@ def _build_twice(weights: dict[str, Tensor], build_model: Callable[[], nn.Module
         try:
             with torch.device(device):
                 model = build_model()
-        except (RuntimeError, TypeError):
+        except (RuntimeError, TypeError, UserError):
             if device == "cpu":
                 raise
             continue  # it computes with values
