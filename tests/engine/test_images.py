@@ -415,6 +415,28 @@ def test_crops_on_the_gpu_equal_those_on_the_cpu(folder, monkeypatch):
         assert max(seen) < (2 if name in FOR_THE_GPU else 1e-9), (name, max(seen))
 
 
+@decodes_files
+@pytest.mark.gpu
+def test_deterministic_algorithms_do_not_overwrite_decoded_images(folder, monkeypatch):
+    """torch fills new memory, on a stream that is still busy when the images have been decoded."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    device = torch.device("cuda", 0)
+    dataset = datasets_in(folder)[0]
+    expected = batches(DecodingLoader(device, dataset, batch_size=15))
+    torch.use_deterministic_algorithms(True)
+    try:
+        loader = DecodingLoader(device, dataset, batch_size=15)
+        with torch.cuda.stream(loader.stream):
+            busy = torch.zeros(2**28, device=device)
+            for _ in range(200):
+                busy += 1
+        found = batches(loader)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for (ours, _), (theirs, _) in zip(found, expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def test_decoding_on_the_gpu_requires_a_gpu():
     with pytest.raises(UserError, match="--decode gpu: this run is on the CPU; leave it out"):
         gpu_decoding.require_gpu_decoder(CPU)
