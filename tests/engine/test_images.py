@@ -428,7 +428,7 @@ def test_deterministic_algorithms_do_not_overwrite_decoded_images(folder, monkey
         loader = DecodingLoader(device, dataset, batch_size=15)
         with torch.cuda.stream(loader.stream):
             busy = torch.zeros(2**28, device=device)
-            for _ in range(200):
+            for _ in range(4000):  # two seconds
                 busy += 1
         found = batches(loader)
     finally:
