@@ -60,7 +60,7 @@ class LikeReal(torch.optim.AdamW):
     """An optimizer that loads its state as real Apex's FusedAdam does."""
 
 
-LikeReal.__name__ = "FusedAdam"
+LikeReal.__name__, LikeReal.__module__ = "FusedAdam", "apex.optimizers.fused_adam"
 
 
 @pytest.fixture
@@ -105,9 +105,10 @@ def test_moments_have_the_layout_of_their_parameters_and_fused_adams_are_fp32(
             assert torch.equal(moment, expected[index][name].to(moments))
 
 
-def test_versions_of_modules_are_saved(tmp_path: Path) -> None:
+def test_versions_and_extra_state_of_modules_are_saved(tmp_path: Path) -> None:
     """By them a module tells weights that it must convert, as torchvision's MNASNet does."""
     model = nn.Sequential(Versioned(4, 4))
+    model[0].count = 3
     state = TrainingState(model, torch.optim.SGD(model.parameters()), NATIVE, Ema(model, 0.9))
     rest = {"epoch": 0, "step": 0, "samples": 0, "best": 0.5, "ranks": []}
     checkpoint.write(tmp_path / "last.pt", checkpoint.to_cpu(checkpoint.collect(state)) | rest)
@@ -171,6 +172,18 @@ def test_state_of_another_kind_of_optimizer_is_an_error_without_its_name(tmp_pat
     other = torch.optim.AdamW(model.parameters())
     with pytest.raises(UserError, match="with momentum saved it, and this one has betas"):
         restore(tmp_path / "last.pt", loaded, state_of(model, other))
+
+
+def test_optimizers_of_other_packages_have_a_state_of_their_own(tmp_path: Path) -> None:
+    """The name of their class may be that of torch's."""
+    other = type("AdamW", (torch.optim.Optimizer,), {"__module__": "elsewhere"})
+    model = nn.Linear(2, 2)
+    optimizer = other(model.parameters(), {"betas": (0.9, 0.99)})
+    optimizer.state[model.weight]["state1"] = torch.ones(1)
+    checkpoint.write(tmp_path / "last.pt", entries_of(model, optimizer))
+    again = other(model.parameters(), {"betas": (0.9, 0.99)})
+    restore(tmp_path / "last.pt", checkpoint.load(tmp_path / "last.pt"), state_of(model, again))
+    assert again.state[model.weight]["state1"].tolist() == [1.0]
 
 
 def test_lazy_layers_take_the_shapes_of_the_file() -> None:

@@ -416,25 +416,11 @@ def test_crops_on_the_gpu_equal_those_on_the_cpu(folder, monkeypatch):
 
 
 @decodes_files
-@pytest.mark.gpu
-def test_deterministic_algorithms_do_not_overwrite_decoded_images(folder, monkeypatch):
-    """torch fills new memory, on a stream that is still busy when the images have been decoded."""
+def test_new_memory_is_not_filled_beside_the_decoder(folder, monkeypatch):
+    """With deterministic algorithms, torch would; eight runs on one GPU showed white images."""
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
-    device = torch.device("cuda", 0)
-    dataset = datasets_in(folder)[0]
-    expected = batches(DecodingLoader(device, dataset, batch_size=15))
-    torch.use_deterministic_algorithms(True)
-    try:
-        loader = DecodingLoader(device, dataset, batch_size=15)
-        with torch.cuda.stream(loader.stream):
-            busy = torch.zeros(2**28, device=device)
-            for _ in range(4000):  # two seconds
-                busy += 1
-        found = batches(loader)
-    finally:
-        torch.use_deterministic_algorithms(False)
-    for (ours, _), (theirs, _) in zip(found, expected, strict=True):
-        assert torch.equal(ours, theirs)
+    DecodingLoader(torch.device("cpu"), datasets_in(folder)[0])
+    assert not torch.utils.deterministic.fill_uninitialized_memory
 
 
 def test_decoding_on_the_gpu_requires_a_gpu():

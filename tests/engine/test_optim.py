@@ -117,6 +117,29 @@ def test_complex_weights_are_averaged() -> None:
     assert averages[1] == pytest.approx([0.1] * 2)
 
 
+def test_masks_that_are_parameters_stay_infinite() -> None:
+    model = nn.ParameterList([torch.tensor([0.0, -torch.inf]), torch.zeros(2)])
+    ema = optim.Ema(model, 0.9)
+    ema.update({"0": torch.tensor([0.0, -torch.inf]), "1": torch.tensor([1.0, torch.inf])}, 10**6)
+    averages = [value.tolist() for value in ema.module.state_dict().values()]
+    assert averages[0] == [0.0, -torch.inf]
+    assert averages[1] == [pytest.approx(0.1), torch.inf]  # a trained weight
+
+
+def test_weights_that_hooks_save_in_another_form_are_averaged() -> None:
+    model = nn.Linear(2, 3, bias=False)
+
+    def transpose(_: object, state: dict, prefix: str, *__: object) -> None:
+        state[f"{prefix}weight"] = state[f"{prefix}weight"].T.clone()
+
+    model.register_state_dict_post_hook(transpose)
+    model.register_load_state_dict_pre_hook(transpose)
+    ema = optim.Ema(model, 0.9)
+    before = model.weight.detach().clone()
+    ema.update({"weight": before.T + 1}, 10**6)
+    torch.testing.assert_close(ema.module.weight, before + 0.1)
+
+
 def test_weights_that_the_loop_has_changed_are_saved_and_averaged() -> None:
     """As by clamp_(), which the next step takes over into the masters."""
     model = network()

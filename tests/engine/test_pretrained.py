@@ -12,6 +12,7 @@ import torchvision
 from engine import UserError
 from engine.checkpoint import pretrained
 from torch import nn
+from versioned import Versioned
 
 
 @pytest.fixture(autouse=True)
@@ -59,6 +60,14 @@ def test_versions_of_modules_in_a_file_are_heeded(tmp_path: Path, prefix: str) -
     theirs, ours = (torchvision.models.mnasnet0_5(num_classes=4) for _ in range(2))
     torch.save((nn.ModuleDict({"module": theirs}) if prefix else theirs).state_dict(), file)
     assert load_pretrained(ours, file, "mnasnet0_5") == f"weights of {file}"
+    torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=0, atol=0)
+
+
+def test_extra_state_of_modules_is_loaded(tmp_path: Path) -> None:
+    theirs, ours = (nn.Sequential(Versioned(2, 2)) for _ in range(2))
+    theirs[0].count = 3
+    torch.save(theirs.state_dict(), tmp_path / "weights.pt")
+    load_pretrained(ours, str(tmp_path / "weights.pt"), "own")
     torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=0, atol=0)
 
 

@@ -329,23 +329,29 @@ def test_the_best_folder_is_kept_by_a_run_that_went_back(
         assert any("it will be renamed to best-of-step-2" in one for one in messages)
 
 
-def versions_of_norms(folder: str) -> list[int]:
-    """Return the versions of the norms of model and average, as a resumed run loads them."""
-    train_a_step(manager_of(Path(folder)))
-    versions = []
+def versions_of_norms(folder: str) -> tuple[list[int], list[str]]:
+    """Return versions and extra states of the norms of model and average in a resumed run."""
+    versions, extra = [], []
     load = nn.BatchNorm1d._load_from_state_dict
 
     def record(norm: nn.Module, state: dict, prefix: str, metadata: dict, *rest: Any) -> None:
         versions.append(metadata.get("version"))
         load(norm, state, prefix, metadata, *rest)
 
-    with patch.object(nn.BatchNorm1d, "_load_from_state_dict", record):
-        manager_of(Path(folder)).resume(Path(folder, "last"), 1)
-    return versions
+    with (
+        patch.object(nn.BatchNorm1d, "get_extra_state", lambda _: "extra"),
+        patch.object(nn.BatchNorm1d, "set_extra_state", lambda _, state: extra.append(state)),
+    ):
+        train_a_step(manager_of(Path(folder)))
+        with patch.object(nn.BatchNorm1d, "_load_from_state_dict", record):
+            manager_of(Path(folder)).resume(Path(folder, "last"), 1)
+    return versions, extra
 
 
-def test_versions_of_modules_are_saved(two_processes: Processes, tmp_path: Path) -> None:
-    assert two_processes(versions_of_norms, str(tmp_path)) == [[2, 2]] * 2
+def test_versions_and_extra_state_of_modules_are_saved(
+    two_processes: Processes, tmp_path: Path
+) -> None:
+    assert two_processes(versions_of_norms, str(tmp_path)) == [([2, 2], ["extra"] * 2)] * 2
 
 
 def evaluate_other_order(folder: str) -> int:

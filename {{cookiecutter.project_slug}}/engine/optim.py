@@ -242,7 +242,7 @@ class Ema:
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.module = copy.deepcopy(model).requires_grad_(False)
         self.decay = decay
-        self._infinite: set[str] | None = None  # buffers of which a mean would be nan
+        self._infinite: set[str] | None = None  # masks, of which a mean would be nan
 
     @torch.no_grad()
     def update(self, state_dict: Mapping[str, Tensor], step: int) -> None:
@@ -253,16 +253,16 @@ class Ema:
             id(mean): name
             for name, mean in own.items()
             if isinstance(mean, Tensor) and not name.endswith("_extra_state")
-        }.values()
+        }
         pairs = {  # amp may have cast buffers of another type
             name: (local_shard(own[name]), local_shard(state_dict[name]).to(own[name].dtype))
-            for name in names
+            for name in names.values()
         }
         if self._infinite is None:
             self._infinite = {
                 name
                 for name, pair in pairs.items()
-                if not isinstance(own[name], nn.Parameter) and any(map(_is_infinite, pair))
+                if any(map(_is_infinite, pair[: 1 if isinstance(own[name], nn.Parameter) else 2]))
             }
         decay = min(self.decay, (1 + step) / (10 + step))
         means: list[Tensor] = []
@@ -277,6 +277,9 @@ class Ema:
                 means.append(mean)
                 values.append(value)
         get_ema_multi_avg_fn(decay)(means, values, None)
+        tensors = {id(one) for one in (*self.module.parameters(), *self.module.buffers())}
+        if not names.keys() <= tensors:  # a hook has made other tensors of them
+            self.module.load_state_dict(own)
 
 
 def _is_infinite(tensor: Tensor) -> bool:

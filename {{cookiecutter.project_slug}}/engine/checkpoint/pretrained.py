@@ -19,6 +19,7 @@ from engine.checkpoint.compatibility import describe_difference
 from engine.monitoring.console import has_terminal
 
 COUNTERS = "num_batches_tracked"  # buffers of batch norms, which old files lack
+EXTRA = "_extra_state"  # of a module, of any type
 CLASSIFIERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)  # layers that a head can end with
 
 
@@ -49,6 +50,7 @@ def load_pretrained(
         return ""
     state, kind, saved_classes = _read(source, arch)
     merged = copy.copy(state)  # with the versions of its modules, if it has them
+    extra = {name: state.pop(name) for name in [*state] if name.endswith(EXTRA)}
     child = _matching_child(model, state)
     target = model.get_submodule(child)
     own = target.state_dict()
@@ -76,7 +78,7 @@ def load_pretrained(
         loaded = {name: state[name] for name in shared if name not in head}
         validation.check_like(loaded, own)
         merged.clear()
-        merged.update(own | loaded)
+        merged.update(own | loaded | extra)
         target.load_state_dict(merged)
     except (RuntimeError, ValueError) as error:  # a type that cannot be converted
         reason = shorten(str(error), 160)
@@ -123,7 +125,7 @@ def _matching_child(model: nn.Module, state: dict[str, Tensor]) -> str:
 
 def _unmatched(state: dict[str, Tensor], own: dict[str, Tensor]) -> list[str]:
     """Return the names that only one of the two has."""
-    return [name for name in own.keys() ^ state.keys() if not name.endswith(COUNTERS)]
+    return [name for name in own.keys() ^ state.keys() if not name.endswith((COUNTERS, EXTRA))]
 
 
 def _renamed(state: dict[str, Tensor], own: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -171,7 +173,9 @@ def _find_weights(content: Any, key: str) -> dict[str, Tensor]:
         return {}
     state = next((content[one] for one in (key, "state_dict") if one in content), content)
     is_state = isinstance(state, dict) and all(isinstance(name, str) for name in state)
-    if not is_state or not all(isinstance(value, Tensor) for value in state.values()):
+    if not is_state or not all(
+        isinstance(value, Tensor) or name.endswith(EXTRA) for name, value in state.items()
+    ):
         return {}
     state = copy.copy(state)
     consume_prefix_in_state_dict_if_present(state, "module.")

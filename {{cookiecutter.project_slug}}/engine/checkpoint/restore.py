@@ -24,6 +24,7 @@ from engine.text import printable
 
 MAX_BUFFERS = 2**31  # bytes that those of a model may have, or ten times those of its weights
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+OWN = ("torch.", "apex")  # other packages have an AdamW, too, with another state
 FUSED = ("FusedAdam", "FusedLAMB")  # whose moments are fp32, also of half parameters
 ADAM = ("Adam", "AdamW", *FUSED)  # whose kernels assume two moments
 SGD = ("SGD", "FusedSGD")
@@ -101,7 +102,8 @@ def _build_twice(weights: dict[str, Tensor], build_model: Callable[[], nn.Module
         check_like(weights, model.state_dict())
         model.load_state_dict(weights)
         size = sum(buffer.nbytes for buffer in model.buffers())  # some are not in the file
-        if size > max(MAX_BUFFERS, 10 * sum(weight.nbytes for weight in weights.values())):
+        tensors = (weight for weight in weights.values() if isinstance(weight, Tensor))
+        if size > max(MAX_BUFFERS, 10 * sum(weight.nbytes for weight in tensors)):
             raise RuntimeError(f"its buffers take {size} bytes, many times those of its weights")
     return model
 
@@ -212,7 +214,8 @@ def _restore_optimizer(optimizer: Optimizer, saved: dict[str, Any], trained: set
     parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     known = dict(zip(indices, parameters, strict=True))
     state = {index: saved["state"][index] for index in known if saved["state"].get(index)}
-    class_names = {cls.__name__ for cls in type(optimizer).__mro__}
+    known_classes = (cls for cls in type(optimizer).__mro__ if cls.__module__.startswith(OWN))
+    class_names = {cls.__name__ for cls in known_classes}
     for index, moments in state.items():
         _check_state(index, known[index], moments, class_names)
     common = {key: one for key, one in saved["state"].items() if isinstance(key, str)}

@@ -66,6 +66,7 @@ def flatten(entries: Mapping[str, Any]) -> dict[str, Tensor]:
         f"{part}.{name}": value
         for part in PARTS[:2]
         for name, value in entries.get(part, {}).items()
+        if isinstance(value, Tensor)
     }
     for index, state in entries["optimizer"]["state"].items():
         if isinstance(index, int):
@@ -170,8 +171,11 @@ def update(path: Path, entries: dict[str, Any]) -> None:
 
 def _write_state(path: Path, entries: dict[str, Any], identity: str) -> None:
     plain: dict[str, Any] = {name: value for name, value in entries.items() if name not in PARTS}
-    plain["model"] = copy.copy(entries["model"])  # without tensors, it has the modules' versions
-    plain["model"].clear()
+    for part in PARTS[:2]:  # without tensors, they have extra states and the modules' versions
+        if part in entries:
+            plain[part] = copy.copy(entries[part])
+            plain[part].clear()
+            plain[part] |= {k: v for k, v in entries[part].items() if not isinstance(v, Tensor)}
     state = _without_tensors(entries["optimizer"].get("state", {}))
     plain["optimizer"] = {**entries["optimizer"], "state": state}
     archive.write(path, plain | {"manifest": identity})
@@ -207,9 +211,9 @@ def read_state(path: Path) -> dict[str, Any]:
     identity = manifest.read(path)["id"]
     if not isinstance(entries, dict) or entries.pop("manifest", None) != identity:
         raise UserError(f"{path}: its {MANIFEST} is that of another checkpoint; use another one")
-    optimizer = entries.get("optimizer")
-    is_state = isinstance(optimizer, dict) and isinstance(optimizer.get("state"), dict)
-    if not is_state or entries.get("model") != {} or "ema" in entries:
+    parts = [entries.get(part, {}) for part in PARTS]
+    are_dicts = all(isinstance(part, dict) for part in parts)
+    if not are_dicts or not isinstance(parts[-1].get("state"), dict):
         raise UserError(f"{path}: its {STATE} is altered; use another one")
     return entries
 
@@ -285,10 +289,7 @@ def _place(entries: dict[str, Any], name: str, value: Tensor) -> None:
         number, _, key = rest.partition(".")
         entries[part]["state"].setdefault(int(number), {})[key] = value
     elif part in PARTS:
-        if part not in entries:  # the average, whose modules have the versions of the model's
-            entries[part] = copy.copy(entries["model"])
-            entries[part].clear()
-        entries[part][rest] = value
+        entries.setdefault(part, {})[rest] = value
     else:
         raise ValueError(f"{name} is no tensor of a checkpoint")
 

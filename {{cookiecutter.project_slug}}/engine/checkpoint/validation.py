@@ -278,7 +278,8 @@ def check_like(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     torch would convert it without a warning: complex numbers would lose their imaginary parts.
     """
     for name, ours in own.items():
-        if name not in state or not isinstance(ours, Tensor) or is_lazy(ours):
+        is_extra = name.endswith("_extra_state")  # of any type and size
+        if name not in state or is_extra or not isinstance(ours, Tensor) or is_lazy(ours):
             continue
         theirs = state[name]
         if theirs.shape != ours.shape:

@@ -172,8 +172,8 @@ class DecodingLoader(DataLoader):
 
     def __init__(self, device: torch.device, dataset: Dataset, **options: Any) -> None:
         super().__init__(dataset, collate_fn=pack, **options)
-        # With deterministic algorithms, torch fills new memory with 255, on a stream for which the
-        # decoder's does not wait: after it, images would be white.
+        # With deterministic algorithms, torch fills new memory with 255. nvJPEG does not wait for
+        # that: images turned white where several processes shared a GPU.
         torch.utils.deterministic.fill_uninitialized_memory = False
         self.device = device
         self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
