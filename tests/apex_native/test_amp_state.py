@@ -42,6 +42,19 @@ def test_state_dict_is_fp32_with_master_values(level):
         assert torch.equal(parameter, master.to(parameter.dtype))
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_weights_written_to_data_before_a_second_initialize_are_trained(level):
+    """As by an initialization of all weights for the next fold; Apex makes new masters."""
+    model, optimizer = prepare(level)
+    train(model, optimizer, batches(2))
+    model.float()
+    for parameter in model.parameters():
+        parameter.data.fill_(0.5)
+    optimizer = sgd(model)
+    model, optimizer = initialize(model, optimizer, level)
+    assert all((parameter == 0.5).all() for parameter in amp.master_params(optimizer))
+
+
 def test_state_dict_is_not_rounded():
     model, optimizer = prepare("O2")
     train(model, optimizer, batches(3))

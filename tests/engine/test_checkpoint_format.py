@@ -32,6 +32,7 @@ from engine.checkpoint.restore import build_with, restore, restore_average
 from engine.data.images import MAX_SIZE, ImageSpec
 from engine.optim import Ema
 from torch import nn
+from torchvision import tv_tensors
 from versioned import Versioned
 
 NATIVE = backend.load_backend("native", "O1")
@@ -184,6 +185,29 @@ def test_optimizers_of_other_packages_have_a_state_of_their_own(tmp_path: Path) 
     again = other(model.parameters(), {"betas": (0.9, 0.99)})
     restore(tmp_path / "last.pt", checkpoint.load(tmp_path / "last.pt"), state_of(model, again))
     assert again.state[model.weight]["state1"].tolist() == [1.0]
+
+
+def test_tensors_of_subclasses_are_saved_as_plain_ones(tmp_path: Path) -> None:
+    """Such as a mean image that torchvision's transforms have made."""
+    model = nn.BatchNorm1d(3)
+    model.register_buffer("picture", tv_tensors.Image(torch.ones(3, 2, 2)))
+    state = state_of(model, torch.optim.SGD(model.parameters()))
+    rest = {"epoch": 0, "step": 1, "samples": 0, "best": 0.5, "ranks": []}
+    checkpoint.write(tmp_path / "last.pt", checkpoint.to_cpu(checkpoint.collect(state)) | rest)
+    entries = checkpoint.load(tmp_path / "last.pt")
+    assert type(entries["model"]["picture"]) is torch.Tensor
+    restore(tmp_path / "last.pt", entries, state)
+
+
+@pytest.mark.parametrize("seed", [2**60 + 1, torch.tensor(2**60 + 1)])
+def test_state_of_an_optimizer_may_be_a_random_seed(tmp_path: Path, seed: object) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    optimizer.state[model.weight]["seed"] = seed
+    checkpoint.write(tmp_path / "last.pt", entries_of(model, optimizer))
+    entries = checkpoint.load(tmp_path / "last.pt")
+    restore(tmp_path / "last.pt", entries, state_of(model, optimizer))
+    assert optimizer.state[model.weight]["seed"] == seed
 
 
 def test_lazy_layers_take_the_shapes_of_the_file() -> None:

@@ -1373,6 +1373,32 @@ def test_signal_after_a_save_with_nan_keeps_its_status(
     assert (found, status) == (expected, 143)
 
 
+def save_twice_what_cannot_be_saved(folder: str) -> tuple[str, list[str]]:
+    """Return the error of the second save, and the messages."""
+    manager = manager_of(folder)
+    manager.state.optimizer.state["k"] = torch.eye(2).to_sparse()
+    manager.save()
+    manager.wait()
+    dist.barrier()
+    try:
+        manager.save()
+    except UserError as error:
+        return str(error), list(manager.logger)
+    return "", list(manager.logger)
+
+
+def test_a_run_that_cannot_save_ends_at_its_second_save(
+    two_processes: Processes, tmp_path: Path
+) -> None:
+    """Not after all of its epochs, with nothing that was saved."""
+    problem = f"{tmp_path}/step-0.pt could not be written ('k' in 'state' in 'optimizer' in "
+    ((error, said), _) = two_processes(save_twice_what_cannot_be_saved, str(tmp_path))
+    assert error.startswith(problem) and error.endswith(": fix that, and start again")
+    assert "is a sparse tensor, which a checkpoint can't hold" in error
+    assert said[-1].startswith(f"warning: {problem}")
+    assert said[-1].endswith("; the next save ends the run")
+
+
 def better_weights(folder: str) -> tuple[int, str, dict]:
     """Return the step, the weights and the results of best.pt, where lower is better."""
     manager = manager_of(folder, logger=Messages(MonitoredMetric("mae", "min")))

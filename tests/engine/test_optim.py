@@ -241,6 +241,18 @@ def buffers_after_a_broadcast() -> list[torch.Tensor]:
     return [model.grid.contiguous(), model.view.contiguous(), model.count]
 
 
+def broadcast_sparse_buffer() -> bool:
+    model = nn.Linear(2, 2)
+    model.register_buffer("edges", torch.eye(3).to_sparse())
+    distributed.broadcast_buffers(model)
+    return model.edges.is_sparse
+
+
+def test_sparse_buffers_are_constants(two_processes: Processes) -> None:
+    """Such as the adjacency matrix of a graph network."""
+    assert two_processes(broadcast_sparse_buffer) == [True, True]
+
+
 def test_views_and_types_without_a_collective_are_broadcast(two_processes: Processes) -> None:
     """The memory beside a buffer that is a view stays as it is."""
     for grid, view, count in two_processes(buffers_after_a_broadcast):

@@ -678,6 +678,7 @@ MANIFESTS = {
     "string for classes": lambda manifest: manifest.update(classes="ab"),
     "classes that are no strings": lambda manifest: manifest.update(classes=[1, 2]),
     "classes that can't be hashed": lambda manifest: manifest.update(classes=[{}, []]),
+    "more classes than memory": lambda manifest: manifest.update(classes=[*map(str, range(50000))]),
     "class that is there twice": lambda manifest: manifest.update(classes=["cat", "cat"]),
     "class that is half a surrogate pair": lambda manifest: manifest.update(classes=["\ud800"]),
     "options of another type": lambda manifest: manifest.update(options=5),

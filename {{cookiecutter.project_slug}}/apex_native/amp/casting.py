@@ -122,7 +122,10 @@ def make_master(parameter: Tensor) -> Tensor:
         master = parameter.detach().clone().float().requires_grad_()
         setattr(parameter, _MASTER, master)
         mark_up_to_date(parameter)
-        setattr(parameter, _VALUES, parameter.detach().clone())
+    else:  # of an earlier optimizer, after which weights may have been written to .data
+        setattr(parameter, _VERSION, None)
+        current_master(parameter)
+    setattr(parameter, _VALUES, parameter.detach().clone())
     return master
 
 

@@ -88,6 +88,8 @@ def to_cpu(value: Any) -> Any:
     """
     if isinstance(value, Tensor):
         value = value.detach()
+        if type(value) is not Tensor and not hasattr(value, "to_local"):  # as tv_tensors
+            value = value.as_subclass(Tensor)
         return value.to("cpu", non_blocking=True) if value.is_cuda else value.clone()
     if isinstance(value, dict):
         made = copy.copy(value)  # which keeps the versions of modules that a state dict has

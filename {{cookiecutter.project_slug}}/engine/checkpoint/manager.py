@@ -402,10 +402,12 @@ class CheckpointManager:
         values = format.to_cpu(values) | {"ranks": ranks}
         if not self._writer.amend(values):
             self.wait()
+            if self._writer.is_hopeless:
+                raise self._writer.error()
             self._writer.start(format.to_cpu(format.collect(self.state)) | values)
             if self._writer.nan_steps:
                 self.wait()
-            if len(self._writer.nan_steps) > 1:  # it stays, as in batch norm's statistics
+            if self._writer.is_hopeless:  # nan stays, as in batch norm's statistics
                 raise self._writer.error()
 
     def _sums(self) -> Sums:
@@ -428,6 +430,7 @@ class CheckpointManager:
         has_failed = any(all_gather(self._writer.problem, self._group))
         if has_failed or self._saved_step != step:  # an epoch is saved before its validation
             self._writer.nan_steps.clear()  # to exit with the status of the signal
+            self._writer.is_hopeless = False
             self.save()
             self._wait_together()
         if self._writer.problem:

@@ -257,7 +257,8 @@ def _check_setting(name: str, value: Any, own: Any) -> None:
 
 def _check_number(name: str, value: Any, is_count: bool) -> None:
     number = value.item() if isinstance(value, Tensor) else value
-    if not is_number(number) or (is_count and not 0 <= number < MAX_COUNT):
+    is_integer = isinstance(number, int) and abs(number) < 2**64  # such as a random seed
+    if not (is_integer or is_number(number)) or (is_count and not 0 <= number < MAX_COUNT):
         raise ValueError(f"{name} is altered")
 
 

@@ -43,11 +43,14 @@ def require_plain(value: Any, name: str) -> None:
     elif type(value) in (list, tuple, set):
         for item in value:
             require_plain(item, name)
-    elif type(value) not in PLAIN and not isinstance(value, Tensor | np.generic):
-        raise UserError(
-            f"{name} is a {type(value).__name__}, which a checkpoint can't hold: use numbers, "
-            "texts, tensors, lists or dicts"
-        )
+    else:
+        is_sparse = isinstance(value, Tensor) and value.layout != torch.strided
+        kind = "sparse tensor" if is_sparse else type(value).__name__
+        if is_sparse or (type(value) not in PLAIN and not isinstance(value, Tensor | np.generic)):
+            raise UserError(
+                f"{name} is a {kind}, which a checkpoint can't hold: use numbers, texts, dense "
+                "tensors, lists or dicts"
+            )
 
 
 def check_savable(path: Path, entries: dict[str, Any]) -> None:

@@ -32,6 +32,7 @@ class CheckpointWriter:
     main_group: dist.ProcessGroup  # of all ranks, for their main threads
     problem: str = field(default="", init=False)  # with the last write
     nan_steps: set[int] = field(default_factory=set, init=False)  # of the last writes, with nan
+    is_hopeless: bool = field(default=False, init=False)  # no later write will succeed either
     newest: Path | None = field(default=None, init=False)  # written, or resumed from
     written_step: int = field(default=-1, init=False)  # of the last folder written, or resumed from
     rewind: files.Rewind | None = field(default=None, init=False)  # until a resumed run saves
@@ -125,7 +126,12 @@ class CheckpointWriter:
             is_nan = isinstance(error, FloatingPointError)
             self.nan_steps = self.nan_steps | {entries["step"]} if is_nan else set()
             self.problem = f"{failed} ({text.splitlines()[0]})"
-            if len(self.nan_steps) < 2:  # else, the run ends with this problem
+            is_of_disk = isinstance(error, OSError | MemoryError)  # which may have room later
+            is_first = not (self.newest or is_of_disk or is_nan)
+            self.is_hopeless = is_first or len(self.nan_steps) > 1
+            if is_first:
+                self.warn(f"{self.problem}; the next save ends the run")
+            elif not self.is_hopeless:  # else, the run ends with this problem
                 ends = "; nan in the next one, too, ends the run" if is_nan else ""
                 kept = f"the run goes on, the checkpoints before it are kept{ends}"
                 self.warn(f"{self.problem}; {kept}")
@@ -135,6 +141,7 @@ class CheckpointWriter:
         if not self.nan_steps:
             is_back = self.rewind is not None and self.rewind.has_later  # the newest ones still
             fix = "start again with the same --resume" if is_back else "add --resume auto"
+            fix = fix if self.newest else "start again"
             return UserError(f"{self.problem}: fix that, and {fix}")
         cause = "nan in the images of a batch, an overflow in half precision, or too high a --lr"
         good = f"resume from {self.newest}, the last good checkpoint"

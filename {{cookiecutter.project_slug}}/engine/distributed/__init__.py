@@ -265,7 +265,7 @@ def broadcast_buffers(model: nn.Module) -> None:
     Batch norm's running statistics differ between processes unless SyncBatchNorm is used.
     """
     for buffer in model.buffers():
-        if not is_expanded(buffer):
+        if buffer.layout is torch.strided and not is_expanded(buffer):  # else, a constant
             values = buffer.contiguous()  # torch would send other memory than that of a view
             dist.broadcast(values.flatten().view(torch.uint8), src=0)  # gloo and NCCL lack int16
             buffer.copy_(values)
