@@ -407,8 +407,8 @@ class CheckpointManager:
             self._writer.start(format.to_cpu(format.collect(self.state)) | values)
             if self._writer.nan_steps:
                 self.wait()
-            if self._writer.is_hopeless:  # nan stays, as in batch norm's statistics
-                raise self._writer.error()
+                if self._writer.is_hopeless:  # nan stays, as in batch norm's statistics
+                    raise self._writer.error()
 
     def _sums(self) -> Sums:
         """Return the sums of this rank's meter, which matter within an epoch."""
