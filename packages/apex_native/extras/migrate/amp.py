@@ -16,9 +16,10 @@ from .forward import Forward
 from .gradients import decorators
 from .imports import apex_imports
 from .optimizers import Optimizers
-from .order import negated
+from .order import negated, parts
 from .places import (
     ADDING,
+    NONE,
     as_bool,
     assigned,
     availability_flags,
@@ -37,7 +38,6 @@ from .usage import Loss
 
 HANDLED = {"initialize", "scale_loss", "master_params", "state_dict", "load_state_dict"}
 HANDLED |= {"disable_casts"}
-MODEL_METHODS = ("parameters", "named_parameters", "train")
 JUMPS = matchers.OneOf(
     *(each() for each in (matchers.Break, matchers.Continue, matchers.Return)),
     *(each() for each in (matchers.Yield, matchers.Await)),
@@ -98,18 +98,24 @@ class Analysis(Optimizers):
         self.usage.flags = availability_flags(node)
         self.imported = {local.split(".")[0] for _, _, local in apex_imports(node)}
 
+    def visit_Import(self, node: cst.Import) -> None:
+        self.imports += [(name.split(".")[0], node, True) for _, _, name in apex_imports(node)]
+
+    def visit_ImportFrom(self, node: cst.ImportFrom) -> None:
+        self.imports += [(name.split(".")[0], node, True) for _, _, name in apex_imports(node)]
+
     def visit_Call(self, node: cst.Call) -> None:
         name = self.name(node.func)
         attribute = node.func.attr.value if isinstance(node.func, cst.Attribute) else ""
         self.calls.append((attribute or source(node.func), node))
         self.usage.has_half |= bool(HALF.search(source(node)))
         self.usage.has_load |= attribute == "load_state_dict"
-        self._find_steps_and_models(node, attribute)
+        self._find_steps(node, attribute)
         if name.startswith("apex.amp."):
             self._visit_amp(node, name.removeprefix("apex.amp."))
 
-    def _find_steps_and_models(self, node: cst.Call, attribute: str) -> None:
-        """Find steps, flags, changes of containers, models, and gradients that are clipped."""
+    def _find_steps(self, node: cst.Call, attribute: str) -> None:
+        """Find steps, flags, changes of containers, and gradients that are clipped."""
         if attribute == "step" and isinstance(node.func, cst.Attribute):
             self.steps.append((source(node.func.value), node))
         elif attribute == "zero_grad" and isinstance(node.func, cst.Attribute):
@@ -119,8 +125,6 @@ class Analysis(Optimizers):
             self.flags |= {text.lstrip("-").replace("-", "_") for text in texts}
         elif attribute in ADDING and isinstance(node.func, cst.Attribute):
             self.assigned += [(node.func.value, arg.value) for arg in node.args]
-        elif attribute in MODEL_METHODS and isinstance(node.func, cst.Attribute):
-            self.models.add(source(node.func.value))
         elif "clip_grad" in source(node.func):
             self._add_reader(node, "")
 
@@ -220,6 +224,8 @@ class Analysis(Optimizers):
 
     def visit_Assign(self, node: cst.Assign) -> None:
         self.assigned += pairs(node)
+        names = {source(target) for target, value in pairs(node) if source(value) == NONE}
+        self.imports += [(name, node, False) for name in names & self.imported]
 
     def visit_AnnAssign(self, node: cst.AnnAssign) -> None:
         if node.value:
@@ -253,6 +259,8 @@ class Analysis(Optimizers):
         name = self.name(node)
         if name.startswith("apex.amp._amp_state") and not isinstance(parent, IMPORTS):
             self._set_scale(node)
+        elif is_test and name in ("apex", "apex.amp"):
+            self.questions.append(node)
         elif is_value and not is_test and re.match(r"apex($|\.amp\b)", name):
             what = name.removeprefix("apex.")
             self.usage.reasons.append(f"{what} is passed as a value, to what may call it")
@@ -360,6 +368,7 @@ class Analysis(Optimizers):
             return
         test = self._condition(self.starts[0])
         self._check_initial_scale()
+        self._check_questions()
         for other in self.starts[1:]:
             self._check_repeated(other)
         usage.condition = as_bool(test, self.flags) if test else ""
@@ -368,17 +377,43 @@ class Analysis(Optimizers):
             usage.reasons.append("amp.scale_loss is not in this file")
         forward = Forward(set().union(*self.prepared(0)), {loss.optimizer for loss in usage.losses})
         original_node.visit(forward)
+        self.models = forward.models
         for loss in usage.losses:
             self._add_autocast(loss, forward)
         for loss in usage.losses if usage.has_autocast else ():
             self._check_outputs(loss, forward)
         if usage.scaled and not usage.reasons:
             self.name_scalers(original_node)
-            self.check_steps(not all(map(self.is_stepped_at_once, usage.scalers)))
+            self.place_unscale()
+            self.check_steps()
             self.place_scalers()
             self.check_order()
             self.check_optimizers()
             self.check_zeroed()
+
+    def _check_questions(self) -> None:
+        """Require that Apex is imported under the conditions of each test for it, and no others.
+
+        The test may be in place of an option.
+        """
+        for node in self.questions:
+            around = self.parents(node)
+            name = source(node).split(".")[0]
+            needed = [self._options(each, yes) for one, each, yes in self.imports if one == name]
+            known = self._options(node, True).union(
+                *(parts(each, True) for each in around if isinstance(each, cst.BooleanOperation))
+            )
+            if not set().union(*needed) <= known:
+                self.usage.reasons.append(f"{source(node)} is tested in place of an option")
+
+    def _options(self, node: cst.CSTNode, is_import: bool) -> set[tuple[str, bool]]:
+        """Return the conditions of an import, or of None in place of it, the opposite ones."""
+        return {
+            (test, holds is is_import)
+            for each, is_body in self.conditions(node)
+            for test, holds in parts(each.test, is_body)
+            if not isinstance(self.simplified(each.test), bool)
+        }
 
     def _check_aliases(self) -> None:
         """Require that a scaled loss is not used after its block: its name is removed."""

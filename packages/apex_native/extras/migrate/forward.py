@@ -7,7 +7,7 @@ from typing import Any
 
 import libcst as cst
 
-from .places import last_name, last_names, names_in, source
+from .places import NONE, last_name, last_names, names_in, source
 
 # In names of functions that return a model, as classes do, and run none.
 WRAPPERS = ("parallel", "ddp", "compile", "script", "convert", "wrap", "initialize", "copy")
@@ -81,7 +81,7 @@ class Forward(cst.CSTVisitor):
                 self.models.add(last_name(target))
         elif parts & self.models:
             self.models.add(last_name(target))
-        self.models.discard("")
+        self.models -= {"", NONE}
 
     def _parameters(self, call: cst.Call) -> Iterator[str]:
         """Yield the parameters of functions of the module that are given a model in a call."""

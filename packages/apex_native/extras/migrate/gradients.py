@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import libcst as cst
-from libcst.metadata import PositionProvider, QualifiedNameProvider
+from libcst.metadata import QualifiedNameProvider
 
 from .places import ADDING, apex_name, is_own, names_in, plain_source, simplify, source
 from .tree import Tree
@@ -22,15 +22,15 @@ HARMLESS = {*dir(builtins), *ADDING, "scale_loss", "master_params"}  # given par
 # Methods that need no gradients, or leave them scaled, of an optimizer or of what is given it.
 ORDINARY = re.compile(
     r"^(step|zero_grad|add_param_group|train|eval|write|batch_step|store|restore|"
-    r".*(state_dict|synchronize)|(?!.*grad)((get|step|register|on)_|log|print|consolidate)\w*)$"
+    r".*(state_dict|synchronize)|(?!.*grad)((get|step|register)_|log|print|consolidate)\w*)$"
 )
-# In the name of a function or class that may change the gradients of a model that it is given.
-CHANGING = re.compile(r"clip|grad(?!\w*penalty)", re.IGNORECASE)
+# In the name of a function or class that may change gradients.
+CHANGING = re.compile(r"clip|(?<!zero_)(?<!requires_)grad(?!\w*penalty|_?scaler)", re.IGNORECASE)
 # A call that returns the size of a parameter, or a sum of sizes.
 COUNT = re.compile(r".*\.numel\(\)$|(\w+\.)?sum\(.*\.numel\(\)", re.DOTALL)
 NORM = re.compile(r"(^|\.)clip_grad_norm_?$")  # a function that returns the norm
 CLASS = re.compile(r"(^|\.)[A-Z]\w*$")
-OTHER_BLOCK = "gradients are clipped in another block than step()"
+CLIPPED = "gradients are clipped where GradScaler keeps them scaled: step() may not follow at once"
 BRANCHES = (cst.MatchCase, cst.ExceptHandler, cst.ExceptStarHandler)
 SCHEDULE = re.compile(
     r"LR|Lr[A-Z]|(^|\W|_)lr|[Ll]earning_?[Rr]ate|[Ss]ched|[Ww]arm|[Aa]nneal|[Cc]ycl"
@@ -81,14 +81,22 @@ class Gradients(Tree):
         self.states: list[cst.Call] = []
         self.calls: list[tuple[str, cst.Call]] = []  # of functions and methods, by name
         self.values: set[str] = set()  # names that are passed on or assigned
+        # Names of what is imported from Apex, with its import, or None in place of it.
+        self.imports: list[tuple[str, cst.CSTNode, bool]] = []
+        self.questions: list[cst.CSTNode] = []  # tests whether Apex was imported
         self.defined: set[str] = set()  # functions of this file
         self.classes: dict[str, set[str]] = {}  # of this file, and names in their bases
         self.handling: set[str] = set()  # functions of this file that catch exceptions
         self.suppressing = {"suppress"}  # context managers that may catch an exception
-        self.models: set[str] = set()
         self.assigned: list[tuple[cst.BaseExpression, cst.BaseExpression]] = []  # target, value
         self.loop_names: set[str] = set()  # targets of for loops
+        self.models: set[str] = set()  # names of those that amp prepares
         self.has_value = False  # which reads gradients: a lambda, or a function that clips
+        # Where the gradients of an optimizer are unscaled: from a statement or line, to a step.
+        self.windows: dict[str, list[tuple[int, cst.Call]]] = {}
+        # Optimizers whose gradients are not unscaled right after each backward pass, and whether
+        # other functions may run before.
+        self.exposed: dict[str, bool] = {}
 
     def name(self, node: cst.CSTNode) -> str:
         """Return the name of Apex that `node` has, or ""."""
@@ -126,12 +134,8 @@ class Gradients(Tree):
         """Return the calls of ``step`` of an optimizer."""
         return [step for owner, step in self.steps if owner == optimizer]
 
-    def check_steps(self, is_pending: bool) -> None:
-        """Require one step for each backward pass, and gradients that are read only before it.
-
-        If a backward pass and its step are apart, any function may run in between.
-        """
-        covered: set[cst.CSTNode] = set()
+    def check_steps(self) -> None:
+        """Require one step for each backward pass, and gradients that are read only unscaled."""
         for optimizer in self.usage.scalers:
             steps = self.steps_of(optimizer)
             if not steps or any(
@@ -145,37 +149,55 @@ class Gradients(Tree):
                 is_alone = isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1
                 if step.args or not is_alone or not isinstance(self.parent(step), cst.Expr):
                     self.usage.reasons.append(f"{optimizer}.step() is not a statement of its own")
-                covered |= self._place_unscale(optimizer, step)
+        if self.exposed:
+            self._check_readers()
+            self._check_imported()
+        self._check_unscaled()
+
+    def is_unscaled(self, node: cst.CSTNode, optimizer: str) -> bool:
+        """Return whether the gradients of an optimizer are unscaled at a node, before the step."""
+        return any(
+            self.function(node) is self.function(step)
+            and first <= self.line(node) < self.line(step)
+            for first, step in self.windows[optimizer]
+        )
+
+    def _check_readers(self) -> None:
+        """Require that gradients are read or clipped only where they are unscaled.
+
+        Methods of optimizers that the script defines are called by GradScaler, or after it.
+        """
         if self.has_value:
             self.usage.reasons.append(
                 "a lambda or a function that is passed on reads gradients, which GradScaler scales"
             )
-        for statement, grad in self.readers:
-            losses = self.usage.losses
-            is_repeated = any(self._is_repeated(statement, loss) for loss in losses)
-            is_between = is_pending and not self._is_of_optimizer(statement)
-            follows = any(self._follows(statement, loss) for loss in losses)
-            if not (is_repeated or is_between or follows):
-                continue
-            is_scaled = is_repeated or self._is_clipped_scaled(statement)
-            if grad:
-                self.usage.reasons.append(f"{grad} is read, which GradScaler keeps scaled")
-            elif statement not in covered or is_scaled:
-                self.usage.reasons.append(OTHER_BLOCK)
-        self._check_helpers(covered)
-        self._check_imported()
-        self._check_unscaled(is_pending)
+        readers = [each for each in self.readers if not self._is_of_optimizer(each[0])]
+        for statement, grad in readers:
+            if self._is_scaled(statement) or self._is_apart(statement):
+                is_read = f"{grad} is read, which GradScaler keeps scaled"
+                self.usage.reasons.append(is_read if grad else CLIPPED)
+        helpers = {self.function(each) for each, _ in readers if not self._is_covered(each)}
+        for name, use in self._uses(helpers):
+            if isinstance(use, cst.FunctionDef) or self._is_scaled(use):
+                self.usage.reasons.append(f"{name} reads gradients, which GradScaler scales")
 
-    def _is_clipped_scaled(self, statement: cst.CSTNode) -> bool:
-        """Return whether gradients of an optimizer are scaled at a statement that clips some."""
-        before = [
-            line
-            for line in self.usage.unscale
-            if self.function(line) is self.function(statement)
-            and self.line(line) <= self.line(statement)
-        ]
-        unscaled = {owner for line in before for owner in self.usage.unscale[line]}
-        return any(self._is_scaled_at(statement, each) for each in {*self.usage.scalers} - unscaled)
+    def _is_apart(self, node: cst.CSTNode) -> bool:
+        """Return whether gradients may be scaled in a function without the loss and the step."""
+        is_apart = any(
+            is_pending
+            and not (
+                self.beside(node, [loss.statement for loss in self.losses_of(optimizer)])
+                and self.beside(node, self.steps_of(optimizer))
+            )
+            for optimizer, is_pending in self.exposed.items()
+        )
+        return is_apart and not self._is_covered(node)
+
+    def _is_covered(self, node: cst.CSTNode) -> bool:
+        return any(self.is_unscaled(node, optimizer) for optimizer in self.usage.scalers)
+
+    def _is_scaled(self, node: cst.CSTNode) -> bool:
+        return any(self._is_scaled_at(node, optimizer) for optimizer in self.exposed)
 
     def _check_imported(self) -> None:
         """Require that no code of another file that has the parameters runs before a step."""
@@ -190,7 +212,7 @@ class Gradients(Tree):
                 helpers.add(self.function(call))
         found += [(f"{name} may have the parameters", use) for name, use in self._uses(helpers)]
         for access, use in found:
-            if any(self._is_scaled_at(use, each) for each in self.usage.scalers):
+            if self._is_scaled(use):
                 self.usage.reasons.append(
                     f"{access}, and may read their gradients, which GradScaler scales"
                 )
@@ -201,34 +223,73 @@ class Gradients(Tree):
         """Return how a call has the parameters, or "" if it has not.
 
         By its arguments, or as an object that has them or one of its methods that is not ORDINARY,
-        or of a class that is CHANGING.
+        or of a class that is CHANGING, or as a method of another file's base class.
         """
         code = source(call.func)
         owner, _, method = code.rpartition(".")
-        if self._is_given(call, parameters) and name not in {*self.defined, *HARMLESS}:
+        is_unknown = name not in {*self.defined, *HARMLESS}
+        if is_unknown and self._is_given(call, parameters):
             return f"{name} is given the parameters before the step"
         if code in holders:
             return f"{code} has the parameters"
-        if not isinstance(call.func, (cst.Name, cst.Attribute)):
+        is_name = isinstance(call.func, (cst.Name, cst.Attribute))
+        if not is_name or is_unknown and self._may_change(call):
             return f"{code} may have the parameters"
         is_ordinary = ORDINARY.search(method) or SCHEDULE.search(code)
         if owner in holders and (CHANGING.search(holders[owner]) or not is_ordinary):
             return f"{code} is a method of an object that has the parameters"
         return ""
 
+    def _may_change(self, call: cst.Call) -> bool:
+        """Return whether a call is of an inherited method or of a name that is CHANGING.
+
+        Or is given `self`, or a model in front of a step. Except forward passes, torch and numpy.
+        """
+        owner, _, method = source(call.func).rpartition(".")
+        known = set().union(*(names_in(target) for target, _ in self.assigned))
+        is_inherited = owner == "self" and method not in known or owner[:6] == "super("
+        values = [source(arg.value) for arg in call.args]
+        given = {each.removeprefix("self.").split(".")[0] for each in values} & self.models
+        if not (
+            is_inherited
+            and not ORDINARY.search(method)
+            or CHANGING.search(method)
+            or "self" in values
+            or given
+            and self._is_in_front_of_step(call)
+        ):
+            return False
+        forward = set().union(*(loss.covered for loss in self.usage.losses))
+        names = self.get_metadata(QualifiedNameProvider, call.func, set())
+        is_library = any(re.match(r"(torch|numpy)\.", each.name) for each in names)
+        return not is_library and not forward & {*self.parents(call)}
+
+    def _is_in_front_of_step(self, call: cst.CSTNode) -> bool:
+        """Return whether a call is in the lines between a loss and a step of its optimizer."""
+        return any(
+            self.line(loss) < self.line(call) < self.line(step)
+            for optimizer in self.exposed
+            for loss in self.beside(call, [each.statement for each in self.losses_of(optimizer)])
+            for step in self.beside(call, self.steps_of(optimizer))
+        )
+
     def _is_scaled_at(self, call: cst.CSTNode, optimizer: str) -> bool:
-        """Return whether a call is between a loss of an optimizer and the first step after it.
+        """Return whether gradients of an optimizer are scaled at a call, after one of its losses.
 
         Or in their loop, if the step does not follow each time. If all of its losses are in other
         functions, return whether a step comes after the call.
         """
         here = self.line(call)
+        if self.is_unscaled(call, optimizer):
+            return False
         losses = self.beside(call, [loss.statement for loss in self.losses_of(optimizer)])
         steps = self.beside(call, self.steps_of(optimizer))
         loops = {*self.loops(call)}
-        is_pending = any(loops & {*self.parents(step)} for step in steps) and not all(
+        around = {each for step in steps for each in self.parents(step)}
+        is_pending = bool(loops & around) and not all(
             any(self.follows_always(step, loss) for step in steps) for loss in losses
         )
+        is_pending |= any(loops & {*self.parents(loss)} - around for loss in losses)
         before = [
             each for each in losses if self.line(each) < here and not self.are_branches(call, each)
         ]
@@ -249,22 +310,17 @@ class Gradients(Tree):
         return self.line(step) > self.line(loss) and self.tests(step) <= self.tests(loss)
 
     def _is_given(self, call: cst.Call, parameters: set[str]) -> bool:
-        """Return whether an optimizer or parameters are among the arguments of a call.
-
-        Or a model, if the name of the function or class is CHANGING.
-        """
-        is_changing = CHANGING.search(source(call.func).rpartition(".")[2])
-        owners = {*self.usage.scalers, *(self.models if is_changing else ())}
+        """Return whether an optimizer or parameters are among the arguments of a call."""
         return any(
-            source(arg.value) in owners or _is_computed_from(arg.value, parameters)
+            source(arg.value) in self.usage.scalers or _is_computed_from(arg.value, parameters)
             for arg in call.args
         )
 
     def _holders(self, parameters: set[str]) -> dict[str, str]:
-        """Return the objects that are given an optimizer or parameters, with their class's name.
+        """Return the objects that may have an optimizer or parameters, with their class's name.
 
-        Except objects of this file's classes, and learning rate schedules. And the optimizers, with
-        no name.
+        They are given them, or of a class that is CHANGING, except this file's classes, and
+        learning rate schedules. And the optimizers, with no name.
         """
         made = [
             (source(target), source(value.func), value)
@@ -276,21 +332,20 @@ class Gradients(Tree):
             for target, code, call in made
             if CLASS.search(code)
             and not any(each.search(code) for each in (OPTIMIZER, SCHEDULE))
-            and self._is_given(call, parameters)
+            and (CHANGING.search(code.rpartition(".")[2]) or self._is_given(call, parameters))
         }
         own = {target for target, code, _ in made if code in self.classes}
         holders = given | dict.fromkeys(self.usage.scalers, "")
         return {owner: code for owner, code in holders.items() if owner not in own}
 
     def beside(self, node: cst.CSTNode, others: list[Any]) -> list[cst.CSTNode]:
-        """Return those of `others` in the function of a node, and the calls of their functions."""
-        here = self.function(node)
-        names = {function_name(self.function(other)) for other in others}
-        others = [
-            *others,
-            *(call for name, call in self.calls if name in names and is_own(name, call)),
-        ]
-        return [other for other in others if self.function(other) is here]
+        """Return those of `others` in the function of a node, and its calls that lead to them."""
+        found = list(others)
+        for each in found:
+            name = function_name(self.function(each))
+            calls = [call for called, call in self.calls if called == name and is_own(name, call)]
+            found += [call for call in calls if call not in found]
+        return [each for each in found if self.function(each) is self.function(node)]
 
     def _names_of_parameters(self) -> set[str]:
         """Return the names of what is computed from parameters, except for optimizers."""
@@ -303,18 +358,6 @@ class Gradients(Tree):
                 found |= names_in(target)
         return found - {owner.removeprefix("self.") for owner, _ in self.steps}
 
-    def _check_helpers(self, covered: set[cst.CSTNode]) -> None:
-        """Require that no function which a training step calls reads gradients.
-
-        Methods of optimizers that the script defines are called by GradScaler, or after it.
-        """
-        readers = {self.function(each) for each, _ in self.readers if each not in covered}
-        helpers = {each for each in readers if not self._is_of_optimizer(each)}
-        for name, call in self._uses(helpers):
-            here = self._losses_beside(call)
-            if not here or any(self._follows(call, loss) for loss in here):
-                self.usage.reasons.append(f"{name} reads gradients, which GradScaler scales")
-
     def _is_of_optimizer(self, node: cst.CSTNode) -> bool:
         """Return whether a node is in ``step`` or ``zero_grad`` of an optimizer's class."""
         around = function = self.function(node)
@@ -324,8 +367,8 @@ class Gradients(Tree):
         is_optimizer = any(OPTIMIZER.search(source(base)) for base in bases)
         return is_optimizer and function_name(function) in ("step", "zero_grad")
 
-    def _check_unscaled(self, is_pending: bool) -> None:
-        """Require that all losses of a training step are scaled, or none."""
+    def _check_unscaled(self) -> None:
+        """Require that all losses of a training step are scaled, or come behind ``unscale_``."""
         backward = [
             call
             for name, call in self.calls
@@ -333,6 +376,7 @@ class Gradients(Tree):
             and isinstance(call.func, cst.Attribute)
             or self._is_named(call, "torch.autograd.backward")
         ]
+        is_pending = any(self.exposed.values())
         training = self._training()
         uses: list[tuple[str, cst.CSTNode]] = [
             (source(call), call)
@@ -342,7 +386,9 @@ class Gradients(Tree):
         uses += self._uses({self.function(call) for call in backward})
         for what, use in uses:
             here: set[cst.CSTNode] = {loss.statement for loss in self._losses_beside(use)}
-            is_scaled = here & {*self.parents(use)}
+            is_scaled = here & {*self.parents(use)} or all(
+                self.is_unscaled(use, optimizer) for optimizer in self.usage.scalers
+            )
             if not is_scaled and not any(self.are_branches(use, one) for one in here):
                 self.usage.reasons.append(
                     f"{what} is not scaled; GradScaler would unscale its gradients, too, "
@@ -404,68 +450,3 @@ class Gradients(Tree):
             losses = self.losses_of(optimizer)
             return functions <= {self.function(loss.statement) for loss in losses}
         return self.are_branches(one, other)
-
-    def _follows(self, statement: cst.CSTNode, loss: Loss) -> bool:
-        """Return whether a statement comes after a backward pass in the same function.
-
-        And not in another branch.
-        """
-        if self.function(statement) is not self.function(loss.statement):
-            return False
-        end = self.get_metadata(PositionProvider, loss.statement).end.line
-        return self.line(statement) > end and not self.are_branches(statement, loss.statement)
-
-    def _is_repeated(self, statement: cst.CSTNode, loss: Loss) -> bool:
-        """Return whether a loop repeats a statement and a backward pass, but not the step."""
-        steps = self.beside(loss.statement, self.steps_of(loss.optimizer))
-        loops = {*self.loops(statement)} & {*self.loops(loss.statement)}
-        return not all(any(loop in self.parents(step) for step in steps) for loop in loops)
-
-    def _place_unscale(self, optimizer: str, step: cst.Call) -> set[cst.CSTNode]:
-        """Unscale before gradients are read, and return the statements that read them."""
-        block, end = next(iter(self.levels(self.statement(step))))
-        losses = self.losses_of(optimizer)
-        here = [each for each in losses if self.function(each.statement) is self.function(step)]
-        calls = self.beside(step, [each.statement for each in losses])
-        covered: set[cst.CSTNode] = set()
-        for statement, grad in self.readers:
-            around = {statement, *self.parents(statement)}
-            index = next((i for i, line in enumerate(block.body) if line in around), None)
-            if grad or index is None or self.function(statement) is not self.function(step):
-                continue
-            covered.add(statement)
-            before = [each for each in here if self._follows(statement, each)]
-            is_after = any(self.line(one) < self.line(statement) for one in calls) and not here
-            if index > end or (calls and not (is_after or before)):
-                continue
-            done = self._unscaled(optimizer, statement, before)
-            if done:
-                if not all(done):
-                    self.usage.reasons.append(OTHER_BLOCK)
-                continue
-            place = block.body[index]
-            if any(place in self.parents(each.statement) for each in before):
-                if not {*self.loops(statement)} <= {*self.parents(step)}:
-                    self.usage.reasons.append("gradients are clipped in a loop without step()")
-                blocks = {*self.parents(before[-1].statement)}
-                path = [statement, *self.parents(statement)]
-                place = next(each for each in path if self.parent(each) in blocks)
-            self.usage.unscale.setdefault(place, []).append(optimizer)
-        return covered
-
-    def _unscaled(self, optimizer: str, reader: cst.CSTNode, losses: list[Loss]) -> list[bool]:
-        """Return whether gradients of each loss are already unscaled at a reader, [] if none are.
-
-        Where there are no losses, since they are in other functions, return whether any are.
-        """
-        places = [
-            each
-            for each, owners in self.usage.unscale.items()
-            if optimizer in owners and self.function(each) is self.function(reader)
-        ]
-        found = [] if losses else [any(self.line(each) <= self.line(reader) for each in places)]
-        for loss in losses:
-            around = {*self.parents(loss.statement), *self.parents(reader)}
-            lines = [self.line(each) for each in places if self.parent(each) in around]
-            found.append(any(self.line(loss.statement) < n <= self.line(reader) for n in lines))
-        return found if any(found) else []

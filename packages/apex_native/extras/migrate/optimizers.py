@@ -6,7 +6,7 @@ from typing import Any
 import libcst as cst
 
 from .gradients import CLASS, OPTIMIZER, SCHEDULE, function_name
-from .order import ENDS, Order
+from .order import Order
 from .places import NONE, is_own, last_name, last_names, names_in, new_name, source
 from .tree import LOOPS
 from .unpacking import models_and_optimizers
@@ -152,21 +152,6 @@ class Optimizers(Order):
         calls = [call for call in calls if self.function(call) is not here]
         is_entry = not calls and not isinstance(owner, cst.ClassDef)
         return is_entry or len(calls) == 1 and self._runs_once(calls[0], (*seen, here))
-
-    def is_stepped_at_once(self, optimizer: str) -> bool:
-        """Return whether a step always follows each backward pass in its function."""
-        steps = self.steps_of(optimizer)
-        losses = [each.statement for each in self.losses_of(optimizer)]
-        return all(any(self._is_stepped_after(loss, step) for step in steps) for loss in losses)
-
-    def _is_stepped_after(self, loss: cst.With, step: cst.Call) -> bool:
-        here, start, end = self.function(step), self.line(loss), self.line(step)
-        is_left = any(
-            self.function(each) is here and start < self.line(each) < end for each in self.jumps
-        )
-        around = {*self.loops(step), *self.catching(step, ENDS)}
-        is_here = self.function(loss) is here and around <= {*self.parents(loss)}
-        return is_here and not is_left and self.follows_always(step, loss)
 
     def _check_other_steps(self) -> None:
         """Require that nothing else is stepped that may be an optimizer with scaled gradients."""

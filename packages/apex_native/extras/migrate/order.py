@@ -2,15 +2,16 @@
 
 import re
 from itertools import combinations, product
+from typing import Any
 
 import libcst as cst
+from libcst.metadata import PositionProvider
 
 from .gradients import Gradients, decorators, function_name
 from .places import as_bool, is_own, names_in, plain_source, source
 from .tree import LOOPS
 from .usage import Loss
 
-NO_STEP = "step() may not follow after gradients are clipped"
 ENDS = re.compile(r"^raise\b|exit\(")  # the last statement of a handler that ends the script
 CATCHING = re.compile("retry|backoff|catch|suppress", re.IGNORECASE)  # decorators of other files
 LEAVES = re.compile(r"^(raise|continue|break|return)\b|exit\(")
@@ -65,21 +66,109 @@ class Order(Gradients):
                     "amp or its optimizer is used outside of the condition of amp.initialize"
                 )
 
+    def place_unscale(self) -> None:
+        """Unscale gradients where Apex does: after the backward pass, if one step always follows.
+
+        Else in the block of the step, where nothing prevents it.
+        """
+        for optimizer in self.usage.scalers:
+            losses = [loss.statement for loss in self.losses_of(optimizer)]
+            steps = [self._only_step_after(loss, optimizer, losses) for loss in losses]
+            windows = self.windows.setdefault(optimizer, [])
+            for loss, step in zip(losses, steps, strict=True) if all(steps) else ():
+                assert step is not None
+                windows.append((self.get_metadata(PositionProvider, loss).end.line + 1, step))
+                if not self._is_next(loss, step):
+                    self.usage.unscaled.add(loss)
+            if not all(steps):
+                self.exposed[optimizer] = not self.is_stepped_at_once(optimizer)
+                for each in self.steps_of(optimizer):
+                    self._unscale_in_block(optimizer, each, losses)
+
+    def is_stepped_at_once(self, optimizer: str) -> bool:
+        """Return whether a step always follows each backward pass in its function."""
+        steps = self.steps_of(optimizer)
+        losses = [each.statement for each in self.losses_of(optimizer)]
+        return all(any(self._is_stepped_after(loss, step) for step in steps) for loss in losses)
+
+    def _is_stepped_after(self, loss: cst.CSTNode, step: cst.Call) -> bool:
+        around = {*self.loops(step), *self.catching(step, ENDS)}
+        is_here = self.function(loss) is self.function(step) and around <= {*self.parents(loss)}
+        return is_here and self.follows_always(step, loss) and not self._jumps(loss, step)
+
+    def _jumps(self, start: cst.CSTNode, step: cst.Call) -> list[cst.CSTNode]:
+        """Return the jumps after a statement that leave out the step below it."""
+        return [
+            jump
+            for jump in self.jumps
+            if self.function(jump) is self.function(step)
+            and self.line(start) < self.line(jump) < self.line(step)
+            and not self.are_branches(start, jump)
+            and not (
+                isinstance(jump, (cst.Break, cst.Continue))
+                and self.loop(jump) not in {*self.parents(step)}
+            )
+        ]
+
+    def _only_step_after(
+        self, loss: cst.CSTNode, optimizer: str, losses: list[Any]
+    ) -> cst.Call | None:
+        """Return the step that always follows a backward pass, once and before another, or None."""
+        steps = [each for each in self.steps_of(optimizer) if self._is_stepped_after(loss, each)]
+        if len(steps) != 1 or self.loops(loss) != self.loops(steps[0]):
+            return None
+        others = [
+            each
+            for each in self.beside(loss, losses)
+            if self.line(loss) < self.line(each) < self.line(steps[0])
+            and not self.are_branches(loss, each)
+        ]
+        is_certain = not (others or self._is_caught(loss) or self._is_caught(steps[0]))
+        return steps[0] if is_certain else None
+
+    def _is_next(self, loss: cst.CSTNode, step: cst.Call) -> bool:
+        """Return whether a step is the next statement after a backward pass, also behind an if."""
+        for block, index in self.levels(loss):
+            rest = block.body[index + 1 :]
+            if rest or not isinstance(self.parent(block), (cst.If, cst.Else)):
+                return bool(rest) and rest[0] is self.statement(step)
+        return False
+
+    def _unscale_in_block(self, optimizer: str, step: cst.Call, losses: list[Any]) -> None:
+        """Unscale in the block of a step, after all backward passes and jumps that it has.
+
+        If the backward passes are in other functions, unscale in front of what clips gradients.
+        """
+        block, end = next(iter(self.levels(self.statement(step))))
+        places = self.beside(step, losses)
+        before = [
+            each
+            for each in places
+            if self.line(each) < self.line(step) and not self.are_branches(each, step)
+        ]
+        if self._is_caught(step) or (places and not before):
+            return
+        starts = before or list(block.body[:1])
+        last = [*before, *(jump for start in starts for jump in self._jumps(start, step))]
+        done = {each for node in last for each in (node, *self.parents(node))}
+        index = max((n + 1 for n, line in enumerate(block.body[:end]) if line in done), default=0)
+        if not {*before} & {*losses}:
+            clips = [node for node, grad in self.readers if not grad]
+            clips += [each for node in clips for each in self.parents(node)]
+            index = next((n for n in range(index, end) if block.body[n] in clips), end)
+        if index < end:
+            self.usage.unscale.setdefault(block.body[index], []).append(optimizer)
+            self.windows[optimizer].append((self.line(block.body[index]), step))
+
     def check_order(self) -> None:
-        """Require a backward pass, then unscaled gradients, then the step, for each optimizer."""
+        """Require a backward pass in front of each step, as often, for each optimizer."""
         for optimizer in self.usage.scalers:
             losses = self.losses_of(optimizer)
             for step in self.steps_of(optimizer):
                 self._check_backward(optimizer, losses, step)
                 self._check_loop(optimizer, losses, step)
-                for statement in self._unscaled_for(optimizer):
-                    self._check_unscaled_until(losses, statement, step)
         for pair in combinations(self.usage.scalers, 2):
             self._check_shared(pair)
-
-    def _unscaled_for(self, optimizer: str) -> list[cst.CSTNode]:
-        """Return the statements before which the gradients of an optimizer are unscaled."""
-        return [line for line, owners in self.usage.unscale.items() if optimizer in owners]
 
     def check_zeroed(self) -> None:
         """Require that gradients, which a step unscales, are zeroed before others are added."""
@@ -99,7 +188,7 @@ class Order(Gradients):
         Gradients that are already unscaled may be zeroed.
         """
         others = {*self.usage.scalers} - {optimizer}
-        return any(
+        return optimizer in self.exposed and any(
             self._is_between(place, optimizer, step)
             for owner, reset in self.resets
             if owner not in others
@@ -120,11 +209,7 @@ class Order(Gradients):
             return False
         last = next(block.body[-1] for block, _ in self.levels(self.statement(reset)))
         leaves = LEAVES if steps else ENDS
-        return not leaves.search(plain_source(last)) and not any(
-            max(starts) < self.line(each) <= line
-            for each in self._unscaled_for(optimizer)
-            if self.function(each) is self.function(reset)
-        )
+        return not leaves.search(plain_source(last)) and not self.is_unscaled(reset, optimizer)
 
     def _is_zeroed(self, optimizer: str, step: cst.Call) -> bool:
         """Return whether gradients are zeroed, as it seems, as often as an optimizer is stepped.
@@ -253,24 +338,6 @@ class Order(Gradients):
         around = {each for place in places for each in self.parents(place)}
         if places and not {self.loop(step)} <= {None, *around}:
             self.usage.reasons.append(f"{optimizer}.step() is in a loop without its backward pass")
-
-    def _check_unscaled_until(self, losses: list[Loss], start: cst.CSTNode, step: cst.Call) -> None:
-        """Require that nothing but the step follows after gradients are unscaled."""
-        others = self.beside(start, [loss.statement for loss in losses])
-        for node in [*self.jumps, *others]:
-            is_here = self.function(node) is self.function(start) is self.function(step)
-            if not is_here or not self.line(start) < self.line(node) < self.line(step):
-                continue
-            if self.are_branches(start, step):
-                continue
-            if node in others:
-                self.usage.reasons.append("gradients are clipped between two backward passes")
-            elif not isinstance(node, (cst.Break, cst.Continue)) or (
-                self.loop(node) in {*self.parents(step)}
-            ):
-                self.usage.reasons.append(NO_STEP)
-        if self._is_caught(start) or self._is_caught(step):
-            self.usage.reasons.append(f"{NO_STEP}: an exception may be caught")
 
     def _is_caught(self, node: cst.CSTNode) -> bool:
         """Return whether an exception at a node may be caught in a loop, which continues."""

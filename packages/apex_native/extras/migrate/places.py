@@ -146,45 +146,58 @@ def none_fallbacks(module: cst.Module) -> set[str]:
     return {name for name, given in values.items() if given == {NONE}}
 
 
+class _Flags(cst.CSTVisitor):
+    """The names that get True where Apex is imported, and those that get other values."""
+
+    def __init__(self) -> None:
+        self.found: set[str] = set()
+        self.others: set[str] = set()
+        self.around: cst.Try | None = None  # which imports Apex
+        self.ifs = 0  # around a statement, which may depend on an option
+
+    def visit_Try(self, node: cst.Try) -> None:
+        block = node.orelse.body.body if node.orelse else ()
+        lines = [plain_source(line) for line in (*node.body.body, *block)]
+        if not self.ifs and any(re.match(r"(import|from) apex\b", line) for line in lines):
+            self.around = node
+            self.found.update(line[:-7] for line in lines if re.fullmatch(r"\w+ = True", line))
+
+    def leave_Try(self, original_node: cst.Try) -> None:
+        self.around = None if self.around is original_node else self.around
+
+    def visit_If(self, node: cst.If) -> None:
+        self.ifs += 1
+
+    def leave_If(self, original_node: cst.If) -> None:
+        self.ifs -= 1
+
+    def visit_Assign(self, node: cst.Assign) -> bool:
+        for target in node.targets:
+            name, value = source(target.target), source(node.value)
+            is_first = name not in self.found and value == "False"
+            is_inner = self.around and not self.ifs and value in ("True", "False")
+            if not is_first and not is_inner:
+                self.others.update(names_in(target.target))
+        return False
+
+    def visit_Param(self, node: cst.Param) -> None:
+        self.others.add(node.name.value)
+
+    def visit_AugAssign(self, node: cst.AugAssign) -> None:
+        self.others.update(names_in(node.target))
+
+    def visit_AnnAssign(self, node: cst.AnnAssign) -> None:
+        self.others.update(names_in(node.target))
+
+
 def availability_flags(module: cst.Module) -> set[str]:
     """Return the names that are True where Apex can be imported, and False elsewhere.
 
     They have no other values: an option that disables amp may be one.
     """
-    flags: set[str] = set()
-    others: set[str] = set()
-
-    class Flags(cst.CSTVisitor):
-        around: cst.Try | None = None  # which imports Apex
-
-        def visit_Try(self, node: cst.Try) -> None:
-            code = source(node.body) + (source(node.orelse) if node.orelse else "")
-            if re.search(r"^\s*(import|from) apex\b", code, re.MULTILINE):
-                self.around = node
-                flags.update(re.findall(r"^\s*(\w+) = True\b", code, re.MULTILINE))
-
-        def leave_Try(self, original_node: cst.Try) -> None:
-            self.around = None if self.around is original_node else self.around
-
-        def visit_Assign(self, node: cst.Assign) -> bool:
-            for target in node.targets:
-                name, value = source(target.target), source(node.value)
-                is_first = name not in flags and value == "False"
-                if not is_first and not (self.around and value in ("True", "False")):
-                    others.update(names_in(target.target))
-            return False
-
-        def visit_Param(self, node: cst.Param) -> None:
-            others.add(node.name.value)
-
-        def visit_AugAssign(self, node: cst.AugAssign) -> None:
-            others.update(names_in(node.target))
-
-        def visit_AnnAssign(self, node: cst.AnnAssign) -> None:
-            others.update(names_in(node.target))
-
-    module.visit(Flags())
-    return flags - others
+    flags = _Flags()
+    module.visit(flags)
+    return flags.found - flags.others
 
 
 def apex_name(names: Collection[QualifiedName], fallbacks: set[str]) -> str:

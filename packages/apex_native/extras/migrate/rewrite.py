@@ -105,6 +105,8 @@ class Rewrite(cst.CSTTransformer):
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> Any:
         """Apply the rule for a call of a name of Apex."""
         name = self._name(original_node.func)
+        if not self.usage.reasons and self.usage.is_available(original_node, ""):
+            return cst.Name("True")
         if not name.startswith("apex.") or is_method_of_result(original_node.func):
             return updated_node
         short = name.removeprefix("apex.")
@@ -312,6 +314,8 @@ class Rewrite(cst.CSTTransformer):
             lines = [*computed, *map(cst.parse_statement, scale), *lines]
         else:
             lines.insert(0, cst.parse_statement(f"{loss.alias} = {new}"))
+        if original_node in self.usage.unscaled:
+            lines.append(cst.parse_statement(f"{scaler}.unscale_({loss.optimizer})"))
         lead = [*updated_node.leading_lines, *lines[0].leading_lines]
         lines[0] = lines[0].with_changes(leading_lines=lead)
         return cst.FlattenSentinel(lines)

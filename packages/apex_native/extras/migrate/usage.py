@@ -1,8 +1,14 @@
 """Facts about amp in a script, which the analysis collects and the rewriting uses."""
 
+import re
 from dataclasses import dataclass, field
 
 import libcst as cst
+
+from .places import source
+
+# A function of another file, such as is_apex_available().
+AVAILABLE = re.compile(r"[\w.]*(apex_\w*(avail|install)|(has|have)_apex)\w*\(\)")
 
 
 @dataclass
@@ -42,13 +48,16 @@ class Usage:
     losses: list[Loss] = field(default_factory=list)
     scalers: dict[str, str] = field(default_factory=dict)  # by optimizer
     autocast: dict[cst.CSTNode, dict[int, str]] = field(default_factory=dict)  # by block, line
-    unscale: dict[cst.CSTNode, list[str]] = field(default_factory=dict)  # optimizers, by statement
+    unscale: dict[cst.CSTNode, list[str]] = field(default_factory=dict)  # in front of statements
+    unscaled: set[cst.CSTNode] = field(default_factory=set)  # losses, after which it comes
     merged: set[cst.CSTNode] = field(default_factory=set)  # ifs whose branches become equal
 
     def is_available(self, node: cst.CSTNode, name: str) -> bool:
         """Return whether `node`, with this name of Apex, asks whether Apex can be imported."""
         is_flag = isinstance(node, cst.Name) and node.value in self.flags
-        return is_flag or name in ("apex", "apex.amp")
+        is_call = bool(self.level) and isinstance(node, cst.Call)
+        is_function = is_call and bool(AVAILABLE.fullmatch(source(node)))
+        return is_flag or is_function or name in ("apex", "apex.amp")
 
     @property
     def scaled(self) -> bool:
