@@ -484,3 +484,63 @@ def test_branch_with_a_scaler_of_its_own_is_kept(tmp_path):
     script = script.replace("def train", "use_amp &= args.fp16\ndef train")
     code, _ = migrate(tmp_path, START + script, "--opt-level", "O1")
     assert "scaler.unscale_(optimizer)\n" + clip in code and native in code
+
+
+OPTION = """\
+use_amp = False
+if args.fp16:
+    try:
+        from apex import amp
+        use_amp = True
+    except ImportError:
+        print("install apex")
+"""
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        OPTION,
+        OPTION.replace("    try:", "    try:\n        import apex"),
+        "use_amp = False\ntry:\n    if args.fp16:\n        from apex import amp\n"
+        "        use_amp = True\nexcept ImportError:\n    pass\n",
+        "use_amp = False\ntry:\n    from apex import amp\nexcept ImportError:\n    pass\nelse:\n"
+        "    if args.fp16:\n        use_amp = True\n",
+        "from elsewhere import is_apex_available\nuse_amp = False\nif is_apex_available():\n"
+        "    from apex import amp\n    use_amp = args.fp16\n",
+    ],
+    ids=["try in if", "two imports", "if in try", "else", "function"],
+)
+def test_flag_for_an_import_under_an_option_is_kept(tmp_path, option):
+    script = START + option + FLAG[FLAG.index("def train") :]
+    code, _ = migrate(tmp_path, script, "--opt-level", "O1")
+    assert 'GradScaler("cuda", enabled=bool(use_amp))' in code
+
+
+def test_function_of_another_file_that_looks_for_apex_is_true(tmp_path):
+    script = "from transformers.file_utils import is_apex_available\nhas_amp = False\n"
+    script += "if is_apex_available():\n    from apex import amp\n    has_amp = True\n"
+    script += "is_on = args.fp16 and is_apex_available()\nif not is_apex_available():\n    exit()\n"
+    train = FLAG[FLAG.index("def train") :].replace("use_amp", "is_on")
+    code, _ = migrate(tmp_path, START + script + train, "--opt-level", "O1")
+    assert "has_amp = False\nhas_amp = True\nis_on = args.fp16 and True\n" in code
+    assert "exit()" not in code
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "amp = None\nif args.fp16:\n    from apex import amp\n",
+        "if args.fp16:\n    from apex import amp\nelse:\n    amp = None\n",
+        "try:\n    from apex import amp\nexcept ImportError:\n    amp = None\n"
+        "if not args.fp16:\n    amp = None\n",
+    ],
+)
+@pytest.mark.parametrize("test", ["amp is not None", "amp"])
+def test_import_under_an_option_that_is_tested_later_is_left(tmp_path, option, test):
+    train = FLAG[FLAG.index("def train") :]
+    script = START + option + train.replace("if use_amp:", f"if {test}:")
+    report = migrate(tmp_path, script, "--opt-level", "O1", status=1)[1]
+    assert "amp is tested in place of an option" in report
+    script = START + option + train.replace("if use_amp:", f"if args.fp16 and {test}:")
+    assert "0 left" in migrate(tmp_path, script, "--opt-level", "O1")[1]

@@ -92,6 +92,12 @@ LEFT = {
         + f"{LOOP}    loss = criterion(model(x), y)\n    backward(loss)\n    optimizer.step()\n",
         NO_FORWARD,
     ),
+    "None in place of the model and of the loss function": (
+        f"{INITIALIZE}def reset(run):\n    run.model = None\n    run.criterion = None\n"
+        + f"def train(out):\n    loss = criterion(out, y)\n{STEP}for step in range(3):\n"
+        + "    optimizer.zero_grad()\n    train(predict(x))\n",
+        NO_FORWARD,
+    ),
     "generator": (
         INITIALIZE
         + "def outputs():\n    for _ in range(3):\n        yield model(x)\n"

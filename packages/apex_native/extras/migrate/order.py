@@ -26,6 +26,8 @@ def negated(test: cst.BaseExpression) -> cst.BaseExpression:
 
 def parts(test: cst.BaseExpression, holds: bool) -> set[tuple[str, bool]]:
     """Return what is known where a test holds or does not: of "a and b", both parts."""
+    if isinstance(test, cst.UnaryOperation) and isinstance(test.operator, cst.Not):
+        return parts(test.expression, not holds)
     if holds and isinstance(test, cst.BooleanOperation) and isinstance(test.operator, cst.And):
         return parts(test.left, True) | parts(test.right, True)
     return {(source(test).strip("()"), holds)}
