@@ -110,6 +110,12 @@ def test_losses_are_equal_within_rounding_at_o1(run_on_gpu, tmp_path, train):
     compare(run_on_gpu, tmp_path, script, 2e-2)
 
 
+def test_optimizer_that_is_created_in_the_call_of_initialize(tmp_path):
+    train = TRAIN.replace("LEVEL", "O0").replace("(model, optimizer,", f"(model, {OPTIMIZERS[0]},")
+    code, _ = migrate(tmp_path, START + train)
+    assert "model, optimizer = model, torch.optim.AdamW(model.parameters(), lr=0.01" in code
+
+
 def test_o1_gets_a_scaler(tmp_path):
     script = f"{START}optimizer = {OPTIMIZERS[0]}{TRAIN}".replace("LEVEL", "O1")
     code, report = migrate(tmp_path, script)

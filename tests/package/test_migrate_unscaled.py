@@ -196,6 +196,7 @@ BETWEEN = {
         "clip_all may have the parameters",
     ),
     "gradients of a parameter": ("", "print(model.weight.grad.norm().item())", "grad is read"),
+    "function that has the model": ("", "noise(model)", "noise may have the parameters"),
     "plain backward pass": ("", "model.weight.square().sum().backward()", "is not scaled"),
     "plain backward pass of a function": (REGULARIZE, "regularize()", "is not scaled"),
     "plain backward pass of a helper": (BOTH, "both()", "is not scaled"),
@@ -277,11 +278,20 @@ def test_code_that_may_change_accumulated_gradients_is_left(tmp_path, name):
 
 @pytest.mark.parametrize(
     "line",
-    ["self.criterion(x)", "self.log(n)", "optimizer.zero_grad", "torch.clip(x, 0, 1)", "noise(n)"],
+    [
+        "self.criterion(x)",
+        "self.log(n)",
+        "optimizer.zero_grad",
+        "torch.clip(x, 0, 1)",
+        "noise(n)",
+        "elsewhere.adjust_learning_rate(optimizer, n)",
+        "get_momentum(optimizer)",
+    ],
 )
 def test_code_that_needs_no_gradients_is_no_reason(tmp_path, line):
     script = build("", f"{line}  # self.log", ACCUMULATED)
     script = script.replace("    def train", "    criterion = nn.MSELoss()\n\n    def train")
+    script = script.replace("print(loss.item())", "save_checkpoint(model, optimizer)")
     assert "0 left" in migrate(tmp_path, script)[1]
 
 

@@ -228,7 +228,8 @@ class Gradients(Tree):
         code = source(call.func)
         owner, _, method = code.rpartition(".")
         is_unknown = name not in {*self.defined, *HARMLESS}
-        if is_unknown and self._is_given(call, parameters):
+        is_unused = SCHEDULE.search(code) or method.startswith(("get_", "save"))
+        if is_unknown and not is_unused and self._is_given(call, parameters):
             return f"{name} is given the parameters before the step"
         if code in holders:
             return f"{code} has the parameters"

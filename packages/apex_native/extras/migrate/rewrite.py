@@ -213,7 +213,8 @@ class Rewrite(cst.CSTTransformer):
         small = original.body[0]
         assert isinstance(small, (cst.Assign, cst.Expr))
         assert isinstance(small.value, cst.Call)
-        given = ", ".join(source(value) for value in models_and_optimizers(small.value))
+        new: Any = updated.body[0]
+        given = ", ".join(source(value) for value in models_and_optimizers(new.value))
         target = ""
         if isinstance(small, cst.Assign):
             target = source(small.targets[0].target.with_changes(lpar=[], rpar=[]))
