@@ -205,6 +205,11 @@ LEFT = {
         + f"{LOOP}    backward()\n    penalty()\n    update()\n",
         "model.weight.square().sum().backward() is not scaled",
     ),
+    "backward pass of a function that is passed on": (
+        "def regularize(model):\n    model.weight.square().sum().backward()\n\n"
+        + f"{LOOP}{BACKWARD}    list(map(regularize, [model]))\n{STEP}",
+        "regularize is not scaled",
+    ),
     "gradients of an epoch": (
         "for _ in range(2):\n    optimizer.zero_grad()\n"
         + indent(f"{LOOP}{BACKWARD}    optimizer.step()\n", "    "),

@@ -200,11 +200,6 @@ BETWEEN = {
     "plain backward pass": ("", "model.weight.square().sum().backward()", "is not scaled"),
     "plain backward pass of a function": (REGULARIZE, "regularize()", "is not scaled"),
     "plain backward pass of a helper": (BOTH, "both()", "is not scaled"),
-    "function that is passed on": (
-        REGULARIZE.replace("()", "(_)", 1),
-        "list(map(regularize, [model]))",
-        "is not scaled",
-    ),
     "backward of autograd": (
         "from torch.autograd import backward as run\n",
         "run(model(x).sum())",
@@ -235,7 +230,7 @@ BETWEEN = {
         "are clipped",
     ),
     "clipping in a branch": ("", f"if n % 2:\n        {CLIP}", "are clipped"),
-    "clipping in the block of the loss": ("", f"    {CLIP}", "are clipped"),
+    "clipping in the block of the loss": ("", f"    {CLIP}\n    print(n)", "are clipped"),
 }
 
 
@@ -261,7 +256,7 @@ def test_weights_are_equal_if_gradients_change_before_the_step(run, tmp_path, na
     (tmp_path / "script.py").write_text(script)
     expected = losses(run(*COMMAND, "run", "script.py"))
     code, _ = migrate(tmp_path, script)
-    assert "scaler.unscale_(optimizer)" in code
+    assert ".unscale_(optimizer)" in code
     # On a CPU, GradScaler for CUDA is disabled. This one scales by powers of 2, which is exact.
     (tmp_path / "script.py").write_text(code.replace('GradScaler("cuda"', 'GradScaler("cpu"'))
     found = losses(run("script.py"))
