@@ -296,8 +296,11 @@ def test_activation_checkpointing_saves_memory_and_changes_nothing():
         torch.testing.assert_close(one.grad, other.grad)
 
 
-def test_activation_checkpointing_refuses_batch_norms():
-    block = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+@pytest.mark.parametrize(
+    "norm", [nn.BatchNorm1d(2), nn.InstanceNorm1d(2, track_running_stats=True)]
+)
+def test_activation_checkpointing_refuses_running_statistics(norm):
+    block = nn.Sequential(nn.Linear(2, 2), norm)
 
     class Block(nn.Module):
         def __init__(self):

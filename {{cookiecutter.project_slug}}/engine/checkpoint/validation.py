@@ -298,9 +298,10 @@ def _kind(dtype: torch.dtype) -> tuple[bool, bool, bool]:
 
 def is_same(value: object, other: object) -> bool:
     """Return whether two plain values or tensors, also in lists or tuples, are equal."""
+    if isinstance(value, Tensor) and isinstance(other, Tensor):
+        return torch.equal(value.cpu(), other.cpu())
     if isinstance(value, Tensor) or isinstance(other, Tensor):
-        are_tensors = isinstance(value, Tensor) and isinstance(other, Tensor)
-        return are_tensors and torch.equal(value.cpu(), other.cpu())
+        return False
     if isinstance(value, list | tuple) and isinstance(other, list | tuple):
         return len(value) == len(other) and all(map(is_same, value, other))
     return value == other

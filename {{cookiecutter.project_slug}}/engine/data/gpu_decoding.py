@@ -174,7 +174,7 @@ class DecodingLoader(DataLoader):
         super().__init__(dataset, collate_fn=pack, **options)
         # With deterministic algorithms, torch fills new memory with 255. nvJPEG does not wait for
         # that: images turned white where several processes shared a GPU.
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         self.device = device
         self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 

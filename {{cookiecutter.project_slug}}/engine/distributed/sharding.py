@@ -199,6 +199,6 @@ def distribute_entries(entries: dict[str, Any], own: Mapping[str, Tensor]) -> No
 def _distribute_moments(moments: dict[int, dict[str, Any]], own: Mapping[str, Tensor]) -> None:
     for index, state in moments.items():
         parameter = own.get(f"optimizer.{index}")
-        for name, value in state.items() if parameter is not None else ():
-            if isinstance(value, Tensor) and value.dim():
+        for name, value in state.items() if isinstance(state, dict) else ():
+            if parameter is not None and isinstance(value, Tensor) and value.dim():
                 state[name] = distribute_like(parameter, value)
