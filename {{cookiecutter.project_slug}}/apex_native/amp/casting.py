@@ -117,16 +117,12 @@ _MASTER, _VERSION, _VALUES = "_amp_master", "_amp_version", "_amp_values"
 
 def make_master(parameter: Tensor) -> Tensor:
     """Return the fp32 master of a half parameter, which the first call creates."""
-    master = getattr(parameter, _MASTER, None)
-    if master is None:
-        master = parameter.detach().clone().float().requires_grad_()
-        setattr(parameter, _MASTER, master)
-        mark_up_to_date(parameter)
-    else:  # of an earlier optimizer, after which weights may have been written to .data
-        setattr(parameter, _VERSION, None)
-        current_master(parameter)
+    if not hasattr(parameter, _MASTER):
+        setattr(parameter, _MASTER, parameter.detach().clone().float().requires_grad_())
+    setattr(parameter, _VERSION, None)  # since an earlier optimizer, .data may have been written to
+    current_master(parameter)
     setattr(parameter, _VALUES, parameter.detach().clone())
-    return master
+    return getattr(parameter, _MASTER)
 
 
 def finish_master(parameter: Tensor) -> None:
