@@ -210,6 +210,24 @@ def test_state_of_an_optimizer_may_be_a_random_seed(tmp_path: Path, seed: object
     assert optimizer.state[model.weight]["seed"] == seed
 
 
+@pytest.mark.parametrize("betas", [("a", "b"), (0.9,), [{}], (0.9, torch.ones(2)), "ab"])
+def test_altered_settings_that_training_has_changed_are_rejected(
+    tmp_path: Path, betas: object
+) -> None:
+    """Such as the betas of OneCycleLR, which are two numbers."""
+    model, optimizer = small()
+    entries = entries_of(model, optimizer) | {"metadata": {"trained_settings": ["betas"]}}
+    optimizer.param_groups[0]["betas"] = (0.8, 0.99)
+    checkpoint.write(tmp_path / "last.pt", entries)
+    restore(tmp_path / "last.pt", checkpoint.load(tmp_path / "last.pt"), state_of(model, optimizer))
+    assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
+    entries["optimizer"]["param_groups"][0]["betas"] = betas
+    checkpoint.write(tmp_path / "last.pt", entries)
+    loaded = checkpoint.load(tmp_path / "last.pt")
+    with pytest.raises(UserError, match="betas is altered"):
+        restore(tmp_path / "last.pt", loaded, state_of(model, optimizer))
+
+
 def test_lazy_layers_take_the_shapes_of_the_file() -> None:
     weights = nn.Linear(3, 2).state_dict()
     model = build_with(weights, lambda: nn.LazyLinear(2))

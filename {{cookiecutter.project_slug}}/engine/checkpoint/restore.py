@@ -249,9 +249,12 @@ def _check_state(index: int, parameter: Tensor, saved: dict[str, Any], names: se
 
 def _check_setting(name: str, value: Any, own: Any) -> None:
     """Raise ValueError if the value of a group's setting is altered: of another kind than `own`."""
-    if isinstance(value, float | int) or (isinstance(value, Tensor) and not value.dim()):
+    if isinstance(own, tuple) and isinstance(value, tuple) and len(own) == len(value):
+        for one, other in zip(value, own, strict=True):  # such as betas
+            _check_setting(name, one, other)
+    elif isinstance(value, float | int) or (isinstance(value, Tensor) and not value.dim()):
         _check_number(f"the group's {name}", value, is_count=name == "step")
-    elif isinstance(own, float | int):
+    elif isinstance(own, float | int | tuple):
         raise ValueError(f"the group's {name} is altered")
 
 
