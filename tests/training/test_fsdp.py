@@ -60,7 +60,7 @@ def test_blocks_of_other_widths_are_compiled(bake, tmp_path):
     """With dynamic shapes, torch 2.15 can't compile the backward pass of a ResNet's."""
     project = bake(ddp="fsdp", opt_level="O0", sync_bn=False)
     flags = ("--compile", "--arch", "resnet18", "--steps", 1, "--batch-size", 8, "--workers", 0)
-    done = run(project, *flags, "--output", tmp_path, nproc=2, CUDA_VISIBLE_DEVICES="")
+    done = run(project, *flags, "--output", tmp_path, nproc=2, timeout=900, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "recompile_limit" not in done.stderr
 
