@@ -11,13 +11,15 @@ import re
 import struct
 import time
 import zipfile
-from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from apex_native import amp
@@ -197,6 +199,40 @@ def test_tensors_of_subclasses_are_saved_as_plain_ones(tmp_path: Path) -> None:
     entries = checkpoint.load(tmp_path / "last.pt")
     assert type(entries["model"]["picture"]) is torch.Tensor
     restore(tmp_path / "last.pt", entries, state)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [defaultdict(int, a=1), Counter(a=1), MappingProxyType({"a": 1})],
+    ids=lambda values: type(values).__name__,
+)
+def test_other_dicts_are_saved_as_plain_ones(tmp_path: Path, values: Mapping[str, int]) -> None:
+    """A file with a defaultdict could not be read again."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    optimizer.state[model.weight]["counts"] = values
+    state = state_of(model, optimizer)
+    rest = {"epoch": 0, "step": 1, "samples": 0, "best": 0.5, "ranks": []}
+    checkpoint.write(tmp_path / "last.pt", checkpoint.to_cpu(checkpoint.collect(state)) | rest)
+    saved = checkpoint.load(tmp_path / "last.pt")["optimizer"]["state"][0]["counts"]
+    assert type(saved) is dict
+    assert saved == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        ({"a": torch.ones(2)}, {"a": torch.ones(2)}, []),
+        ({"a": torch.ones(2)}, {"a": torch.zeros(2)}, ["own"]),
+        ({"a": 1}, {"b": 1}, ["own"]),
+        (np.ones(2), np.ones(2), ["own"]),  # which saving refuses
+    ],
+)
+def test_settings_that_training_has_changed(
+    before: object, after: object, expected: list[str]
+) -> None:
+    optimizer = torch.optim.SGD([{"params": [nn.Parameter(torch.ones(1))], "own": after}])
+    assert checkpoint.trained_settings([{"own": before}], optimizer) == expected
 
 
 @pytest.mark.parametrize("seed", [2**60 + 1, torch.tensor(2**60 + 1)])

@@ -3,6 +3,8 @@
 import copy
 import io
 import math
+from collections import OrderedDict
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -91,8 +93,9 @@ def to_cpu(value: Any) -> Any:
         if type(value) is not Tensor and not hasattr(value, "to_local"):  # as tv_tensors
             value = value.as_subclass(Tensor)
         return value.to("cpu", non_blocking=True) if value.is_cuda else value.clone()
-    if isinstance(value, dict):
-        made = copy.copy(value)  # which keeps the versions of modules that a state dict has
+    if isinstance(value, Mapping):
+        # A state dict has its modules' versions; other classes can't be read.
+        made = copy.copy(value) if type(value) is OrderedDict else {}
         made.update((name, to_cpu(item)) for name, item in value.items())
         return made
     if isinstance(value, list | tuple):

@@ -297,13 +297,16 @@ def _kind(dtype: torch.dtype) -> tuple[bool, bool, bool]:
 
 
 def is_same(value: object, other: object) -> bool:
-    """Return whether two plain values or tensors, also in lists or tuples, are equal."""
+    """Return whether two plain values or tensors, also in lists, tuples or dicts, are equal."""
     if isinstance(value, Tensor) and isinstance(other, Tensor):
         return torch.equal(value.cpu(), other.cpu())
-    if isinstance(value, Tensor) or isinstance(other, Tensor):
-        return False
+    if isinstance(value, Tensor | np.ndarray) or isinstance(other, Tensor | np.ndarray):
+        return False  # arrays are refused elsewhere
     if isinstance(value, list | tuple) and isinstance(other, list | tuple):
         return len(value) == len(other) and all(map(is_same, value, other))
+    if isinstance(value, Mapping) and isinstance(other, Mapping):
+        names = value.keys()
+        return names == other.keys() and all(is_same(value[name], other[name]) for name in names)
     return value == other
 
 
