@@ -52,6 +52,10 @@ def test_promote_function_uses_the_widest_type():
     assert function([half, half], single) == [torch.float32] * 3
     assert function([half, torch.ones(1, dtype=torch.float16)], half) == [torch.float32] * 3
     assert function([torch.ones(1, dtype=torch.int64)], half) == [torch.int64, HALF]
+    of_mapping = amp.promote_function(lambda tensor, named: seen(tensor, named["a"]))
+    assert of_mapping(half, {"a": single}) == [torch.float32] * 2
+    double = torch.ones(1, dtype=torch.float64)
+    assert of_mapping(3, {"a": double}) == [torch.float64]
 
 
 @pytest.mark.parametrize("decorate", [amp.half_function, amp.promote_function])

@@ -21,6 +21,7 @@ import template_task_segmentation as task_segmentation
 import torch
 from engine import UserError
 from engine.data import SeededDataset, images, masks, verify
+from engine.data import skipping as skipping_module
 from engine.data.files import FileError, read_file
 from engine.data.loading import build_loader
 from engine.data.skipping import RECORD, SkippingDataset, only_readable, skip_broken
@@ -338,6 +339,24 @@ def test_record_needs_no_locks(folder, monkeypatch):
     monkeypatch.setattr(fcntl, "lockf", mock.Mock(side_effect=missing))
     greys(SeededDataset(skipping(folder, 3), 0), 0)
     assert len((folder.parent / "run" / RECORD).read_text().splitlines()) == 3
+
+
+def test_record_on_a_full_disk_is_written_later(folder, monkeypatch, capfd):
+    dataset = skipping(folder, 3)
+    full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    with monkeypatch.context() as patch:
+        patch.setattr(skipping_module, "open", full, raising=False)
+        assert dataset.read(2) is None
+        assert dataset.read(3) is None
+        assert "2 of at most 3; the disk of " in capfd.readouterr().err
+        with pytest.raises(UserError, match="lists 1 more, as many as --skip-broken .* full"):
+            greys(SeededDataset(skipping(folder, 1), 0), 0)
+    record = folder.parent / "run" / RECORD
+    assert dataset.read(6) is None
+    assert record.read_text().split() == [str(folder / f"{number}.png") for number in (2, 3, 6)]
+    assert dataset.read(2) is None
+    assert "skipped, 3 of at most 3\n" in capfd.readouterr().err
+    assert len(record.read_text().split()) == 3
 
 
 def test_record_that_is_a_link_is_an_error(folder):

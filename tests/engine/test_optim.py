@@ -12,6 +12,7 @@ from engine import UserError, backend, distributed, optim
 from processes import Processes
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
+from versioned import Versioned
 
 
 def network() -> nn.Module:
@@ -228,11 +229,16 @@ def test_the_average_keeps_the_types_of_buffers_that_amp_has_cast(kind: torch.dt
     assert torch.equal(ema.module.grid, torch.full((2,), 0.5, dtype=kind))
 
 
-def test_an_extra_state_that_is_no_tensor_is_not_averaged() -> None:
-    model = nn.Linear(2, 2)
-    model.get_extra_state = lambda: {"version": 1}
-    model.set_extra_state = print
-    optim.Ema(model, 0.5).update(model.state_dict() | {"_extra_state": {"version": 1}}, 100)
+def test_the_average_has_the_extra_state_of_the_model() -> None:
+    """It has no mean, and may count the steps or hold a scale that the forward pass uses."""
+    model = nn.Sequential(Versioned(2, 2))
+    ema = optim.Ema(model, 0.5)
+    before = copy.deepcopy(model[0].weight.detach())
+    model[0].count = 3
+    nn.init.zeros_(model[0].weight)
+    ema.update(model.state_dict(), 100)
+    assert ema.module[0].count == 3
+    assert torch.equal(ema.module[0].weight, before / 2)
 
 
 def buffers_after_a_broadcast() -> list[torch.Tensor]:

@@ -73,6 +73,30 @@ def test_tensors_that_are_not_sharded_are_those_of_rank_0(
     assert all(not value.any() for value in saved.values())
 
 
+def modes_of_a_checkpoint(folder: str) -> list[int]:
+    """Save with a group's umask; return the modes of the folder while it is written and after."""
+    os.umask(0o002)
+    manager, modes = manager_of(Path(folder)), []
+    save = tensor_storage.save
+
+    def note_mode(temporary: Path, *rest: Any) -> None:
+        modes.append(temporary.stat().st_mode & 0o7777)
+        save(temporary, *rest)
+
+    with patch.object(tensor_storage, "save", note_mode):
+        train_a_step(manager)
+    dist.barrier()
+    return [*modes, next(Path(folder).glob("step-*")).stat().st_mode & 0o7777]
+
+
+def test_nobody_else_can_put_links_into_a_checkpoint_that_is_written(
+    two_processes: Processes, tmp_path: Path
+) -> None:
+    """Torch would follow them."""
+    tmp_path.chmod(0o2775)
+    assert two_processes(modes_of_a_checkpoint, str(tmp_path)) == [[0o2700, 0o2775]] * 2
+
+
 def save_with_metadata_copied(folder: str) -> None:
     """Save as with torch 2.11, which sets the places of the chunks in a copy."""
     finish = dcp.FileSystemWriter.finish
@@ -343,6 +367,7 @@ def versions_of_norms(folder: str) -> tuple[list[int], list[str]]:
         patch.object(nn.BatchNorm1d, "set_extra_state", lambda _, state: extra.append(state)),
     ):
         train_a_step(manager_of(Path(folder)))
+        extra.clear()  # what the average has taken from the model
         with patch.object(nn.BatchNorm1d, "_load_from_state_dict", record):
             manager_of(Path(folder)).resume(Path(folder, "last"), 1)
     return versions, extra

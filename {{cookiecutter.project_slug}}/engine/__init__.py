@@ -1,6 +1,7 @@
 """Library behind the training loop. It is independent of task.py."""
 
 import ctypes
+import errno
 import getpass
 import os
 import re
@@ -22,6 +23,7 @@ PR_SET_PDEATHSIG = 1  # of Linux's prctl
 MAX_BYTES = 2**26  # of a text file, but for tables
 MAX_TABLE_BYTES = 2**30
 OUTPUT_FIX = "choose another folder for --output, or correct its permissions"
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 SUFFIX = ".tmp"  # of a file that `replacing` has not completed
 # A program that runs a module, without the current folder in the module search.
 RUN_MODULE = """import sys; sys.path[:] = filter(None, sys.path); import runpy

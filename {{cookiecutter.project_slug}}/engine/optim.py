@@ -246,13 +246,17 @@ class Ema:
 
     @torch.no_grad()
     def update(self, state_dict: Mapping[str, Tensor], step: int) -> None:
-        """Include the model's state, from ``Backend.fp32_state_dict``, after `step` other steps."""
+        """Include the model's state, from ``Backend.fp32_state_dict``, after `step` other steps.
+
+        Of integers and modules' extra state, which have no mean, the average has the model's.
+        """
+        extra = {name: one for name, one in state_dict.items() if name.endswith("_extra_state")}
         own = self.module.state_dict(keep_vars=True)
         # Tied weights have several names, and are averaged once.
         names = {
             id(mean): name
             for name, mean in own.items()
-            if isinstance(mean, Tensor) and not name.endswith("_extra_state")
+            if isinstance(mean, Tensor) and name not in extra
         }
         pairs = {  # amp may have cast buffers of another type
             name: (local_shard(own[name]), local_shard(state_dict[name]).to(own[name].dtype))
@@ -278,7 +282,8 @@ class Ema:
                 values.append(value)
         get_ema_multi_avg_fn(decay)(means, values, None)
         tensors = {id(one) for one in (*self.module.parameters(), *self.module.buffers())}
-        if not names.keys() <= tensors:  # a hook has made other tensors of them
+        if extra or not names.keys() <= tensors:  # a hook has made other tensors of them
+            own.update(copy.deepcopy(extra))
             self.module.load_state_dict(own)
 
 

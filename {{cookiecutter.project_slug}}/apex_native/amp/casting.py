@@ -311,9 +311,9 @@ def _widest_type(values: object) -> torch.dtype:
 
 
 def nested_tensors(value: object) -> Iterator[Tensor]:
-    """Yield the tensors in `value`: a tensor, or lists and tuples in any nesting."""
+    """Yield the tensors in `value`: a tensor, or lists, tuples and mappings in any nesting."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, tuple | list):
-        for item in value:
+    elif isinstance(value, tuple | list | Mapping):
+        for item in value.values() if isinstance(value, Mapping) else value:
             yield from nested_tensors(item)

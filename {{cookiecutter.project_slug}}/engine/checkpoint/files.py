@@ -4,7 +4,6 @@ The checkpoint of a step is ``step-<step>.pt``, or a folder ``step-<step>`` if i
 newest one is ``last.pt``, too, and that of the best metric ``best.pt``.
 """
 
-import errno
 import itertools
 import math
 import os
@@ -19,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from engine import SUFFIX, UserError, exists, is_directly_in, link, replacing
+from engine import FULL_DISK, SUFFIX, UserError, exists, is_directly_in, link, replacing
 from engine.checkpoint import format, manifest, sharded
 from engine.checkpoint.archive import UnreadableError, reason_of
 from engine.distributed import all_gather
@@ -55,8 +54,7 @@ def write_or_make_room(
                 format.write(path, entries)
             return
         except OSError as error:
-            is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            if not (is_full and _make_room(path, step, warn, writers)):
+            if not (error.errno in FULL_DISK and _make_room(path, step, warn, writers)):
                 raise
 
 

@@ -13,7 +13,7 @@ import secrets
 import shutil
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -132,7 +132,8 @@ def _write(path: Path, temporary: Path, entries: dict[str, Any], group: dist.Pro
         if rank == 0:
             validation.check_savable(path, entries)  # or the checkpoint could not be resumed
             shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
+            temporary.parent.mkdir(parents=True, exist_ok=True)
+            temporary.mkdir(mode=0o700)  # torch follows links that others put there
     with _together(group):
         if not temporary.is_dir():
             raise ValueError(
@@ -160,6 +161,9 @@ def _complete(
         remove(path)
     elif path.exists():
         path.rmdir()  # an error, if it holds files of the user
+    with suppress(OSError):  # a file system without modes; else, that of other folders
+        mode = (temporary / STATE).stat().st_mode & 0o666
+        temporary.chmod(temporary.stat().st_mode | mode | (mode & 0o444) >> 2)
     temporary.rename(path)
     flush_folder(path.parent)
 

@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from engine import UserError, log_line, regular_only
+from engine import FULL_DISK, UserError, log_line, regular_only
 from engine.data import DatasetWrapper, SeededDataset, SizedDataset, decode_crops
 from engine.data.files import FileError
 from engine.text import printable
@@ -45,6 +45,7 @@ class SkippingDataset(DatasetWrapper):
         super().__init__(dataset)
         self.limit = limit
         self.record = record
+        self._unlisted: set[str] = set()
 
     def __getitem__(self, index: int) -> Any:
         for offset in range(len(self)):
@@ -63,6 +64,9 @@ class SkippingDataset(DatasetWrapper):
 
     def _add(self, error: FileError) -> None:
         """Add a file to the record. Raises UserError if it is one too many."""
+        self._unlisted.add(printable(error.path))
+        known: list[str] = []
+        note = ""
         try:
             self.record.parent.mkdir(parents=True, exist_ok=True)
             with open(self.record, "a+", encoding="utf-8", opener=regular_only) as file:
@@ -70,17 +74,23 @@ class SkippingDataset(DatasetWrapper):
                     fcntl.lockf(file, fcntl.LOCK_EX)  # other processes add to it, too
                 file.seek(0)
                 known = file.read().splitlines()
-                if printable(error.path) in known:
-                    return
-                if len(known) >= self.limit:
-                    raise UserError(
-                        f"{error}; {self.record} lists {len(known)} more, as many as --skip-broken "
-                        "allows (python -m engine.data.verify DATA finds all)"
-                    )
-                file.write(f"{printable(error.path)}\n")
+                self._unlisted -= set(known)
+                if len(known) + len(self._unlisted) <= self.limit:
+                    file.writelines(f"{name}\n" for name in sorted(self._unlisted))
         except OSError as problem:
-            raise UserError(f"{self.record} can't be written ({problem.strerror})") from None
-        log_line(f"warning: {error}; skipped, {len(known) + 1} of at most {self.limit}")
+            if problem.errno not in FULL_DISK:
+                raise UserError(f"{self.record} can't be written ({problem.strerror})") from None
+            note = f"; the disk of {self.record} is full"
+        number = len(known) + len(self._unlisted)
+        if number > self.limit:
+            raise UserError(
+                f"{error}; {self.record} lists {number - 1} more, as many as --skip-broken "
+                f"allows (python -m engine.data.verify DATA finds all){note}"
+            )
+        if self._unlisted:
+            log_line(f"warning: {error}; skipped, {number} of at most {self.limit}{note}")
+        if not note:
+            self._unlisted.clear()
 
 
 class ReadableSamples(SeededDataset):

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from engine import EXIT_USAGE, PeerError, UserError, log_line, print_error
+from engine import EXIT_USAGE, FULL_DISK, PeerError, UserError, log_line, print_error
 from engine.distributed import consistency
 from engine.distributed.network import is_loopback, local_address, select_interface, serve_store
 from engine.distributed.peers import PeerMonitor, announce_failure, exit_process, peer_monitor
@@ -27,7 +27,7 @@ from engine.text import one_message
 
 T = TypeVar("T")
 MAX_PORT = 2**16 - 1
-CORRECTABLE = (errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG)
+CORRECTABLE = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, *FULL_DISK)
 PATIENCE_S = 5.0  # in which a launcher ends all processes of a job that failed
 SETTLE_S = 3.0  # in which the peer monitor learns of another process's failure
 
@@ -237,7 +237,7 @@ def folder_of_rank(folder: Path) -> Iterator[Path]:
         try:
             yield Path(temporary)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if error.errno not in FULL_DISK:
                 raise
 
 
