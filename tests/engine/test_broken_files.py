@@ -19,8 +19,8 @@ import task
 import template_task_contrastive as task_contrastive
 import template_task_segmentation as task_segmentation
 import torch
-from engine import UserError
-from engine.data import SeededDataset, images, masks, verify
+from engine import UserError, open_regular
+from engine.data import SeededDataset, files, images, masks, verify
 from engine.data import skipping as skipping_module
 from engine.data.files import FileError, read_file
 from engine.data.loading import build_loader
@@ -357,6 +357,25 @@ def test_record_on_a_full_disk_is_written_later(folder, monkeypatch, capfd):
     assert dataset.read(2) is None
     assert "skipped, 3 of at most 3\n" in capfd.readouterr().err
     assert len(record.read_text().split()) == 3
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO])
+def test_file_is_read_again_if_its_disk_does_not_answer(folder, monkeypatch, capfd, number):
+    monkeypatch.setattr(files, "PAUSES_S", (0.0, 0.0))
+    errors = [OSError(number, os.strerror(number))] * 2
+
+    def open_or_fail(*args):
+        if errors:
+            raise errors.pop()
+        return open_regular(*args)
+
+    monkeypatch.setattr(files, "open_regular", open_or_fail)
+    path = folder / "1.png"
+    assert images.read_image(path).max() == 10
+    assert capfd.readouterr().err.count(f"warning: {path}: {os.strerror(number)}; reading") == 2
+    errors += [OSError(number, os.strerror(number))] * 3
+    with pytest.raises(FileError, match=f"1.png can't be read .*{os.strerror(number)}"):
+        images.read_image(path)
 
 
 def test_record_that_is_a_link_is_an_error(folder):

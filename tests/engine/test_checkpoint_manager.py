@@ -363,9 +363,12 @@ def go_back(folder: str) -> tuple[float, str, list[str]]:
 def test_a_run_that_went_back_is_not_resumed_from_the_best_of_the_steps_it_discarded(
     two_processes: Processes, tmp_path: Path
 ) -> None:
-    for best, resumed, [warning] in two_processes(go_back, str(tmp_path)):
+    for best, resumed, [removed, warning] in two_processes(go_back, str(tmp_path)):
         assert best == -float("inf")
         assert resumed == "last.pt"
+        assert (
+            "the first save, also that of a stop, removes the checkpoints after step 1" in removed
+        )
         assert "best.pt, of step 5, is not compared: it will be renamed to best-of-st" in warning
     names = {path.name for path in tmp_path.glob("*.pt")}
     assert names == {"step-1.pt", "step-2.pt", "last.pt", "best-of-step-5.pt"}
@@ -1396,7 +1399,38 @@ def test_a_run_that_cannot_save_ends_at_its_second_save(
     assert error.startswith(problem) and error.endswith(": fix that, and start again")
     assert "is a sparse tensor, which a checkpoint can't hold" in error
     assert said[-1].startswith(f"warning: {problem}")
-    assert said[-1].endswith("; the next save ends the run")
+    assert said[-1].endswith("; if the next one fails, too, it ends")
+
+
+def save_after_failures(folder: str, number: int, text: str) -> tuple[list[str], bool]:
+    """Return the messages of `number` saves that fail, and whether one after them succeeds."""
+    manager = manager_of(folder)
+    write, errors = files.write_or_make_room, [RuntimeError(text)] * number
+
+    def write_or_fail(*args: object) -> None:
+        if errors:
+            raise errors.pop()
+        write(*args)
+
+    with mock.patch.object(files, "write_or_make_room", write_or_fail):
+        for _ in range(number + 1):
+            manager.save()
+            manager.wait()
+            dist.barrier()
+    return list(manager.logger), Path(folder, "last.pt").exists()
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(1, "a bug"), (3, "DefaultCPUAllocator: can't allocate memory: you tried to allocate 9")],
+)
+def test_a_first_save_that_fails_is_tried_again(
+    two_processes: Processes, tmp_path: Path, number: int, text: str
+) -> None:
+    """Also when memory is short, for which torch has no MemoryError."""
+    ((said, succeeded), _) = two_processes(save_after_failures, str(tmp_path), number, text)
+    assert succeeded
+    assert len(said) == number
 
 
 def better_weights(folder: str) -> tuple[int, str, dict]:

@@ -23,6 +23,13 @@ def test_random_numbers_are_restored() -> None:
     assert draws() == expected
 
 
+def test_integers_of_numpy_are_not_those_of_torch() -> None:
+    """Both have a Mersenne Twister: of the same seed, they would draw the same bits."""
+    seed_everything(3)
+    numpys, torchs = np.random.randint(2, size=100), torch.randint(2, (100,)).numpy()
+    assert 30 < (numpys == torchs).sum() < 70
+
+
 def test_every_own_state_is_valid() -> None:
     """Expect it of each position of the generators, whose layout torch does not document."""
     seed_everything(0)

@@ -24,6 +24,7 @@ MAX_BYTES = 2**26  # of a text file, but for tables
 MAX_TABLE_BYTES = 2**30
 OUTPUT_FIX = "choose another folder for --output, or correct its permissions"
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
+PAUSES_S = (1.0, 4.0)  # before reading again, such as after a disk's server has failed
 SUFFIX = ".tmp"  # of a file that `replacing` has not completed
 # A program that runs a module, without the current folder in the module search.
 RUN_MODULE = """import sys; sys.path[:] = filter(None, sys.path); import runpy

@@ -18,13 +18,12 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from engine import FULL_DISK, SUFFIX, UserError, exists, is_directly_in, link, replacing
+from engine import FULL_DISK, PAUSES_S, SUFFIX, UserError, exists, is_directly_in, link, replacing
 from engine.checkpoint import format, manifest, sharded
 from engine.checkpoint.archive import UnreadableError, reason_of
 from engine.distributed import all_gather
 
 T = TypeVar("T")
-PAUSES_S = (1.0, 4.0)  # before reading again, such as after a disk's server has failed
 LAST, BEST = "last.pt", "best.pt"
 NUMBERED = re.compile(r"step-\d+(\.pt)?")
 

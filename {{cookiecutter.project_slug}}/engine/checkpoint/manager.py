@@ -204,6 +204,11 @@ class CheckpointManager:
             self.logger.discarded = times_after(self.folder, progress.step)
         rewind = all_gather(own, self._group)[0]
         assert rewind is not None  # rank 0's
+        if rewind.has_later and not is_newest:
+            self.logger.warning(
+                "the first save, also that of a stop, removes the checkpoints after step "
+                f"{progress.step}: to keep them, name another folder as --output"
+            )
         if rewind.best_step >= 0:
             progress.best = -math.inf
             self.logger.warning(rewind.describe(self.folder))
@@ -402,10 +407,8 @@ class CheckpointManager:
         values = format.to_cpu(values) | {"ranks": ranks}
         if not self._writer.amend(values):
             self.wait()
-            if self._writer.is_hopeless:
-                raise self._writer.error()
             self._writer.start(format.to_cpu(format.collect(self.state)) | values)
-            if self._writer.nan_steps:
+            if self._writer.nan_steps or self._writer.failures:
                 self.wait()
                 if self._writer.is_hopeless:  # nan stays, as in batch norm's statistics
                     raise self._writer.error()
@@ -429,8 +432,7 @@ class CheckpointManager:
         self._wait_together()  # in `save`, rank 0 would wait alone
         has_failed = any(all_gather(self._writer.problem, self._group))
         if has_failed or self._saved_step != step:  # an epoch is saved before its validation
-            self._writer.nan_steps.clear()  # to exit with the status of the signal
-            self._writer.is_hopeless = False
+            self._writer.forget_failures()  # to exit with the status of the signal
             self.save()
             self._wait_together()
         if self._writer.problem:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from engine import SUFFIX, UserError, exists
-from engine.checkpoint import files, manifest, validation
+from engine.checkpoint import archive, files, manifest, validation
 from engine.checkpoint.files import BEST, LAST
 from engine.checkpoint.format import Progress
 from engine.distributed import all_gather
@@ -32,7 +32,7 @@ class CheckpointWriter:
     main_group: dist.ProcessGroup  # of all ranks, for their main threads
     problem: str = field(default="", init=False)  # with the last write
     nan_steps: set[int] = field(default_factory=set, init=False)  # of the last writes, with nan
-    is_hopeless: bool = field(default=False, init=False)  # no later write will succeed either
+    failures: int = field(default=0, init=False)  # before the first success, not of the disk
     newest: Path | None = field(default=None, init=False)  # written, or resumed from
     written_step: int = field(default=-1, init=False)  # of the last folder written, or resumed from
     rewind: files.Rewind | None = field(default=None, init=False)  # until a resumed run saves
@@ -119,22 +119,30 @@ class CheckpointWriter:
                     self._best = None
                 files.prune(self.folder, self.keep)
             self.newest = path
-            self.nan_steps = set()
+            self.forget_failures()
             self.problem = ""
         except Exception as error:  # the training goes on without this checkpoint
             text = getattr(error, "strerror", None) or str(error) or type(error).__name__
             is_nan = isinstance(error, FloatingPointError)
             self.nan_steps = self.nan_steps | {entries["step"]} if is_nan else set()
             self.problem = f"{failed} ({text.splitlines()[0]})"
-            is_of_disk = isinstance(error, OSError | MemoryError)  # which may have room later
-            is_first = not (self.newest or is_of_disk or is_nan)
-            self.is_hopeless = is_first or len(self.nan_steps) > 1
-            if is_first:
-                self.warn(f"{self.problem}; the next save ends the run")
-            elif not self.is_hopeless:  # else, the run ends with this problem
+            # Disk or memory may have room later.
+            is_full = isinstance(error, OSError) or bool(archive.reason_of(error))
+            self.failures += not (self.newest or is_full or is_nan)
+            if not self.is_hopeless:  # else, the run ends with this problem
                 ends = "; nan in the next one, too, ends the run" if is_nan else ""
+                ends = "; if the next one fails, too, it ends" if self.failures else ends
                 kept = f"the run goes on, the checkpoints before it are kept{ends}"
                 self.warn(f"{self.problem}; {kept}")
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Return whether no later write is likely to succeed."""
+        return self.failures > 1 or len(self.nan_steps) > 1
+
+    def forget_failures(self) -> None:
+        """Have the next failure be as the first one."""
+        self.failures, self.nan_steps = 0, set()
 
     def error(self) -> UserError:
         """Return the error of a run that ends with `problem`."""

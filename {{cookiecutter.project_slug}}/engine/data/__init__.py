@@ -258,7 +258,8 @@ def seed_cpu(seed: int) -> None:
     random.seed(seed)
     torch.default_generator.manual_seed(seed)
     if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed)
+        # Not the same seed: integers would be torch's, as both have the same generator.
+        sys.modules["numpy"].random.seed(mix_seeds(seed, 1))
 
 
 def get_rng_state() -> dict[str, Any]:

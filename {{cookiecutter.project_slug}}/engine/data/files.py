@@ -1,20 +1,25 @@
 """Reading of data files, which may be damaged, hostile or gone: each error names the file."""
 
+import errno
 import os
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from io import BufferedReader, BytesIO, FileIO
+from typing import TypeVar
 
-from engine import UserError, open_regular
+from engine import PAUSES_S, UserError, log_line, open_regular
 from engine.data.remote import open_mirror
 from engine.text import printable
 
 MAX_BYTES = 2**30  # of a file that is read
 MAX_OPEN_SHARDS = 128
+TRANSIENT = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO)  # of a network's disk
 # Part of a file of packed data (engine/data/shards.py): offset and length.
 IN_SHARD = re.compile(r"(.*shard-\d{5,}\.tar)/(\d+)\+(\d+)")
+T = TypeVar("T")
 
 
 class FileError(UserError):
@@ -70,14 +75,32 @@ def open_file(path: str | os.PathLike) -> BufferedReader | BytesIO:
     """
     if IN_SHARD.fullmatch(os.fspath(path)):
         return BytesIO(read_file(path))
-    return BufferedReader(open_regular(path, MAX_BYTES))
+    return BufferedReader(_try_again(path, partial(open_regular, path, MAX_BYTES)))
+
+
+def _try_again(path: str | os.PathLike, read: Callable[[], T]) -> T:
+    """Return what `read` returns; call it again if the disk did not answer."""
+    for pause in PAUSES_S:
+        try:
+            return read()
+        except OSError as error:
+            if error.errno not in TRANSIENT:
+                raise
+            log_line(f"warning: {_origin(path)}: {error.strerror}; reading again in {pause:.0f} s")
+        _open_shard.cache_clear()
+        time.sleep(pause)
+    return read()
 
 
 def read_file(path: str | os.PathLike) -> bytearray:
     """Return the contents of a regular file. Raises OSError as `open_file` does."""
+    return _try_again(path, partial(_read_once, path))
+
+
+def _read_once(path: str | os.PathLike) -> bytearray:
     if part := IN_SHARD.fullmatch(os.fspath(path)):
         return _read_part(part[1], int(part[2]), int(part[3]))
-    with open_file(path) as file:
+    with BufferedReader(open_regular(path, MAX_BYTES)) as file:
         # Not to its end: some files, such as /proc/self/pagemap, have a size of 0 and no end.
         data = bytearray(os.fstat(file.fileno()).st_size)
         del data[file.readinto(data) :]

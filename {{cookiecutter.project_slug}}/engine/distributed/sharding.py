@@ -85,6 +85,7 @@ class Sharding:
         model.to_empty(device="cpu" if self.cpu_offload else self.device)
         for name, parameter in model.named_parameters():
             _copy_shard(parameter, self._on_device(parameters[name]))
+            vars(parameter).update(vars(parameters[name]))  # such as a mark for build_optimizer
         placed: dict[int, Tensor] = {}  # modules that share a buffer do so afterwards, too
         for name, buffer in buffers.items():
             # Contiguous: torch would send other memory than that of a view.
