@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import io
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -532,6 +533,13 @@ def test_model_that_can_not_be_copied_is_an_error():
     with pytest.raises(
         UserError, match="the model can't be copied, .*: use the weight_norm of torch"
     ):
+        check_trainable(model, nn.functional.mse_loss, tuple, [torch.ones(1, 2), torch.ones(1, 2)])
+
+
+def test_model_that_holds_a_lock_is_an_error():
+    model = nn.Linear(2, 2)
+    model.lock = threading.Lock()
+    with pytest.raises(UserError, match=r"can't be copied .*lock.* a method __deepcopy__"):
         check_trainable(model, nn.functional.mse_loss, tuple, [torch.ones(1, 2), torch.ones(1, 2)])
 
 

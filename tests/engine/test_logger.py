@@ -25,6 +25,7 @@ import torch.distributed as dist
 from apex_native import log_rank_zero
 from engine import UserError
 from engine.checkpoint.format import Progress
+from engine.data.skipping import RECORD
 from engine.launch import RESTART
 from engine.monitoring import console, curves, lock, run_files
 from engine.monitoring.curves import BackgroundProcess
@@ -102,6 +103,10 @@ def test_folder_that_was_removed_is_locked_again_unless_it_is_another_runs(logge
     shutil.rmtree(logger.output)
     logger.lock_again()
     assert [one.name for one in logger.output.iterdir()] == [".lock"]
+    shutil.rmtree(logger.output)
+    logger.output.mkdir()
+    (logger.output / RECORD).touch()  # by a data-loading process
+    logger.lock_again()
     shutil.rmtree(logger.output)
     logger.output.mkdir()
     (logger.output / "config.json").touch()

@@ -1,6 +1,7 @@
 """Parameter groups, schedule, micro-batches, frozen parts, and the average of the weights."""
 
 import copy
+import random
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -358,6 +359,23 @@ def test_a_tensor_that_is_no_buffer_is_not_left_on_the_meta_device() -> None:
     model = optim.build_empty(WithConstant)
     assert model.scale == 2.0 and model.layer.weight.is_meta
     assert optim.build_on_meta(WithConstant).scale.is_meta
+
+
+class WithPermutation(nn.Linear):
+    """Layer with a random permutation, which reads a value, or has a constant that is no buffer."""
+
+    def __init__(self, reads_value: bool) -> None:
+        super().__init__(2, 2)
+        self.order = random.sample(range(100), 100)
+        self.scale = self.weight.std().item() if reads_value else torch.tensor(2.0)
+
+
+@pytest.mark.parametrize("reads_value", [False, True])
+def test_random_parts_of_empty_models_are_those_of_rank_0(reads_value: bool) -> None:
+    random.seed(0)
+    expected = WithPermutation(reads_value).order
+    random.seed(0)
+    assert optim.build_empty(lambda: WithPermutation(reads_value)).order == expected
 
 
 @pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format])

@@ -367,9 +367,10 @@ def versions_of_norms(folder: str) -> tuple[list[int], list[str]]:
         patch.object(nn.BatchNorm1d, "set_extra_state", lambda _, state: extra.append(state)),
     ):
         train_a_step(manager_of(Path(folder)))
-        extra.clear()  # what the average has taken from the model
+        again = manager_of(Path(folder))
+        extra.clear()  # what the average, and other ranks, have taken from the model
         with patch.object(nn.BatchNorm1d, "_load_from_state_dict", record):
-            manager_of(Path(folder)).resume(Path(folder, "last"), 1)
+            again.resume(Path(folder, "last"), 1)
     return versions, extra
 
 

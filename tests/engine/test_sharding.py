@@ -12,6 +12,7 @@ from engine.blocks import checkpoint_activations, find_blocks
 from engine.distributed.sharding import Sharding
 from sharding_helpers import Classifier, batches, build, losses, needs_fsdp_on_cpu, train
 from torch import nn
+from versioned import Versioned
 
 pytestmark = needs_fsdp_on_cpu
 TOLERANCE = {"O0": 1e-5, "O4": 0.02}  # of the first losses, which are 1.6
@@ -243,6 +244,21 @@ def test_attributes_of_parameters_are_kept(two_processes):
     assert two_processes(mark_a_parameter) == [True, True]
 
 
+def count_of_rank_0():
+    from engine.distributed.sharding import Sharding
+
+    with torch.device("meta" if dist.get_rank() else "cpu"):
+        model = nn.Sequential(Versioned(2, 2))
+    model[0].count = 0 if dist.get_rank() else 3
+    Sharding(torch.device("cpu"), "O0").apply(model)
+    return model[0].count
+
+
+def test_extra_state_is_that_of_rank_0(two_processes):
+    """Which has read it from a file for --weights."""
+    assert two_processes(count_of_rank_0) == [3, 3]
+
+
 class Masked(nn.Linear):
     """Layer whose mask is a buffer."""
 
@@ -311,7 +327,14 @@ def test_activation_checkpointing_saves_memory_and_changes_nothing():
 
 
 @pytest.mark.parametrize(
-    "norm", [nn.BatchNorm1d(2), nn.InstanceNorm1d(2, track_running_stats=True)]
+    "norm",
+    [
+        nn.BatchNorm1d(2),
+        nn.InstanceNorm1d(2, track_running_stats=True),
+        nn.utils.spectral_norm(nn.Linear(2, 2)),
+        nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2)),
+    ],
+    ids=["batch", "instance", "old spectral", "spectral"],
 )
 def test_activation_checkpointing_refuses_running_statistics(norm):
     block = nn.Sequential(nn.Linear(2, 2), norm)

@@ -61,8 +61,8 @@ def checkpoint_activations(model: nn.Module, class_names: Sequence[str] = ()) ->
     A block's class is replaced by a subclass of the same name, so that the names in the state dict
     stay, and copies of the model, such as DataParallel's, recompute their own activations.
 
-    Raises UserError if the model has no blocks, or one holds a norm whose running statistics
-    the second forward pass would update again.
+    Raises UserError if the model has no blocks, or one holds a norm whose running statistics, or
+    a spectral norm whose vectors, the second forward pass would update again.
     """
     blocks = find_blocks(model, class_names)
     if not blocks:
@@ -71,11 +71,14 @@ def checkpoint_activations(model: nn.Module, class_names: Sequence[str] = ()) ->
             "blocks in BLOCKS in task.py, or leave the flag out"
         )
     for block in blocks:
-        if any(getattr(part, "track_running_stats", False) for part in block.modules()):
+        has_vectors = any(name.endswith("_u") for name, _ in block.named_buffers())
+        if has_vectors or any(
+            getattr(one, "track_running_stats", False) for one in block.modules()
+        ):
             raise UserError(
-                f"--checkpoint-activations: {type(block).__name__} holds a batch norm or another "
-                "norm with running statistics, which would count each batch twice; choose an "
-                "--arch without, such as vit_b_16"
+                f"--checkpoint-activations: {type(block).__name__} holds a batch norm, spectral "
+                "norm or another norm with running statistics, which would count each batch twice; "
+                "choose an --arch without, such as vit_b_16"
             )
         block.__class__ = _checkpointed(type(block))  # type: ignore[arg-type]  # it is hashable
     return f"the activations of {len(blocks)} blocks are recomputed in the backward pass"

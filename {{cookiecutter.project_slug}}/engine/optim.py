@@ -15,6 +15,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from engine import UserError, distributed, summarize
 from engine.backend import is_sharded, local_shard
+from engine.data import get_rng_state, set_rng_state
 from engine.layers import layer_numbers
 
 T = TypeVar("T")
@@ -164,18 +165,22 @@ def eval_mode(module: nn.Module) -> Iterator[None]:
 
 def build_on_meta(create: Callable[[], nn.Module]) -> nn.Module:
     """Build a model on the meta device, without memory, if its constructor reads no values."""
+    state = get_rng_state()
     try:
         with torch.device("meta"):
             return create()
     except Exception:  # torchvision's RegNet reads values, for example
+        set_rng_state(state)  # or random parts that are no tensors would be others than on rank 0
         return create()
 
 
 def build_empty(create: Callable[[], nn.Module]) -> nn.Module:
     """Build a model whose parameters and buffers are on the meta device, and all else is not."""
+    state = get_rng_state()
     model = build_on_meta(create)
     values = (value for module in model.modules() for value in vars(module).values())
     if any(isinstance(value, Tensor) for value in values):
+        set_rng_state(state)
         model = create()
     return model.to("meta")
 

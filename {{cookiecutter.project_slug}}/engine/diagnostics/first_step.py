@@ -83,8 +83,9 @@ def check_trainable(
         batch: tensors on the model's device.
     """
     inputs, targets = prepare(batch)
+    copied = _copy(model).train()
     with _explaining("train on", batch, "--arch, image size or --batch-size"):
-        loss = criterion(_copy(model).train()(inputs), targets)
+        loss = criterion(copied(inputs), targets)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise TypeError("the loss is not a single number")
 
@@ -92,6 +93,11 @@ def check_trainable(
 def _copy(model: nn.Module) -> nn.Module:
     try:
         return copy.deepcopy(model)
+    except TypeError as error:  # such as a lock's
+        raise UserError(
+            f"the model can't be copied ({error}), which this check and --ema do: give the class "
+            "that holds it a method __deepcopy__, or keep it elsewhere"
+        ) from None
     except RuntimeError as error:
         if "deepcopy protocol" not in str(error):
             raise

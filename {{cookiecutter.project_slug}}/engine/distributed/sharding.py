@@ -23,6 +23,7 @@ from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from apex_native.amp.casting import half_type
 from engine import UserError
 from engine.blocks import batch_norms, find_blocks
+from engine.distributed import all_gather
 
 HALF_LEVELS = ("O4", "O5")  # which compute in bfloat16
 
@@ -80,6 +81,10 @@ class Sharding:
         blocks = find_blocks(model, class_names)
         parameters = dict(model.named_parameters())
         buffers = dict(model.named_buffers(remove_duplicate=False))
+        extra = {}  # states of modules, such as those of a file for --weights
+        if dist.get_rank() == 0:
+            state = model.state_dict().items()
+            extra = {name: value for name, value in state if name.endswith("_extra_state")}
         model.to("meta")
         self._shard(model, blocks)
         model.to_empty(device="cpu" if self.cpu_offload else self.device)
@@ -93,6 +98,8 @@ class Sharding:
             dist.broadcast(value.flatten().view(torch.uint8), src=0)  # gloo and NCCL lack int16
             prefix, _, own_name = name.rpartition(".")
             setattr(model.get_submodule(prefix), own_name, value)
+        for name, value in all_gather(extra, dist.group.WORLD)[0].items():
+            model.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
         total = sum(parameter.numel() for parameter in model.parameters())
         return f"FSDP: {total:,} parameters in {len(blocks)} blocks, over {dist.get_world_size()}"
 

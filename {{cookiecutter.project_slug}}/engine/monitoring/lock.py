@@ -9,6 +9,7 @@ from io import FileIO
 from pathlib import Path
 
 from engine import UserError, distributed
+from engine.data.skipping import RECORD
 
 LEASE_S = 330.0  # for which the server of a disk may keep the lock of a host that is lost
 PAUSE_S = 3.0
@@ -80,7 +81,7 @@ class FolderLock:
         """Raise UserError if the folder that was locked is another one now, with files."""
         self.folder.mkdir(parents=True, exist_ok=True)
         is_same = os.path.samestat(os.fstat(self._directory), self.folder.stat())
-        if not is_same and any(self.folder.iterdir()):
+        if not is_same and any(one.name != RECORD for one in self.folder.iterdir()):
             raise UserError(f"{self.folder} was replaced while this run wrote to it: it has ended")
         directory = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
         os.close(self._directory)
