@@ -63,6 +63,8 @@ IN_TURN = """\
 NOT_ZEROED = "gradients may not be zeroed between one optimizer.step() and the next"
 NO_CONDITION = "optimizer.step() lacks the condition of its backward pass"
 SEVERAL = "opt may be several optimizers"
+CAUGHT = "an exception at optimizer.step() may be caught"
+IN_BLOCK = "optimizer.step() is inside of amp.scale_loss"
 LEFT = {
     "functions": (
         f"{HELPERS}def clip():\n{CLIP}\n{LOOP}    backward()\n    clip()\n    update()\n",
@@ -219,13 +221,13 @@ LEFT = {
         "def train():\n    try:\n"
         + indent(f"{BACKWARD}{CLIP}{SKIP.replace('JUMP', 'raise ValueError')}{STEP}", "    ")
         + "    except ValueError:\n        print(1)\n",
-        CLIPPED,
+        CAUGHT,
     ),
     "exception around the step of one of two optimizers": (
         f"{OTHER}def train(model, opt):\n{BACKWARD.replace('optimizer', 'opt')}    try:\n"
         f"        opt.step()\n    except RuntimeError:\n        pass\n    opt.zero_grad()\n\n"
         f"{LOOP}    train(model, optimizer)\n    train(other, second)\n",
-        SEVERAL,
+        CAUGHT.replace("optimizer", "opt"),
     ),
     "optimizers of several objects": (
         "other = copy(run)\namp.initialize(\n"
@@ -239,12 +241,12 @@ LEFT = {
     "exception that a loop catches": (
         f"def train():\n{BACKWARD}{CLIP}{STEP}\n{LOOP}    try:\n        train()\n"
         "    except RuntimeError:\n        print(n)\n",
-        CLIPPED,
+        CAUGHT,
     ),
     "exception that a with statement suppresses": (
         f"def train():\n{BACKWARD}{CLIP}{STEP}\n{LOOP}    with suppress(RuntimeError):\n"
         "        train()\n",
-        CLIPPED,
+        CAUGHT,
     ),
     "exception in front of the step": (
         f"{LOOP}    try:\n"
@@ -283,7 +285,7 @@ LEFT = {
     **{
         f"decorator {name} that may catch an exception": (
             f"@{name}(2)\ndef train(n):\n{BACKWARD}{CLIP}{STEP}\n{LOOP}    train(n)\n",
-            CLIPPED,
+            CAUGHT,
         )
         for name in ("retry", "backoff.on_exception")
     },
@@ -291,7 +293,7 @@ LEFT = {
         "def safe(function):\n    def call(*args):\n        try:\n            function(*args)\n"
         + "        except RuntimeError:\n            pass\n    return call\n\n"
         + f"@safe\ndef train(n):\n{BACKWARD}{CLIP}{STEP}\n{LOOP}    train(n)\n",
-        CLIPPED,
+        CAUGHT,
     ),
     "jump in front of the losses of a step, in a condition with both": (
         "if x.sum() < 99:\n"
@@ -304,7 +306,7 @@ LEFT = {
     "context manager that catches an exception": (
         "class Safe:\n    def __exit__(self, *error):\n        return True\n\n"
         + f"{LOOP}    with Safe():\n{indent(BACKWARD + CLIP + STEP, '    ')}",
-        CLIPPED,
+        CAUGHT,
     ),
     "loss of a helper after gradients are clipped": (
         f"{BACK}{LOOP}{BACKWARD}{CLIP}    backward()\n{STEP}",
@@ -324,8 +326,63 @@ LEFT = {
         + indent(f"{SKIP.replace('JUMP', 'break')}    optimizer.zero_grad()\n", "    "),
         NOT_ZEROED,
     ),
+    "step in the block of its loss": (
+        f"{LOOP}{BACKWARD}        optimizer.step()\n    optimizer.zero_grad()\n",
+        IN_BLOCK,
+    ),
+    "step of a function in the block of the loss": (
+        f"def update():\n{STEP}\n{LOOP}{BACKWARD}        update()\n",
+        IN_BLOCK,
+    ),
+    "step in the block of the loss of another optimizer": (
+        f"{OTHER}{LOOP}{BACKWARD}{OTHER_BACKWARD}    {STEP}{OTHER_STEP}",
+        IN_BLOCK,
+    ),
+    "zero_grad of the model of another optimizer": (
+        f"{OTHER}def reset():\n    other.zero_grad()\n\n{LOOP}{BACKWARD}    optimizer.step()\n"
+        + "    if n % 2:\n        optimizer.zero_grad()\n"
+        + f"    reset()\n{OTHER_BACKWARD}{OTHER_STEP}",
+        NOT_ZEROED,
+    ),
+    "function that zeroes gradients under a condition": (
+        "def reset(n):\n    if n % 2:\n        optimizer.zero_grad()\n\n"
+        + f"{LOOP}{BACKWARD}    optimizer.step()\n    reset(n)\n",
+        NOT_ZEROED,
+    ),
+    "function that is called by another one under a condition, and zeroes gradients": (
+        "def reset():\n    optimizer.zero_grad()\n\ndef finish(n):\n    if n % 2:\n"
+        + f"        reset()\n\n{LOOP}{BACKWARD}    optimizer.step()\n    finish(n)\n",
+        NOT_ZEROED,
+    ),
+    "function that zeroes gradients and is not called": (
+        f"def reset():\n    optimizer.zero_grad()\n\n{LOOP}{BACKWARD}    optimizer.step()\n",
+        NOT_ZEROED,
+    ),
+    "gradients of the input that are zeroed": (
+        f"{LOOP}{BACKWARD}    optimizer.step()\n    x.grad.zero_()\n",
+        NOT_ZEROED,
+    ),
+    "helper that passes the model on": (
+        f"def change():\n    noise(model)\n\n{LOOP}{BACKWARD}    change()\n    if n % 2:\n"
+        + indent(STEP, "    "),
+        "change may have the parameters",
+    ),
+    "context manager of another file": (
+        "from elsewhere import guard\n"
+        + f"{LOOP}    with guard():\n{indent(BACKWARD + STEP, '    ')}",
+        CAUGHT,
+    ),
+    "exception of the step": (
+        f"{LOOP}{BACKWARD}    try:\n        optimizer.step()\n    except RuntimeError:\n"
+        + "        pass\n    optimizer.zero_grad()\n",
+        CAUGHT,
+    ),
 }
 CONVERTED = {
+    "context managers that catch nothing": "for _ in range(2):\n    with tqdm(total=8) as bar:\n"
+    + indent(f"{LOOP}    with no_sync():\n{indent(BACKWARD + CLIP + STEP, '    ')}", "        "),
+    "function that zeroes gradients": "def reset():\n    for p in model.parameters():\n"
+    + f"        p.grad = None\n\n{LOOP}    reset()\n{BACKWARD}    optimizer.step()\n",
     "break of another loop": f"{LOOP}{BACKWARD}{CLIP}    for _ in x:\n        break\n{STEP}",
     "return after the step": f"def train(n):\n{BACKWARD}{CLIP}{STEP}    return\n",
     "functions": f"{HELPERS}{LOOP}    backward()\n    update()\n",
@@ -578,29 +635,26 @@ for step in range(4):
         ("one.parameters()", True),
         ("one.layer.parameters(), lr=0.5", True),
         ("[*two.parameters(), *one.parameters()]", True),
+        ("[p for p in one.parameters() if p.dim() > 1]", True),
+        ("both", True),
+        ("load('parameters')", True),
         ("ones.parameters()", False),
-        ("[p for p in one.parameters() if p.dim() > 1]", False),
+        ("chain(two.parameters(), three.parameters())", False),
     ],
 )
-def test_steps_of_two_optimizers_that_share_parameters_are_left(tmp_path, given, is_shared):
+@pytest.mark.parametrize("is_in_turn", [False, True])
+def test_two_optimizers_that_may_share_parameters_are_left(tmp_path, given, is_shared, is_in_turn):
     script = TWO_OPTIMIZERS.replace(
-        "second = torch.optim.SGD(two.parameters()", f"second = A({given}"
+        "second = torch.optim.SGD(two.parameters()",
+        f"both = list(one.parameters())\nboth.extend(two.parameters())\nsecond = A({given}",
     )
-    assert given in script
+    if is_in_turn:
+        script = script.replace("    first.step()\n", "")
+        script = script.replace("backward()\n", "backward()\n    first.step()\n", 1)
+        script = script.replace("    nn.utils.clip_grad_norm_(amp.master_params(first), 0.1)\n", "")
+    assert f"A({given}" in script
     report = migrate(tmp_path, script, status=int(is_shared))[1]
-    assert ("first and second share parameters" in report) is is_shared
-
-
-def test_two_optimizers_that_share_parameters_in_turn_are_converted(tmp_path):
-    script = TWO_OPTIMIZERS.replace("two.parameters()", "one.parameters()")
-    steps = "".join(
-        f"    nn.utils.clip_grad_norm_(amp.master_params({each}), 0.1)\n"
-        for each in ("first", "second")
-    )
-    script = script.replace(steps, "").replace("    first.step()\n", "")
-    backward = "scaled_loss.backward()\n"
-    script = script.replace(backward, f"{backward}    first.step()\n    one.zero_grad()\n", 1)
-    assert "0 left" in migrate(tmp_path, script)[1]
+    assert ("first and second may share parameters" in report) is is_shared
 
 
 def test_gradients_of_two_optimizers_are_clipped_unscaled(run, tmp_path):

@@ -60,6 +60,8 @@ PROBED = re.compile(
 )
 # A dictionary or list of the names of modules, or of what a module has.
 NAMESPACE = re.compile(r"\bsys\.modules\b|\b(globals|locals|vars|dir)\(\)")
+# A loop over the parameters of a model or of an optimizer.
+OVER_PARAMETERS = re.compile(r"([\w.]+)\.(?:\w*parameters\(|param_groups)|master_params\((.+?)\)")
 NO_MASTERS = "O2, O3 and O5 cast the model; --opt-level O1 or O4 replaces them by autocast"
 IGNORED = {"opt_level", "verbosity", "models", "optimizers", "num_losses"}
 IGNORED |= {"keep_batchnorm_fp32", "master_weights"}  # no effect where weights are not cast
@@ -156,10 +158,16 @@ class Analysis(Optimizers):
             return
         is_reset = isinstance(parent, cst.AssignTarget) or source(parent).endswith(".grad.zero_")
         is_test = re.search(r"\.grad is (not )?None$", source(parent))
-        self.resets += [("", node)] if is_reset else []
+        self.resets += [(self._owner(node), node)] if is_reset else []
         is_function = source(node).endswith("autograd.grad")
         if not is_reset and not is_function and not is_test:
             self._add_reader(node, source(node))
+
+    def _owner(self, node: cst.Attribute) -> str:
+        """Return the object over whose parameters a loop around ``p.grad`` runs, or ""."""
+        loops = [source(each.iter) for each in self.loops(node) if isinstance(each, cst.For)]
+        owners = OVER_PARAMETERS.findall(" ".join(loops))
+        return "".join(owners[0]) if owners else ""
 
     def visit_SimpleString(self, node: cst.SimpleString) -> None:
         """Find gradients that ``getattr(parameter, "grad")`` reads, and ``find_spec("apex")``."""

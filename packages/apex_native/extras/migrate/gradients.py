@@ -2,7 +2,7 @@
 
 import builtins
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import libcst as cst
@@ -35,6 +35,7 @@ BRANCHES = (cst.MatchCase, cst.ExceptHandler, cst.ExceptStarHandler)
 SCHEDULE = re.compile(
     r"LR|Lr[A-Z]|(^|\W|_)lr|[Ll]earning_?[Rr]ate|[Ss]ched|[Ww]arm|[Aa]nneal|[Cc]ycl"
 )
+Assignment = tuple[cst.BaseExpression, cst.BaseExpression]  # target, value
 NAMELESS = re.compile(r"__(?!init__)\w+__|forward")  # methods called without their names
 
 
@@ -88,7 +89,7 @@ class Gradients(Tree):
         self.classes: dict[str, set[str]] = {}  # of this file, and names in their bases
         self.handling: set[str] = set()  # functions of this file that catch exceptions
         self.suppressing = {"suppress"}  # context managers that may catch an exception
-        self.assigned: list[tuple[cst.BaseExpression, cst.BaseExpression]] = []  # target, value
+        self.assigned: list[Assignment] = []
         self.loop_names: set[str] = set()  # targets of for loops
         self.models: set[str] = set()  # names of those that amp prepares
         self.has_value = False  # which reads gradients: a lambda, or a function that clips
@@ -136,8 +137,12 @@ class Gradients(Tree):
 
     def check_steps(self) -> None:
         """Require one step for each backward pass, and gradients that are read only unscaled."""
+        blocks = {loss.statement for loss in self.usage.losses}
         for optimizer in self.usage.scalers:
             steps = self.steps_of(optimizer)
+            # There, gradients are still scaled with Apex. And unscale_ would come after the step.
+            if any(blocks & {*self.parents(each)} for each in self.leading(steps)):
+                self.usage.reasons.append(f"{optimizer}.step() is inside of amp.scale_loss")
             if not steps or any(
                 not self._exclude(one, other, optimizer)
                 for index, one in enumerate(steps)
@@ -266,12 +271,13 @@ class Gradients(Tree):
         return not is_library and not forward & {*self.parents(call)}
 
     def _is_in_front_of_step(self, call: cst.CSTNode) -> bool:
-        """Return whether a call is in the lines between a loss and a step of its optimizer."""
+        """Return whether a call is run between a loss and a step of its optimizer."""
         return any(
-            self.line(loss) < self.line(call) < self.line(step)
+            self.line(loss) < self.line(each) < self.line(step)
+            for each in self.leading([call])
             for optimizer in self.exposed
-            for loss in self.beside(call, [each.statement for each in self.losses_of(optimizer)])
-            for step in self.beside(call, self.steps_of(optimizer))
+            for loss in self.beside(each, [one.statement for one in self.losses_of(optimizer)])
+            for step in self.beside(each, self.steps_of(optimizer))
         )
 
     def _is_scaled_at(self, call: cst.CSTNode, optimizer: str) -> bool:
@@ -339,14 +345,21 @@ class Gradients(Tree):
         holders = given | dict.fromkeys(self.usage.scalers, "")
         return {owner: code for owner, code in holders.items() if owner not in own}
 
-    def beside(self, node: cst.CSTNode, others: list[Any]) -> list[cst.CSTNode]:
-        """Return those of `others` in the function of a node, and its calls that lead to them."""
-        found = list(others)
+    def callers(self, node: cst.CSTNode) -> list[cst.Call]:
+        """Return the calls of the function of a node."""
+        here = function_name(self.function(node))
+        return [call for name, call in self.calls if name == here and is_own(name, call)]
+
+    def leading(self, nodes: Iterable[Any]) -> list[cst.CSTNode]:
+        """Return these nodes, and all calls that lead to them."""
+        found = list(nodes)
         for each in found:
-            name = function_name(self.function(each))
-            calls = [call for called, call in self.calls if called == name and is_own(name, call)]
-            found += [call for call in calls if call not in found]
-        return [each for each in found if self.function(each) is self.function(node)]
+            found += [call for call in self.callers(each) if call not in found]
+        return found
+
+    def beside(self, node: cst.CSTNode, others: Iterable[Any]) -> list[cst.CSTNode]:
+        """Return those of `others` in the function of a node, and its calls that lead to them."""
+        return [each for each in self.leading(others) if self.function(each) is self.function(node)]
 
     def _names_of_parameters(self) -> set[str]:
         """Return the names of what is computed from parameters, except for optimizers."""

@@ -14,6 +14,13 @@ from .usage import Loss
 
 ENDS = re.compile(r"^raise\b|exit\(")  # the last statement of a handler that ends the script
 CATCHING = re.compile("retry|backoff|catch|suppress", re.IGNORECASE)  # decorators of other files
+WORD = re.compile(r"[A-Za-z_]\w*(?:\.\w+|\[\w+\])*")  # a name, also with attributes and indices
+PARAMETERS_OF = re.compile(rf"({WORD.pattern})\.(?:named_)?parameters\(\)")
+# In a context manager that lets exceptions pass.
+PASSING = re.compile(
+    r"\b(torch|amp|scale_loss|open)\b|tqdm|range|no_sync|autocast|null|prof|record|time|grad|log|bar",
+    re.IGNORECASE,
+)
 LEAVES = re.compile(r"^(raise|continue|break|return)\b|exit\(")
 
 
@@ -125,8 +132,7 @@ class Order(Gradients):
             if self.line(loss) < self.line(each) < self.line(steps[0])
             and not self.are_branches(loss, each)
         ]
-        is_certain = not (others or self._is_caught(loss) or self._is_caught(steps[0]))
-        return steps[0] if is_certain else None
+        return None if others or self._is_caught(loss) else steps[0]
 
     def _is_next(self, loss: cst.CSTNode, step: cst.Call) -> bool:
         """Return whether a step is the next statement after a backward pass, also behind an if."""
@@ -148,7 +154,7 @@ class Order(Gradients):
             for each in places
             if self.line(each) < self.line(step) and not self.are_branches(each, step)
         ]
-        if self._is_caught(step) or (places and not before):
+        if places and not before:
             return
         starts = before or list(block.body[:1])
         last = [*before, *(jump for start in starts for jump in self._jumps(start, step))]
@@ -169,6 +175,11 @@ class Order(Gradients):
             for step in self.steps_of(optimizer):
                 self._check_backward(optimizer, losses, step)
                 self._check_loop(optimizer, losses, step)
+                if self._is_caught(step):
+                    self.usage.reasons.append(
+                        f"an exception at {optimizer}.step() may be caught, after which GradScaler "
+                        "would not unscale the gradients of the next step"
+                    )
         for pair in combinations(self.usage.scalers, 2):
             self._check_shared(pair)
 
@@ -214,35 +225,53 @@ class Order(Gradients):
         return not leaves.search(plain_source(last)) and not self.is_unscaled(reset, optimizer)
 
     def _is_zeroed(self, optimizer: str, step: cst.Call) -> bool:
-        """Return whether gradients are zeroed, as it seems, as often as an optimizer is stepped.
+        """Return whether gradients are zeroed as often as an optimizer is stepped.
 
-        In another function, or in the loop of the step and under no more conditions.
+        In the loop of the step and under no more conditions, also by functions called there.
         """
         losses = [loss.statement for loss in self.losses_of(optimizer)]
-        nodes = [step, *losses]
-        functions = {self.function(node) for node in nodes}
-        known = set().union(*map(self.tests, nodes))
         is_often = any(self.tests(step) <= self.tests(loss) for loss in losses)
-        loops = {*self.loops(step)}
         resets = [
-            (reset, self.tests(reset) - known)
+            place
             for owner, reset in self.resets
-            if owner == optimizer or owner not in self.usage.scalers
+            if self._is_owner(owner, optimizer)
+            for place in self._run_always(reset)
         ]
-        for reset, more in resets:
-            is_rare = bool(more) and (is_often or self.tests(step) <= self.tests(reset))
-            opposite = {(test, not holds) for test, holds in more}
-            is_rare &= opposite not in [each for _, each in resets]
-            is_here = self.function(reset) in functions
-            is_rare |= any(
-                self._leaves(jump) in {*self.parents(reset)}
-                and self.line(step) < self.line(jump) < self.line(reset)
-                and self._is_repeated_after(jump)
-                for jump in self.jumps
-            )
-            if not is_here or loops <= {*self.parents(reset)} and not is_rare:
-                return True
+        for place in self.leading([step]):
+            known = set().union(*map(self.tests, [step, place, *losses]))
+            here = [each for each in resets if self.function(each) is self.function(place)]
+            added = {each: self.tests(each) - known for each in here}
+            for reset, more in added.items():
+                is_rare = bool(more) and (is_often or self.tests(step) <= self.tests(reset))
+                is_rare &= {(test, not holds) for test, holds in more} not in added.values()
+                is_rare |= self._is_left_out(reset, place)
+                if {*self.loops(place)} <= {*self.parents(reset)} and not is_rare:
+                    return True
         return False
+
+    def _is_owner(self, owner: str, optimizer: str) -> bool:
+        """Return whether ``owner.zero_grad()`` zeroes the gradients of an optimizer."""
+        others = [self._modules(other) for other in self.usage.scalers if other != optimizer]
+        is_model = bool({owner, owner.split(".")[-1]} & (self.models | self._modules(optimizer)))
+        return owner == optimizer or is_model and owner not in set().union(*others)
+
+    def _run_always(self, node: cst.CSTNode) -> list[cst.CSTNode]:
+        """Return a node, and the calls of functions in which it runs each time."""
+        found = [node]
+        for each in found:
+            jumps = [one for one in self.jumps if self.function(one) is self.function(each)]
+            if not self.tests(each) and all(self.line(one) > self.line(each) for one in jumps):
+                found += [call for call in self.callers(each) if call not in found]
+        return found
+
+    def _is_left_out(self, reset: cst.CSTNode, step: cst.CSTNode) -> bool:
+        """Return whether a jump between a step and a reset leaves it out, before another step."""
+        return any(
+            self._leaves(jump) in {*self.parents(reset)}
+            and self.line(step) < self.line(jump) < self.line(reset)
+            and self._is_repeated_after(jump)
+            for jump in self.jumps
+        )
 
     def _is_repeated_after(self, jump: cst.CSTNode) -> bool:
         """Return whether what a jump leaves may run again: a loop, or a function but main()."""
@@ -252,31 +281,28 @@ class Order(Gradients):
         return is_inner or function_name(self.function(jump)) not in ("", "main")
 
     def _check_shared(self, pair: tuple[str, str]) -> None:
-        """Require that two optimizers with the same parameters are not stepped after both losses.
+        """Require that two optimizers have no parameters in common.
 
-        Each step would unscale the gradients of these parameters.
+        The step of each would unscale the gradients that the other one leaves.
         """
         one, other = map(self._modules, pair)
         both = [*product(one, other), *product(other, one)]
-        steps = sorted((step for owner, step in self.steps if owner in pair), key=self.line)
-        if not steps or not any(f"{part}.".startswith(f"{whole}.") for part, whole in both):
-            return
-        is_before = []
-        for owner in pair:
-            places = self.beside(steps[0], [loss.statement for loss in self.losses_of(owner)])
-            is_before.append(any(self.line(each) < self.line(steps[0]) for each in places))
-        if all(is_before):
+        is_shared = any(f"{part}.".startswith(f"{whole}.") for part, whole in both)
+        if is_shared or not one or not other:
             self.usage.reasons.append(
-                f"{pair[0]} and {pair[1]} share parameters, whose gradients both would unscale"
+                f"{pair[0]} and {pair[1]} may share parameters, whose gradients both would unscale"
             )
 
     def _modules(self, optimizer: str) -> set[str]:
-        """Return the modules all of whose parameters an optimizer is given, if it is obvious."""
-        found: set[str] = set()
-        for target, value in self.assigned:
-            code = plain_source(value) if source(target) == optimizer else ""
-            if not re.search(r"\bif\b|\blambda\b", code):
-                found.update(re.findall(r"([\w.\[\]]+)\.parameters\(\)", code))
+        """Return the modules from which an optimizer is created, also by way of other names."""
+        names, found = [optimizer], set()
+        for name in names:
+            values = [value for target, value in self.assigned if source(target) == name]
+            code = " ".join(map(plain_source, values))
+            given = {*PARAMETERS_OF.findall(code)}
+            words = {*WORD.findall(code)} | given
+            found |= given | {each for each in words if each.split(".")[-1] in self.models}
+            names += words - {*names}
         return found
 
     def _check_backward(self, optimizer: str, losses: list[Loss], step: cst.Call) -> None:
@@ -380,5 +406,11 @@ class Order(Gradients):
             and each.body in path
             and not all(leaving.search(plain_source(one.body.body[-1])) for one in each.handlers)
             or isinstance(each, cst.With)
-            and any(self.suppressing & names_in(one.item) for one in each.items)
+            and not all(self._passes(one.item) for one in each.items)
         ]
+
+    def _passes(self, manager: cst.BaseExpression) -> bool:
+        """Return whether a context manager lets exceptions pass, by its name or definition."""
+        names = names_in(manager)
+        is_known = names & {*self.defined, *self.classes} or PASSING.search(plain_source(manager))
+        return bool(is_known) and not names & self.suppressing
