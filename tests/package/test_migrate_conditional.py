@@ -527,6 +527,51 @@ def test_function_of_another_file_that_looks_for_apex_is_true(tmp_path):
     assert "exit()" not in code
 
 
+QUESTIONS = {
+    "method": "class Task:\n    def has_apex(self):\n        return args.fp16\n\ntask = Task()\n",
+    "function": "def has_apex():\n    return args.fp16\n",
+}
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_function_of_the_file_that_may_return_an_option_is_kept(tmp_path, name):
+    test = "task.has_apex()" if name == "method" else "has_apex()"
+    train = FLAG[FLAG.index("def train") :].replace("use_amp", test)
+    script = f"{START}from apex import amp\n{QUESTIONS[name]}{train}"
+    code, _ = migrate(tmp_path, script, "--opt-level", "O1")
+    assert f'GradScaler("cuda", enabled=bool({test}))' in code
+
+
+@pytest.mark.parametrize(
+    ("setup", "test"),
+    [
+        ("from elsewhere import has_apex_enabled", "has_apex_enabled()"),
+        ("from elsewhere import *", "is_apex_available()"),
+        ("task = make()", "task.has_apex()"),
+    ],
+)
+def test_function_that_may_look_for_apex_is_left(tmp_path, setup, test):
+    train = FLAG[FLAG.index("def train") :].replace("use_amp", test)
+    script = f"{START}from apex import amp\n{setup}\n{train}"
+    report = migrate(tmp_path, script, "--opt-level", "O1", status=1)[1]
+    assert f"{test} may ask for Apex, or for an option" in report
+
+
+def test_answer_of_a_function_that_looks_for_apex_is_reported(tmp_path):
+    script = "from elsewhere import is_apex_available\nprint(is_apex_available())\n"
+    script = f"from apex import amp\n{script}model, optimizer = amp.initialize(model, optimizer)\n"
+    report = migrate(tmp_path, script, "--opt-level", "O0")[1]
+    assert "3: changed: is_apex_available() → True" in report
+
+
+def test_import_and_its_failure_under_an_option_are_converted(tmp_path):
+    script = "if args.fp16:\n    try:\n        from apex import amp\n"
+    script += "    except ImportError:\n        amp = None\n"
+    train = FLAG[FLAG.index("def train") :].replace("use_amp", "args.fp16 and amp is not None")
+    code, _ = migrate(tmp_path, f"{START}{script}{train}", "--opt-level", "O1")
+    assert 'GradScaler("cuda", enabled=args.fp16)' in code
+
+
 @pytest.mark.parametrize(
     "option",
     [

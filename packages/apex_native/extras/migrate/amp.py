@@ -9,7 +9,7 @@ from typing import Any
 
 import libcst as cst
 from libcst import matchers
-from libcst.metadata import QualifiedNameProvider
+from libcst.metadata import QualifiedNameProvider, QualifiedNameSource
 
 from .calls import split
 from .forward import Forward
@@ -42,6 +42,9 @@ JUMPS = matchers.OneOf(
     *(each() for each in (matchers.Break, matchers.Continue, matchers.Return)),
     *(each() for each in (matchers.Yield, matchers.Await)),
 )
+# Calls that may ask whether Apex is installed, and names of functions that do.
+ASKING = re.compile(r"[\w.]*(apex_\w*(avail|install)|(has|have)_apex)\w*\(\)")
+AVAILABLE = re.compile(r"(is_)?apex_(is_)?(available|installed)|(has|have)_apex")
 # Around the name of amp where it is no value: an import, another value for it, or a test.
 IMPORTS = (cst.ImportAlias, cst.AsName, cst.ImportFrom, cst.AssignTarget, cst.NameItem)
 TESTS = (cst.Comparison, cst.BooleanOperation, cst.UnaryOperation, cst.If, cst.Assert)
@@ -233,7 +236,9 @@ class Analysis(Optimizers):
     def visit_Assign(self, node: cst.Assign) -> None:
         self.assigned += pairs(node)
         names = {source(target) for target, value in pairs(node) if source(value) == NONE}
-        self.imports += [(name, node, False) for name in names & self.imported]
+        # After a failed import, the conditions are those of the import.
+        is_failed = any(isinstance(each, cst.ExceptHandler) for each in self.parents(node))
+        self.imports += [(name, node, is_failed) for name in names & self.imported]
 
     def visit_AnnAssign(self, node: cst.AnnAssign) -> None:
         if node.value:
@@ -363,6 +368,7 @@ class Analysis(Optimizers):
         usage = self.usage
         self.jumps = matchers.findall(original_node, JUMPS)
         self._check_aliases()
+        self._find_questions()
         if not self.starts and self.level == "O0":
             usage.level = "O0"  # stated, and nothing else matters: all of amp is removed
             return
@@ -398,6 +404,21 @@ class Analysis(Optimizers):
             self.check_order()
             self.check_optimizers()
             self.check_zeroed()
+
+    def _find_questions(self) -> None:
+        """Find calls of ``is_apex_available()`` and its like, imported from another file.
+
+        Others may return an option.
+        """
+        for name, call in self.calls:
+            if name in self.defined or not ASKING.fullmatch(source(call)):
+                continue
+            names = self.get_metadata(QualifiedNameProvider, call.func, set())
+            is_imported = {each.source for each in names} == {QualifiedNameSource.IMPORT}
+            if is_imported and AVAILABLE.fullmatch(name):
+                self.usage.questions.add(source(call))
+            else:
+                self.usage.reasons.append(f"{source(call)} may ask for Apex, or for an option")
 
     def _check_questions(self) -> None:
         """Require that Apex is imported under the conditions of each test for it, and no others.

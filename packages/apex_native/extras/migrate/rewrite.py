@@ -106,6 +106,7 @@ class Rewrite(cst.CSTTransformer):
         """Apply the rule for a call of a name of Apex."""
         name = self._name(original_node.func)
         if not self.usage.reasons and self.usage.is_available(original_node, ""):
+            self._changed(original_node, f"{source(original_node)} → True")
             return cst.Name("True")
         if not name.startswith("apex.") or is_method_of_result(original_node.func):
             return updated_node

@@ -1,14 +1,10 @@
 """Facts about amp in a script, which the analysis collects and the rewriting uses."""
 
-import re
 from dataclasses import dataclass, field
 
 import libcst as cst
 
 from .places import source
-
-# A function of another file, such as is_apex_available().
-AVAILABLE = re.compile(r"[\w.]*(apex_\w*(avail|install)|(has|have)_apex)\w*\(\)")
 
 
 @dataclass
@@ -38,6 +34,7 @@ class Usage:
     compared: set[str] = field(default_factory=set)  # classes that isinstance() is given
     fallbacks: set[str] = field(default_factory=set)  # names with None in place of Apex
     flags: set[str] = field(default_factory=set)  # names that are True if Apex can be imported
+    questions: set[str] = field(default_factory=set)  # calls such as is_apex_available()
     probes: set[cst.CSTNode] = field(default_factory=set)  # which look for Apex by its name
     init_scale: str = ""  # to which the script sets the scale of amp
     init_scale_statement: cst.CSTNode | None = None
@@ -55,9 +52,8 @@ class Usage:
     def is_available(self, node: cst.CSTNode, name: str) -> bool:
         """Return whether `node`, with this name of Apex, asks whether Apex can be imported."""
         is_flag = isinstance(node, cst.Name) and node.value in self.flags
-        is_call = bool(self.level) and isinstance(node, cst.Call)
-        is_function = is_call and bool(AVAILABLE.fullmatch(source(node)))
-        return is_flag or is_function or name in ("apex", "apex.amp")
+        is_call = bool(self.level) and isinstance(node, cst.Call) and source(node) in self.questions
+        return is_flag or is_call or name in ("apex", "apex.amp")
 
     @property
     def scaled(self) -> bool:
