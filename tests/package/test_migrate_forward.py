@@ -31,6 +31,7 @@ STEP = """\
     print(loss.item())
 """
 LOOP = "for step in range(3):\n    optimizer.zero_grad()\n"
+UPDATE = f"def update(out, y):\n    loss = criterion(model[1:](out), y)\n{STEP}"
 NO_FORWARD = "no forward pass of the model is among the statements that compute the loss"
 
 # Bodies of scripts that train with other losses if the forward pass is outside of autocast.
@@ -129,7 +130,7 @@ LEFT = {
         INITIALIZE
         + "def update(features):\n    loss = criterion(model[1:](features), y)\n"
         + f"{STEP}{LOOP}    features = model[0](x)\n    update(features)\n",
-        "update is given an output of model[0]",
+        "model[0] is called outside of autocast",
     ),
     "statement with a step": (
         INITIALIZE
@@ -143,6 +144,87 @@ LEFT = {
         + f"        loss = loss + model.step(x)\n{STEP}",
         "model.step is called outside of autocast",
     ),
+    "argument of the function that has the loss": (
+        f"{INITIALIZE}{UPDATE}{LOOP}    update(model[0](x), y)\n",
+        "model[0] is called outside of autocast",
+    ),
+    "argument of a method that has the loss": (
+        f"{INITIALIZE}class Agent:\n"
+        + indent(UPDATE.replace("update(", "update(self, "), "    ")
+        + f"agent = Agent()\n{LOOP}    agent.update(model[0](x), y)\n",
+        "model[0] is called outside of autocast",
+    ),
+    "argument that is computed from an output": (
+        f"{INITIALIZE}{UPDATE}{LOOP}    out = model[0](x)\n    pair = (out, y)\n"
+        + "    update(*pair)\n",
+        "model[0] is called outside of autocast",
+    ),
+    "output of a function": (
+        f"{INITIALIZE}def encode(x):\n    return model[0](x)\n{UPDATE}{LOOP}    out = encode(x)\n"
+        + "    update(out, y)\n",
+        "encode is called outside of autocast",
+    ),
+    "output of a function in an outer loop": (
+        f"{INITIALIZE}def encode(x):\n    return model[0](x)\n{LOOP}    out = encode(x)\n"
+        + "    for weight in (0.5, 0.5):\n        loss = weight * criterion(model[1:](out), y)\n"
+        + indent(STEP, "    "),
+        "encode is called outside of autocast",
+    ),
+    "items of a generator": (
+        f"{INITIALIZE}def outputs():\n    for _ in range(3):\n        yield model[0](x)\n"
+        + f"for out in outputs():\n    loss = criterion(model[1:](out), y)\n{STEP}",
+        "outputs is called outside of autocast",
+    ),
+    "item of a dictionary": (
+        f"{INITIALIZE}def run(batch):\n    batch['out'] = model(x)\nbatch = {{}}\n{LOOP}"
+        + f"    run(batch)\n    loss = criterion(batch['out'], y) + model(x).mean()\n{STEP}",
+        "run is called outside of autocast",
+    ),
+    "buffer": (
+        f"{INITIALIZE}buffer = torch.zeros(64, 4)\n{LOOP}    buffer.detach_().copy_(model(x))\n"
+        + f"    loss = criterion(buffer, y) + model(x).mean()\n{STEP}",
+        "model is called outside of autocast",
+    ),
+    "global output": (
+        f"{INITIALIZE}def run():\n    global out\n    out = model(x)\n"
+        + f"{LOOP}    run()\n    loss = criterion(out, y) + model(x).mean()\n{STEP}",
+        "model is called outside of autocast",
+    ),
+    "output of the step before": (
+        f"{INITIALIZE}out = x\n{LOOP}    loss = criterion(model(out), y)\n{STEP}"
+        + "    out = model[:2](x) @ torch.randn(64, 16)\n",
+        "model[:2] is called outside of autocast",
+    ),
+    "hook": (
+        f"{INITIALIZE}kept = {{}}\n{LOOP}    model(x)\n"
+        + f"    loss = criterion(kept['out'], y) + model(x).mean()\n{STEP}",
+        "model is called outside of autocast",
+    ),
+    "method that calls another of its name": (
+        f"""{INITIALIZE}
+class Trainer:
+    net = model
+
+    def forward(self):
+        self.out = self.net(x)
+
+    def backward(self):
+        loss = criterion(self.out, y) + self.net.forward(x).mean()
+{indent(STEP, "    ")}""",
+        "self.net is called outside of autocast",
+    ),
+    **{
+        f"penalty, {name}": (
+            f"{setup}{INITIALIZE}{LOOP}    run(args)\n"
+            + f"    loss = criterion(args.out, y) + 0.1 * penalty(model)\n{STEP}",
+            NO_FORWARD,
+        )
+        for name, setup in {
+            "imported": "from elsewhere import penalty, run\n",
+            "defined": "from elsewhere import run\ndef penalty(net):\n"
+            "    return sum(p.square().sum() for p in net.parameters())\n",
+        }.items()
+    },
     "decorator": (
         "@amp.float_function\ndef compute(out):\n    return criterion(out, y)\n"
         + f"{INITIALIZE}{LOOP}    loss = compute(model(x))\n{STEP}",
@@ -162,7 +244,7 @@ class Trainer:
         with amp.scale_loss(loss, optimizer) as scaled_loss:
             scaled_loss.backward()
 """,
-        "forward has a forward pass that the loss is computed from",
+        "self.net is called outside of autocast",
     ),
     "other method": (
         """
@@ -178,7 +260,7 @@ class Trainer:
         with amp.scale_loss(loss, optimizer) as scaled_loss:
             scaled_loss.backward()
 """,
-        "forward has a forward pass that the loss is computed from",
+        "self.net is called outside of autocast",
     ),
     "return": (
         "def prepare(model, optimizer):\n    if not args.fp16:\n        return model, None\n    "

@@ -4,8 +4,8 @@ amp is rewritten as a whole or not at all: its calls depend on each other.
 """
 
 import re
+from collections import defaultdict
 from itertools import takewhile
-from typing import Any
 
 import libcst as cst
 from libcst import matchers
@@ -13,7 +13,7 @@ from libcst.metadata import QualifiedNameProvider, QualifiedNameSource
 
 from .calls import split
 from .forward import Forward
-from .gradients import decorators
+from .gradients import Assignment, decorators, function_name
 from .imports import apex_imports
 from .optimizers import Optimizers
 from .order import negated, parts
@@ -94,6 +94,8 @@ class Analysis(Optimizers):
         self.level, self.loss_scale = level, loss_scale  # in place of the script's
         self.enabled: cst.BaseExpression | None = None
         self.registered: list[str] = []
+        self.local: defaultdict[cst.CSTNode, list[Assignment]] = defaultdict(list)  # by function
+        self.globals: set[str] = set()  # names that functions declare as global
         self.names: list[cst.Name] = []
         self.imported: set[str] = set()  # names of what is imported from Apex
 
@@ -255,7 +257,8 @@ class Analysis(Optimizers):
 
     def visit_Global(self, node: cst.Global) -> None:
         """Reject ``global amp``, which an import in a function follows."""
-        if {item.name.value for item in node.names} & {"amp", "apex"}:
+        self.globals |= {item.name.value for item in node.names}
+        if self.globals & {"amp", "apex"}:
             self.usage.reasons.append("amp is imported as a global name")
 
     def _check_value(self, node: cst.Attribute | cst.Name) -> None:
@@ -394,8 +397,8 @@ class Analysis(Optimizers):
         self.models = forward.models
         for loss in usage.losses:
             self._add_autocast(loss, forward)
-        for loss in usage.losses if usage.has_autocast else ():
-            self._check_outputs(loss, forward)
+        if usage.has_autocast:
+            self._check_outputs(forward)
         if usage.scaled and not usage.reasons:
             self.name_scalers(original_node)
             self.place_unscale()
@@ -499,7 +502,7 @@ class Analysis(Optimizers):
         here = self.function(start)
         if not isinstance(here, cst.FunctionDef):
             return
-        reached = self.reached(here)
+        reached = self.reached({here.name.value})
         training = {self.function(loss.statement) for loss in self.usage.losses}
         if all(isinstance(one, cst.FunctionDef) and one.name.value in reached for one in training):
             return
@@ -536,49 +539,69 @@ class Analysis(Optimizers):
             usage.reasons.append(
                 "no forward pass of the model is among the statements that compute the loss"
             )
-        self._check_elsewhere(covered, forward)
 
-    def _check_elsewhere(self, covered: list[Any], forward: Forward) -> None:
-        """Require that a forward pass in another method, whose result is used, is called there."""
-        code = "\n".join(map(source, covered))
-        used = set(re.findall(r"\bself\.(\w+)", code))
-        here = {self.function(line) for line in covered}
-        for name, functions in forward.functions.items():
-            if name not in forward.runners or re.search(rf"\b{name}\(", code):
-                continue
-            others = [function for function in functions if function not in here]
-            for line in [line for function in others for line in function.body.body]:
-                if assigned(line) & used and forward.runs(line):
-                    reason = f"{name} has a forward pass that the loss is computed from"
-                    self.usage.reasons.append(reason)
-
-    def _check_outputs(self, loss: Loss, forward: Forward) -> None:
-        """Require that the outputs of models which a loss is computed from are under autocast.
-
-        They may come from an outer loop, from a statement with a step, or be arguments.
-        """
-        every = {line for each in self.usage.losses for line in each.covered}
-        given = {name for line in loss.covered for name in assigned(line)}
-        here = self.function(loss.statement)
-        outer = {block for block, _ in self.levels(loss.statement)}
+    def _check_outputs(self, forward: Forward) -> None:
+        """Require that forward passes are under autocast if a loss may be computed from them."""
+        losses = self.usage.losses
+        covered = {line for each in losses for line in each.covered}
+        called = [(name, call) for name, call in self.calls if covered & {*self.parents(call)}]
+        inside = self.reached({name for name, call in called if is_own(name, call)})
+        known = {*self.leading(each.statement for each in losses), *(call for _, call in called)}
+        for target, value in self.assigned:
+            self.local[self.function(target)].append((target, value))
         for call in forward.outputs():
-            line = self.statement(call)
-            if {line, *self.parents(line)} & every:
-                continue
-            names = assigned(line)
-            unknown = loss.wanted - (set() if outer & {*self.parents(line)} else given)
+            is_known = call in known or function_name(self.function(call)) in inside
+            if not is_known and any(self._may_reach(call, loss) for loss in losses):
+                self.usage.reasons.append(
+                    f"{source(call.func)} is called outside of autocast, and the loss may be "
+                    "computed from what it returns or changes"
+                )
+
+    def _may_reach(self, call: cst.Call, loss: Loss) -> bool:
+        """Return whether the loss may be computed from the output of a forward pass elsewhere."""
+        line, here = self.statement(call), self.function(loss.statement)
+        inputs = loss.wanted - {name for each in loss.covered for name in assigned(each)}
+        held = self._held(line)
+        if self.function(line) is here:
             is_before = self.line(line) < self.line(loss.statement)
-            if self.function(line) is here and is_before and names & unknown:
-                self.usage.reasons.append(f"{source(call.func)} is called outside of autocast")
-            for name, other in self.calls:
-                is_call = isinstance(here, cst.FunctionDef) and name == here.name.value
-                is_call = is_call and is_own(name, other)
-                is_beside = self.function(line) is self.function(other)
-                if is_call and is_beside and any(names_in(arg.value) & names for arg in other.args):
-                    self.usage.reasons.append(
-                        f"{name} is given an output of {source(call.func)}, which is called "
-                        "outside of autocast"
-                    )
+            blocks = {block for block, _ in self.levels(loss.statement)}
+            if is_before and isinstance(line, cst.SimpleStatementLine) and not assigned(line):
+                is_repeated = self.loop(loss.statement) in (None, *self.parents(line))
+                held |= names_in(line) - self.models if is_repeated else set()
+            is_outer = is_before and blocks & {*self.parents(line)}
+            if held & (loss.wanted if is_outer else inputs):
+                return True
+        else:
+            pairs_here = self.local[self.function(line)]
+            targets = [source(one) for one, _ in pairs_here if self.statement(one) is line]
+            attributes = {*re.findall(r"\.(\w+)", " ".join(targets))}
+            is_module = isinstance(self.function(line), cst.Module)
+            if attributes & loss.wanted or (held if is_module else held & self.globals) & inputs:
+                return True
+        return self._is_argument(call, held, here)
+
+    def _held(self, line: cst.CSTNode) -> set[str]:
+        """Return the names that may hold what a statement assigns, also by way of others."""
+        found = names_in(line.target) if isinstance(line, cst.For) else {*assigned(line)}
+        size = 0
+        while size != len(found):
+            size = len(found)
+            for target, value in self.local[self.function(line)]:
+                found |= names_in(target) if names_in(value) & found else set()
+        optimizers = {loss.optimizer.rpartition(".")[2] for loss in self.usage.losses}
+        return found - self.models - optimizers
+
+    def _is_argument(self, call: cst.Call, held: set[str], here: cst.CSTNode) -> bool:
+        """Return whether a function is given the output of a forward pass, or one of the names."""
+        is_method = self.owner(here) is not here
+        return any(
+            call in {*matchers.findall(arg.value, matchers.Call())}
+            or names_in(arg.value) & held
+            and self.function(call) is self.function(other)
+            for name, other in self.calls
+            if name == function_name(here) and (is_method or is_own(name, other))
+            for arg in other.args
+        )
 
     def _enabled(self, loss: Loss, computed: set[str]) -> str:
         """Return the condition of autocast, and merge branches that become equal.

@@ -16,6 +16,7 @@ OTHER_METHODS = {"train", "eval", "parameters", "named_parameters", "buffers", "
 OTHER_METHODS |= {"children", "state_dict", "load_state_dict", "zero_grad", "cuda", "cpu", "apply"}
 OTHER_METHODS |= {"half", "float", "requires_grad_", "no_sync", "share_memory", "named_modules"}
 OTHER_METHODS |= {"items", "keys", "values"}
+NUMBERS = (cst.Integer, cst.Float, cst.SimpleString)
 
 
 def _ends(value: cst.BaseExpression) -> set[str]:
@@ -93,13 +94,12 @@ class Forward(cst.CSTVisitor):
                     yield from [arg.keyword.value] if arg.keyword else names[index : index + 1]
 
     def outputs(self) -> list[cst.Call]:
-        """Return the calls of models and of their methods, with more than numbers and texts."""
+        """Return the calls of models, of their methods, and of functions that run them."""
         return [
             call
             for call in self._calls
             if self._is_forward(call)
-            and _ends(call.func) & self.models - self.runners
-            and any(not isinstance(arg.value, (cst.Integer, cst.SimpleString)) for arg in call.args)
+            and (last_name(call.func) in self.runners or _ends(call.func) & self.models)
         ]
 
     def runs(self, node: cst.CSTNode) -> bool:
@@ -107,13 +107,20 @@ class Forward(cst.CSTVisitor):
         return any(self._is_forward(call) for call in _calls_in(node))
 
     def _is_forward(self, call: cst.Call) -> bool:
+        """Return whether a call seems to run a model: with data, unless it is the model's own.
+
+        Others, such as ``penalty(model, 2)``, may need its parameters alone.
+        """
         name = last_name(call.func)
         owner = source(call.func.value) if isinstance(call.func, cst.Attribute) else ""
         if owner in self.optimizers or name in OTHER_METHODS:
             return False
-        given = set() if _makes_model(call) else {last_name(arg.value) for arg in call.args}
-        name = "forward" if name == "self" else name  # of a module that trains itself
-        return name in self.runners or bool((names_in(call.func) | given) & self.models)
+        if name in {*self.runners, *self.models} or name == "self" and "forward" in self.runners:
+            return True
+        args = [arg.value for arg in call.args if not isinstance(arg.value, NUMBERS)]
+        given = {last_name(arg) for arg in args}
+        is_given = name not in self.functions and not _makes_model(call) and given & self.models
+        return bool(given - self.models) and bool(is_given or names_in(call.func) & self.models)
 
 
 @lru_cache(2**14)  # functions are asked about until nothing changes

@@ -55,9 +55,9 @@ class Optimizers(Order):
         is_class = isinstance(owner, cst.ClassDef) and not owners and not has_slots
         return is_class and first == {"self"}
 
-    def reached(self, function: cst.CSTNode) -> set[str]:
-        """Return the names of a function and of those that it calls, also through others."""
-        found, size = {function_name(function)}, 0
+    def reached(self, names: set[str]) -> set[str]:
+        """Return the names of functions and of those that they call, also through others."""
+        found, size = set(names), -1
         while size != len(found):
             size = len(found)
             found |= {
@@ -131,7 +131,7 @@ class Optimizers(Order):
         """Return whether amp is initialized once, or by a function that trains, too."""
         start = self.function(self.starts[0])
         training = {self.function(node) for node in self.users()}
-        names = self.reached(start)
+        names = self.reached({function_name(start)})
         if all(isinstance(one, cst.FunctionDef) and one.name.value in names for one in training):
             return True
         return all(self._runs_once(each) for each in self.starts)
