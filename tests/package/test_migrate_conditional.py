@@ -194,16 +194,14 @@ def main(model, ema):
 
 main(nn.Linear(8, 3).to(device), nn.Linear(8, 3).to(device))
 """
-UNPACKED = """
+ONE_LINE = """
 from apex import amp
 
 def train(model):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    amp_args = dict(opt_level=args.fp16_opt_level, loss_scale="dynamic", verbosity=0)
-    amp_args["enabled"] = args.fp16
-    if args.fp16_opt_level == "O2":
-        amp_args["master_weights"] = True
-    model, optimizer = amp.initialize(model, optimizer, **amp_args)
+    model, optimizer = amp.initialize(
+        model, optimizer, opt_level=args.fp16_opt_level, enabled=args.fp16
+    )
     for step in range(6):
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(x[step::6]), y[step::6])
@@ -235,7 +233,7 @@ SCRIPTS = {
     "two optimizers": TWO_OPTIMIZERS,
     "enabled": ENABLED,
     "inverted condition": INVERTED,
-    "unpacked arguments": UNPACKED,
+    "one line": ONE_LINE,
 }
 
 
@@ -264,7 +262,7 @@ def test_losses_are_equal_within_rounding_at_o1_on_a_gpu(run_on_gpu, tmp_path, n
 
 
 @pytest.mark.parametrize(
-    "name", mostly_slow(name for name in SCRIPTS if name not in ("enabled", "unpacked arguments"))
+    "name", mostly_slow(name for name in SCRIPTS if name not in ("enabled", "one line"))
 )
 def test_losses_are_equal_at_o4(run, tmp_path, name):
     script = START.replace('default="O1"', 'default="O4"') + SCRIPTS[name]
@@ -359,14 +357,14 @@ LEFT = [
         "        update()\n\n\ndef update():\n    optimizer.step()\n\n\nif args.save:",
         "used outside of the condition of amp",
     ),
-    (UNPACKED, "if args.fp16_opt", "change(amp_args)\n    if args.fp16_opt", "unpacked"),
-    (UNPACKED, '["master_weights"]', '["verbosity"]', "unpacked"),
-    (UNPACKED, '["master_weights"]', '["num_losses"]', "unpacked"),
-    (UNPACKED, "    for step in", "    amp_args['num_losses'] = 1\n    for step in", "unpacked"),
-    (UNPACKED, "verbosity=0)", "**vars(args))", "unpacked"),
-    (UNPACKED, "amp_args = dict(", "amp_args = dict(models=model, ", "unpacked"),
     (
-        UNPACKED,
+        ONE_LINE,
+        "opt_level=args.fp16_opt_level, enabled=args.fp16",
+        "**dict(opt_level=args.fp16_opt_level)",
+        "its arguments are unpacked from a variable",
+    ),
+    (
+        ONE_LINE,
         "scaled_loss.backward()",
         "scaled_loss.backward(); nn.utils.clip_grad_norm_(model.parameters(), 1.0)",
         "shares its statement",

@@ -11,7 +11,7 @@ import libcst as cst
 from libcst import matchers
 from libcst.metadata import QualifiedNameProvider, QualifiedNameSource
 
-from .calls import split
+from .calls import models_and_optimizers, split
 from .forward import Forward
 from .gradients import Assignment, decorators, function_name
 from .imports import apex_imports
@@ -33,7 +33,6 @@ from .places import (
     source,
 )
 from .tree import STATEMENTS
-from .unpacking import expand, models_and_optimizers
 from .usage import Loss
 
 HANDLED = {"initialize", "scale_loss", "master_params", "state_dict", "load_state_dict"}
@@ -301,7 +300,7 @@ class Analysis(Optimizers):
             self.usage.reasons.append("amp._amp_state is set elsewhere than amp.initialize")
 
     def _initialize(self, node: cst.Call) -> None:
-        usage, parts = self.usage, split(expand(self, node))
+        usage, parts = self.usage, split(node)
         self.starts.append(node)
         usage.may_cast |= _leaves_half(parts)
         line = self.parent(self.parent(node))

@@ -53,6 +53,14 @@ def split(call: cst.Call) -> tuple[list[cst.Arg], dict[str, cst.Arg]] | str:
     return positional, {arg.keyword.value: arg for arg in call.args if arg.keyword is not None}
 
 
+def models_and_optimizers(call: cst.Call) -> list[cst.BaseExpression]:
+    """Return what ``amp.initialize`` is given to prepare, by position or by keyword."""
+    given = [arg.value for arg in call.args if arg.keyword is None and not arg.star]
+    keywords = {arg.keyword.value: arg.value for arg in call.args if arg.keyword is not None}
+    names = ("models", "optimizers")[len(given) :]
+    return given + [keywords[name] for name in names if name in keywords]
+
+
 def literal(arg: cst.Arg | None, default: str) -> str | None:
     """Return the source of an argument that is a name or a string; None for anything else."""
     if arg is None:

@@ -5,11 +5,11 @@ from typing import Any
 
 import libcst as cst
 
+from .calls import models_and_optimizers
 from .gradients import CLASS, OPTIMIZER, SCHEDULE, function_name
 from .order import Order
 from .places import NONE, is_own, last_name, last_names, names_in, new_name, source
 from .tree import LOOPS
-from .unpacking import models_and_optimizers
 
 # In the name of an object whose ``step`` is none of an optimizer.
 OTHERS = re.compile(

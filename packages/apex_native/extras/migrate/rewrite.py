@@ -6,7 +6,7 @@ import libcst as cst
 from libcst.metadata import ParentNodeProvider, PositionProvider, QualifiedNameProvider
 
 from .amp import REGISTERED
-from .calls import NOTES, RULES, unconverted
+from .calls import NOTES, RULES, models_and_optimizers, unconverted
 from .places import (
     apex_name,
     computes,
@@ -19,7 +19,6 @@ from .places import (
 )
 from .report import PREFIX, Report
 from .tree import STATEMENTS
-from .unpacking import models_and_optimizers
 from .usage import Usage
 
 HALF_MOMENTS = "the script casts to half; torch's moments of half parameters are not fp32"
