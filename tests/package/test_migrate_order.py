@@ -326,6 +326,11 @@ LEFT = {
         + indent(f"{SKIP.replace('JUMP', 'break')}    optimizer.zero_grad()\n", "    "),
         NOT_ZEROED,
     ),
+    "end between a step and its zero_grad": (
+        f"{LOOP}{BACKWARD}    optimizer.step()\n{SKIP.replace('JUMP', 'break')}"
+        + "    optimizer.zero_grad()\n",
+        NOT_ZEROED,
+    ),
     "step in the block of its loss": (
         f"{LOOP}{BACKWARD}        optimizer.step()\n    optimizer.zero_grad()\n",
         IN_BLOCK,
@@ -475,8 +480,6 @@ CONVERTED = {
     + "for _ in range(2):\n    main()\n",
     "decorator of the file that catches nothing": "def timer(call):\n    return call\n\n"
     + f"@timer\n@torch.no_grad()\ndef train(n):\n{BACKWARD}{CLIP}{STEP}\n{LOOP}    train(n)\n",
-    "end between a step and its zero_grad": f"{LOOP}{BACKWARD}    optimizer.step()\n"
-    + f"{SKIP.replace('JUMP', 'break')}    optimizer.zero_grad()\n",
     "zero_grad in both branches": f"{LOOP}{BACKWARD}    optimizer.step()\n    if n % 2:\n"
     + "        optimizer.zero_grad(set_to_none=True)\n    else:\n        optimizer.zero_grad()\n",
     "jump to the next step": f"{LOOP}    if x.sum() > 99:\n        continue\n{BACKWARD}{STEP}",

@@ -265,20 +265,12 @@ class Order(Gradients):
         return found
 
     def _is_left_out(self, reset: cst.CSTNode, step: cst.CSTNode) -> bool:
-        """Return whether a jump between a step and a reset leaves it out, before another step."""
+        """Return whether a jump between a step and a reset leaves it out."""
         return any(
             self._leaves(jump) in {*self.parents(reset)}
             and self.line(step) < self.line(jump) < self.line(reset)
-            and self._is_repeated_after(jump)
             for jump in self.jumps
         )
-
-    def _is_repeated_after(self, jump: cst.CSTNode) -> bool:
-        """Return whether what a jump leaves may run again: a loop, or a function but main()."""
-        if isinstance(jump, cst.Continue):
-            return True
-        is_inner = isinstance(jump, cst.Break) and len(self.loops(jump)) > 1
-        return is_inner or function_name(self.function(jump)) not in ("", "main")
 
     def _check_shared(self, pair: tuple[str, str]) -> None:
         """Require that two optimizers have no parameters in common.
