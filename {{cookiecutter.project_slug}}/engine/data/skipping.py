@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from engine import FULL_DISK, UserError, log_line, regular_only
+from engine import FULL_DISK, MAX_BYTES, UserError, log_line, regular_only
 from engine.data import DatasetWrapper, SeededDataset, SizedDataset, decode_crops
 from engine.data.files import FileError
 from engine.text import printable
@@ -73,7 +73,7 @@ class SkippingDataset(DatasetWrapper):
                 with suppress(OSError):  # a file system without locks
                     fcntl.lockf(file, fcntl.LOCK_EX)  # other processes add to it, too
                 file.seek(0)
-                known = file.read().splitlines()
+                known = file.read(MAX_BYTES).splitlines()
                 self._unlisted -= set(known)
                 if len(known) + len(self._unlisted) <= self.limit:
                     file.writelines(f"{name}\n" for name in sorted(self._unlisted))
