@@ -331,6 +331,11 @@ LEFT = {
         + "    optimizer.zero_grad()\n",
         NOT_ZEROED,
     ),
+    "gradients of some of the steps, under another condition": (
+        f"{LOOP}    if n > 2:\n        optimizer.zero_grad()\n{BACKWARD}    if n % 2:\n"
+        + "        optimizer.step()\n",
+        NOT_ZEROED,
+    ),
     "step in the block of its loss": (
         f"{LOOP}{BACKWARD}        optimizer.step()\n    optimizer.zero_grad()\n",
         IN_BLOCK,

@@ -230,7 +230,6 @@ class Order(Gradients):
         In the loop of the step and under no more conditions, also by functions called there.
         """
         losses = [loss.statement for loss in self.losses_of(optimizer)]
-        is_often = any(self.tests(step) <= self.tests(loss) for loss in losses)
         resets = [
             place
             for owner, reset in self.resets
@@ -238,12 +237,17 @@ class Order(Gradients):
             for place in self._run_always(reset)
         ]
         for place in self.leading([step]):
-            known = set().union(*map(self.tests, [step, place, *losses]))
+            nodes = [step, place, *losses]
+            ifs = [each for node in nodes for each in self.conditions(node)]
+            known = set().union(
+                *map(self.tests, nodes), *(parts(one.test, yes) for one, yes in ifs)
+            )
             here = [each for each in resets if self.function(each) is self.function(place)]
             added = {each: self.tests(each) - known for each in here}
             for reset, more in added.items():
-                is_rare = bool(more) and (is_often or self.tests(step) <= self.tests(reset))
-                is_rare &= {(test, not holds) for test, holds in more} not in added.values()
+                is_rare = (
+                    bool(more) and {(test, not holds) for test, holds in more} not in added.values()
+                )
                 is_rare |= self._is_left_out(reset, place)
                 if {*self.loops(place)} <= {*self.parents(reset)} and not is_rare:
                     return True
