@@ -125,6 +125,17 @@ def test_thousands_of_strips_or_pixels_in_them_are_an_error(tmp_path, side, coun
         images.read_image(path)
 
 
+def test_file_that_is_far_larger_than_its_pixels_is_an_error(tmp_path):
+    """A batch holds the files of its images: a sparse one of 1 GiB takes no space on the disk."""
+    path = tmp_path / "a.png"
+    Image.new("RGB", (8, 8)).save(path)
+    os.truncate(path, 2**26)
+    images.read_image(path)
+    os.truncate(path, 2**26 + 2**11)
+    with pytest.raises(FileError, match=r"a.png can't .*it has 67110912 bytes, far more than"):
+        images.read_image(path)
+
+
 def test_exif_data_of_jpeg_files_are_not_read(tmp_path):
     """PIL before 13 takes gigabytes for values that all refer to the same bytes."""
     path = tmp_path / "a.jpg"

@@ -401,26 +401,30 @@ def test_unused_parameters_in_one_process_are_a_warning(one_process):
 
 
 class Centred(nn.Module):
-    """Layer that subtracts a running mean of its inputs, of this rank or of all."""
+    """Layer that subtracts a running mean, of this rank or of all."""
 
-    def __init__(self, is_averaged: bool) -> None:
+    def __init__(self, is_averaged: bool, is_buffer: bool) -> None:
         super().__init__()
         self.is_averaged = is_averaged
-        self.register_buffer("centre", torch.zeros(2))
+        if is_buffer:
+            self.register_buffer("centre", torch.zeros(2))
+        else:
+            self.centre = nn.Parameter(torch.zeros(2), requires_grad=False)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        mean = inputs.detach().mean(0)
+        mean = inputs.detach().exp().mean(0)  # that of what batch norm returns is always the same
         if self.is_averaged:
             dist.all_reduce(mean)
         self.centre.lerp_(mean, 0.5)
         return inputs - self.centre
 
 
-def buffer_warnings(ddp: str, is_averaged: bool) -> str:
-    """Return the audit's output for a model with a buffer that each step updates."""
+def buffer_warnings(ddp: str, is_averaged: bool, is_buffer: bool = True) -> str:
+    """Return the audit's output for a model with a buffer or the like that each step updates."""
 
     def centred(run: Run) -> None:
-        run.module.head = nn.Sequential(run.module.head, Centred(is_averaged))
+        run.module.head = nn.Sequential(run.module.head, Centred(is_averaged, is_buffer))
+        torch.manual_seed(dist.get_rank())  # for other images in each process
 
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         assert audit_error(centred, "apex_native", "cpu", "O0", ddp) == ""
@@ -436,6 +440,18 @@ def test_buffers_that_differ_between_processes_are_a_warning(
 ):
     expected = "warning: the buffers head.1.centre of the model differ between the processes"
     for printed in two_processes(buffer_warnings, ddp, is_averaged):
+        assert printed.startswith(expected) if is_warned else printed == ""
+
+
+@pytest.mark.parametrize(
+    ("ddp", "is_averaged", "is_warned"),
+    [("apex", False, True), ("apex", True, False), ("torch", False, True)],
+)
+def test_frozen_parameters_that_differ_between_processes_are_a_warning(
+    two_processes, ddp, is_averaged, is_warned
+):
+    expected = "warning: the frozen parameters or buffers head.1.centre of the model differ between"
+    for printed in two_processes(buffer_warnings, ddp, is_averaged, False):
         assert printed.startswith(expected) if is_warned else printed == ""
 
 

@@ -244,8 +244,11 @@ def test_the_average_has_the_extra_state_of_the_model() -> None:
 
 def buffers_after_a_broadcast() -> list[torch.Tensor]:
     model = WithConstants(float(dist.get_rank()))
+    nn.init.constant_(model.bias.requires_grad_(False), dist.get_rank())
+    nn.init.constant_(model.weight, dist.get_rank())
     distributed.broadcast_buffers(model)
-    return [model.grid.contiguous(), model.view.contiguous(), model.count]
+    assert model.weight.eq(dist.get_rank()).all()  # trained
+    return [model.grid.contiguous(), model.view.contiguous(), model.count, model.bias]
 
 
 def broadcast_sparse_buffer() -> bool:
@@ -262,8 +265,9 @@ def test_sparse_buffers_are_constants(two_processes: Processes) -> None:
 
 def test_views_and_types_without_a_collective_are_broadcast(two_processes: Processes) -> None:
     """The memory beside a buffer that is a view stays as it is."""
-    for grid, view, count in two_processes(buffers_after_a_broadcast):
+    for grid, view, count, bias in two_processes(buffers_after_a_broadcast):
         assert count == 0
+        assert torch.equal(bias, torch.zeros(2))  # a frozen parameter
         assert torch.equal(grid, torch.arange(3.0).expand(4, 3))
         assert torch.equal(view, torch.zeros(3))
 

@@ -58,6 +58,7 @@ MAX_SCANS = 200  # of a progressive JPEG file; each decodes all pixels again
 # what it has read of them for each further one.
 MAX_PARTS = 10_000
 PARTS = {b"P1": b"#", b"P2": b"#", b"P3": b"#", b"\xff\xd8": b"\xff\xe1"}
+MAX_PIXEL_BYTES, MARGIN_BYTES = 16, 2**26  # of a file: four floats for each pixel, and the rest
 MAX_RATIO = 64  # of the sides of an image that is resized, see `trim`
 MAX_PIXELS = 2**30 // 12  # of an image that is read: PIL warns of more
 MAX_SIDE = 4096  # of an image that the GPU decodes
@@ -165,6 +166,8 @@ def read_encoded(path: str, choose_crop: Callable[[int, int], Crop]) -> Encoded:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:  # reads only the header
             _check_size(image)
             width, height = image.size
+            if len(data) > MAX_PIXEL_BYTES * width * height + MARGIN_BYTES:  # a batch holds many
+                raise OSError(0, f"it has {len(data)} bytes, far more than its pixels take")
             suits_gpu = _suits_gpu(image, data)
             is_suspect = isinstance(image, JpegImageFile) and data.count(b"\xff\xda") > MAX_SCANS
             if is_suspect and _count_scans(data) > MAX_SCANS:

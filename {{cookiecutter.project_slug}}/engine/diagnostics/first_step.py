@@ -218,18 +218,20 @@ class FirstStepAudit:
 
     def _report_own_buffers(self) -> None:
         is_from_torch = type(self.model) is nn.parallel.DistributedDataParallel
-        if is_from_torch and self.model.broadcast_buffers:  # before each forward pass
-            return
+        are_equal = is_from_torch and self.model.broadcast_buffers  # before each forward pass
+        frozen = {k: v for k, v in self.module.named_parameters() if distributed.is_frozen(v)}
         saved = self.module.state_dict().keys()
         own = {
             f"{prefix}.{name}".removeprefix("."): buffer
             for prefix, part in self.module.named_modules()
-            if not isinstance(part, NORMS)
+            if not (are_equal or isinstance(part, NORMS))
             for name, buffer in part.named_buffers(recurse=False)
         }
-        if different := _different({name: own[name] for name in own if name in saved}):
+        kept = {name: own[name] for name in own if name in saved}
+        if different := _different(kept | frozen):
+            kind = "buffers" if {*different} <= own.keys() else "frozen parameters or buffers"
             self.logger.warning(
-                f"the buffers {summarize(different)} of the model differ between the processes, "
+                f"the {kind} {summarize(different)} of the model differ between the processes, "
                 "and each validation and resumption makes them those of rank 0: all-reduce what "
                 "updates them"
             )

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
@@ -262,13 +263,20 @@ def make_deterministic() -> None:
 def broadcast_buffers(model: nn.Module) -> None:
     """Copy rank 0's buffers, but for constants, to all processes: they are the ones that are saved.
 
-    Batch norm's running statistics differ between processes unless SyncBatchNorm is used.
+    Batch norm's running statistics differ between processes unless SyncBatchNorm is used. So may
+    frozen parameters that a forward pass updates, such as a codebook, which are copied, too.
     """
-    for buffer in model.buffers():
+    frozen = (one for one in model.parameters() if is_frozen(one))
+    for buffer in chain(model.buffers(), frozen):
         if buffer.layout is torch.strided and not is_expanded(buffer):  # else, a constant
             values = buffer.contiguous()  # torch would send other memory than that of a view
             dist.broadcast(values.flatten().view(torch.uint8), src=0)  # gloo and NCCL lack int16
             buffer.copy_(values)
+
+
+def is_frozen(parameter: torch.Tensor) -> bool:
+    """Return whether a parameter is not trained, and this process has it whole."""
+    return not parameter.requires_grad and not hasattr(parameter, "to_local")
 
 
 def is_expanded(tensor: torch.Tensor) -> bool:
