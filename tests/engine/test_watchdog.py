@@ -22,7 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from engine import PeerError, UserError, distributed
-from engine.distributed import network, watchdog
+from engine.distributed import network, peers, watchdog
 from engine.distributed.peers import PeerMonitor, PeerServer
 from engine.launch import LAUNCH_ID, RESTART
 from fresh import TEMPLATE
@@ -534,3 +534,12 @@ def test_own_addresses_are_recognized() -> None:
     assert network.is_own_address("localhost")
     assert not network.is_own_address("192.0.2.1")
     assert not network.is_own_address("no-such-host.invalid")
+
+
+def test_exit_does_not_wait_for_a_writer_that_has_not_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing else ends the process if the thread that does so raises."""
+    thread = threading.Thread(name=peers.WRITER)
+    monkeypatch.setattr(threading, "enumerate", lambda: [thread])
+    peers.finish_writing()

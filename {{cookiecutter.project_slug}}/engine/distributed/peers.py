@@ -57,7 +57,7 @@ def exit_process(status: int, has_lost_peer: bool = False) -> NoReturn:
 def finish_writing(writers: Sequence[str] = (WRITER, SHARD_WRITER)) -> None:
     """Wait, but not for long, until these threads have written a checkpoint."""
     for thread in threading.enumerate():
-        if thread.name in writers:
+        if thread.name in writers and thread.is_alive():  # else, it is about to start
             thread.join(WRITE_S)
 
 
