@@ -389,6 +389,12 @@ def test_file_is_read_again_if_its_disk_does_not_answer(folder, monkeypatch, cap
         images.read_image(path)
 
 
+def test_listed_file_is_skipped_under_a_lower_limit(folder):
+    """As in a run that is resumed with another --skip-broken."""
+    greys(SeededDataset(skipping(folder, 3), 0), 0)
+    assert skipping(folder, 1).read(2) is None
+
+
 def test_record_that_is_a_link_is_an_error(folder):
     """Names of files would be lines of any file that it leads to."""
     record = folder.parent / "run" / RECORD

@@ -75,6 +75,8 @@ class SkippingDataset(DatasetWrapper):
                 file.seek(0)
                 known = file.read(MAX_BYTES).splitlines()
                 self._unlisted -= set(known)
+                if not self._unlisted:
+                    return
                 if len(known) + len(self._unlisted) <= self.limit:
                     file.writelines(f"{name}\n" for name in sorted(self._unlisted))
         except OSError as problem:
@@ -87,8 +89,7 @@ class SkippingDataset(DatasetWrapper):
                 f"{error}; {self.record} lists {number - 1} more, as many as --skip-broken "
                 f"allows (python -m engine.data.verify DATA finds all){note}"
             )
-        if self._unlisted:
-            log_line(f"warning: {error}; skipped, {number} of at most {self.limit}{note}")
+        log_line(f"warning: {error}; skipped, {number} of at most {self.limit}{note}")
         if not note:
             self._unlisted.clear()
 
