@@ -248,6 +248,10 @@ def buffers_after_a_broadcast() -> list[torch.Tensor]:
     nn.init.constant_(model.weight, dist.get_rank())
     distributed.broadcast_buffers(model)
     assert model.weight.eq(dist.get_rank()).all()  # trained
+    average = nn.Linear(2, 2).requires_grad_(False)  # as of Ema, the same in all processes
+    nn.init.constant_(average.weight, dist.get_rank())
+    distributed.broadcast_buffers(average)
+    assert average.weight.eq(dist.get_rank()).all()
     return [model.grid.contiguous(), model.view.contiguous(), model.count, model.bias]
 
 

@@ -230,20 +230,6 @@ def test_parameters_without_dimensions_are_refused(two_processes):
     assert two_processes(apply_to_a_scalar) == [0, 1]
 
 
-def mark_a_parameter():
-    from engine.distributed.sharding import Sharding
-
-    model = nn.Linear(2, 2)
-    model.weight.no_weight_decay = True
-    Sharding(torch.device("cpu"), "O0").apply(model)
-    return getattr(model.weight, "no_weight_decay", False)
-
-
-def test_attributes_of_parameters_are_kept(two_processes):
-    """By them, models such as Mamba tell which ones have no weight decay."""
-    assert two_processes(mark_a_parameter) == [True, True]
-
-
 def count_of_rank_0():
     from engine.distributed.sharding import Sharding
 

@@ -71,7 +71,8 @@ def checkpoint_activations(model: nn.Module, class_names: Sequence[str] = ()) ->
             "blocks in BLOCKS in task.py, or leave the flag out"
         )
     for block in blocks:
-        has_vectors = any(name.endswith("_u") for name, _ in block.named_buffers())
+        names = {name for name, _ in block.named_buffers()}
+        has_vectors = any(name.endswith("_u") and f"{name[:-1]}v" in names for name in names)
         if has_vectors or any(
             getattr(one, "track_running_stats", False) for one in block.modules()
         ):

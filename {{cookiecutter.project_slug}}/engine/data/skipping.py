@@ -65,7 +65,7 @@ class SkippingDataset(DatasetWrapper):
     def _add(self, error: FileError) -> None:
         """Add a file to the record. Raises UserError if it is one too many."""
         self._unlisted.add(printable(error.path))
-        known: list[str] = []
+        known: set[str] = set()
         note = ""
         try:
             self.record.parent.mkdir(parents=True, exist_ok=True)
@@ -73,8 +73,8 @@ class SkippingDataset(DatasetWrapper):
                 with suppress(OSError):  # a file system without locks
                     fcntl.lockf(file, fcntl.LOCK_EX)  # other processes add to it, too
                 file.seek(0)
-                known = file.read(MAX_BYTES).splitlines()
-                self._unlisted -= set(known)
+                known = {*file.read(MAX_BYTES).splitlines()}
+                self._unlisted -= known
                 if not self._unlisted:
                     return
                 if len(known) + len(self._unlisted) <= self.limit:

@@ -25,6 +25,7 @@ from engine import UserError
 from engine.blocks import batch_norms, find_blocks
 from engine.distributed import all_gather
 
+EXTRA = "_extra_state"  # torch's name of it in a state dict
 HALF_LEVELS = ("O4", "O5")  # which compute in bfloat16
 
 
@@ -84,13 +85,12 @@ class Sharding:
         extra = {}  # states of modules, such as those of a file for --weights
         if dist.get_rank() == 0:
             state = model.state_dict().items()
-            extra = {name: value for name, value in state if name.endswith("_extra_state")}
+            extra = {name: value for name, value in state if name.split(".")[-1] == EXTRA}
         model.to("meta")
         self._shard(model, blocks)
         model.to_empty(device="cpu" if self.cpu_offload else self.device)
         for name, parameter in model.named_parameters():
             _copy_shard(parameter, self._on_device(parameters[name]))
-            vars(parameter).update(vars(parameters[name]))  # such as a mark for build_optimizer
         placed: dict[int, Tensor] = {}  # modules that share a buffer do so afterwards, too
         for name, buffer in buffers.items():
             # Contiguous: torch would send other memory than that of a view.
