@@ -419,7 +419,7 @@ class Centred(nn.Module):
         return inputs - self.centre
 
 
-def buffer_warnings(ddp: str, is_averaged: bool, is_buffer: bool = True) -> str:
+def buffer_warnings(ddp: str, is_averaged: bool, is_buffer: bool) -> str:
     """Return the audit's output for a model with a buffer or the like that each step updates."""
 
     def centred(run: Run) -> None:
@@ -432,26 +432,22 @@ def buffer_warnings(ddp: str, is_averaged: bool, is_buffer: bool = True) -> str:
 
 
 @pytest.mark.parametrize(
-    ("ddp", "is_averaged", "is_warned"),
-    [("apex", False, True), ("apex", True, False), ("torch", False, False)],
+    ("ddp", "is_averaged", "is_buffer", "is_warned"),
+    [
+        ("apex", False, True, True),
+        ("apex", True, True, False),
+        ("torch", False, True, False),
+        ("apex", False, False, True),
+        ("apex", True, False, False),
+        ("torch", False, False, True),
+    ],
 )
-def test_buffers_that_differ_between_processes_are_a_warning(
-    two_processes, ddp, is_averaged, is_warned
+def test_buffers_or_frozen_parameters_that_differ_between_processes_are_a_warning(
+    two_processes, ddp, is_averaged, is_buffer, is_warned
 ):
-    expected = "warning: the buffers head.1.centre of the model differ between the processes"
-    for printed in two_processes(buffer_warnings, ddp, is_averaged):
-        assert printed.startswith(expected) if is_warned else printed == ""
-
-
-@pytest.mark.parametrize(
-    ("ddp", "is_averaged", "is_warned"),
-    [("apex", False, True), ("apex", True, False), ("torch", False, True)],
-)
-def test_frozen_parameters_that_differ_between_processes_are_a_warning(
-    two_processes, ddp, is_averaged, is_warned
-):
-    expected = "warning: the frozen parameters or buffers head.1.centre of the model differ between"
-    for printed in two_processes(buffer_warnings, ddp, is_averaged, False):
+    kind = "buffers" if is_buffer else "frozen parameters or buffers"
+    expected = f"warning: the {kind} head.1.centre of the model differ between the processes"
+    for printed in two_processes(buffer_warnings, ddp, is_averaged, is_buffer):
         assert printed.startswith(expected) if is_warned else printed == ""
 
 

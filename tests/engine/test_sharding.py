@@ -241,7 +241,7 @@ def count_of_rank_0():
 
 
 def test_extra_state_is_that_of_rank_0(two_processes):
-    """Which has read it from a file for --weights."""
+    """With --weights, rank 0 alone reads the file."""
     assert two_processes(count_of_rank_0) == [3, 3]
 
 
