@@ -266,10 +266,8 @@ def broadcast_buffers(model: nn.Module) -> None:
     Batch norm's running statistics differ between processes unless SyncBatchNorm is used. So may
     frozen parameters that a forward pass updates, such as a codebook, which are copied, too.
     """
-    parameters = [*model.parameters()]
-    frozen = [one for one in parameters if is_frozen(one)]
-    if len(frozen) == len(parameters):  # an average, which all processes compute
-        frozen = []
+    is_trained = any(one.requires_grad for one in model.parameters())  # else, an average
+    frozen = [one for one in model.parameters() if is_trained and is_frozen(one)]
     for buffer in chain(model.buffers(), frozen):
         if buffer.layout is torch.strided and not is_expanded(buffer):  # else, a constant
             values = buffer.contiguous()  # torch would send other memory than that of a view

@@ -22,10 +22,10 @@ from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from apex_native.amp.casting import half_type
 from engine import UserError
+from engine.backend import extra_state
 from engine.blocks import batch_norms, find_blocks
 from engine.distributed import all_gather
 
-EXTRA = "_extra_state"  # torch's name of it in a state dict
 HALF_LEVELS = ("O4", "O5")  # which compute in bfloat16
 
 
@@ -82,10 +82,7 @@ class Sharding:
         blocks = find_blocks(model, class_names)
         parameters = dict(model.named_parameters())
         buffers = dict(model.named_buffers(remove_duplicate=False))
-        extra = {}  # states of modules, such as those of a file for --weights
-        if dist.get_rank() == 0:
-            state = model.state_dict().items()
-            extra = {name: value for name, value in state if name.split(".")[-1] == EXTRA}
+        extra = {} if dist.get_rank() else extra_state(model.state_dict())  # from --weights, say
         model.to("meta")
         self._shard(model, blocks)
         model.to_empty(device="cpu" if self.cpu_offload else self.device)
