@@ -384,6 +384,16 @@ def test_damaged_start_is_left_out(queue, tmp_path, damaged):
     assert deliver.read_start(path, path.stat().st_size)["run_id"] == start(0)["start"]["run_id"]
 
 
+def test_rest_of_a_line_without_an_end_is_not_read(queue, tmp_path, monkeypatch):
+    """A sparse file may be longer than any disk."""
+    path = tmp_path / FOLDER / QUEUE
+    first, later = (json.dumps(start(step)).encode() + b"\n" for step in (0, 1))
+    for module in (deliver, trackers):
+        monkeypatch.setattr(module, "MAX_BYTES", len(first))
+    path.write_bytes(first + len(first) * b"\0" + later)
+    assert deliver.read_start(path, path.stat().st_size) == start(0)["start"]
+
+
 @pytest.mark.parametrize("line", ["", "[1]", '{"start": {}}', '{"start": {"run_id": 1}}', "x"])
 def test_queue_that_is_altered_is_an_error(queue, tmp_path, capsys, line):
     (tmp_path / FOLDER / QUEUE).write_text(line)

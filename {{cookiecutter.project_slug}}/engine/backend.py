@@ -227,11 +227,6 @@ def is_sharded(model: nn.Module) -> bool:
     return hasattr(model, "set_requires_gradient_sync")
 
 
-def extra_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries that modules' ``get_extra_state`` has made, by torch's name of them."""
-    return {name: one for name, one in state_dict.items() if name.split(".")[-1] == "_extra_state"}
-
-
 def local_shard(tensor: Any) -> Tensor:
     """Return this process's shard of a tensor that FSDP shards, or else `tensor` itself."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from engine import UserError, distributed, summarize
-from engine.backend import extra_state, is_sharded, local_shard
+from engine.backend import is_sharded, local_shard
 from engine.data import get_rng_state, set_rng_state
 from engine.layers import layer_numbers
 
@@ -255,7 +255,7 @@ class Ema:
 
         Of integers and modules' extra state, which have no mean, the average has the model's.
         """
-        extra = extra_state(state_dict)
+        extra = distributed.extra_state(state_dict)
         own = self.module.state_dict(keep_vars=True)
         # Tied weights have several names, and are averaged once.
         names = {

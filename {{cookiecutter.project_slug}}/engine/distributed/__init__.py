@@ -8,12 +8,12 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import chain
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -264,7 +264,8 @@ def broadcast_buffers(model: nn.Module) -> None:
     """Copy rank 0's buffers, but for constants, to all processes: they are the ones that are saved.
 
     Batch norm's running statistics differ between processes unless SyncBatchNorm is used. So may
-    frozen parameters that a forward pass updates, such as a codebook, which are copied, too.
+    frozen parameters that a forward pass updates, such as a codebook, and modules' extra state,
+    which are copied, too.
     """
     is_trained = any(one.requires_grad for one in model.parameters())  # else, an average
     frozen = [one for one in model.parameters() if is_trained and is_frozen(one)]
@@ -273,6 +274,20 @@ def broadcast_buffers(model: nn.Module) -> None:
             values = buffer.contiguous()  # torch would send other memory than that of a view
             dist.broadcast(values.flatten().view(torch.uint8), src=0)  # gloo and NCCL lack int16
             buffer.copy_(values)
+    extra = extra_state(model.state_dict())
+    if extra and dist.get_world_size() > 1:
+        broadcast_extra_state(model, extra)
+
+
+def extra_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries that modules' ``get_extra_state`` has made, by torch's name of them."""
+    return {name: one for name, one in state_dict.items() if name.split(".")[-1] == "_extra_state"}
+
+
+def broadcast_extra_state(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Set the extra state of modules, which may be of any type, to the `state` of rank 0."""
+    for name, value in all_gather(state, dist.group.WORLD)[0].items():
+        model.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
 
 
 def is_frozen(parameter: torch.Tensor) -> bool:

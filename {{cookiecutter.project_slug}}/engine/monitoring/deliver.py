@@ -217,8 +217,9 @@ def read_start(queue: Path, offset: int = 0) -> dict[str, Any]:
     """
     with open(queue, "rb", opener=regular_only) as file:
         starts = [file.readline(MAX_BYTES)]
-        while file.tell() < offset:
-            line = file.readline(MAX_BYTES)
+        for line in trackers.complete_lines(file):
+            if file.tell() > offset:
+                break
             if line.startswith(b'{"start"'):
                 starts.append(line)
     for line in reversed(starts):  # a crash of the host may have damaged the last ones
