@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from apex_native.amp.casting import nested_tensors
 from engine import UserError, move, prepare_tracing
-from engine.diagnostics.first_step import tensors_in
 
 FORMATS = (".onnx", ".pt2")
 TOLERANCE, ROUNDING = 1e-3, 1e-6  # relative to the largest number of an output, and of all
@@ -66,7 +66,7 @@ def _export_and_compare(
     sizes = (_map(lambda tensor: dict.fromkeys(range(tensor.dim()), automatic), inputs),)
     export = _export_onnx if path.suffix == ".onnx" else _export_program
     run = export(model, inputs, sizes, written)
-    expected = list(tensors_in(model(other_inputs)))
+    expected = list(nested_tensors(model(other_inputs)))
     found = run(other_inputs)
     pairs = [
         ((one - other).abs().max().item(), other.abs().max().item())
@@ -93,7 +93,7 @@ def _export_program(
     path.write_bytes(content.getbuffer())
     with path.open("rb") as file:
         loaded = torch.export.load(file).module()
-    return lambda inputs: list(tensors_in(loaded(inputs)))
+    return lambda inputs: list(nested_tensors(loaded(inputs)))
 
 
 def _export_onnx(
@@ -112,7 +112,7 @@ def _export_onnx(
     names = [entry.name for entry in session.get_inputs()]
 
     def run(inputs: Any) -> list[Tensor]:
-        arrays = [tensor.numpy() for tensor in tensors_in(inputs)]
+        arrays = [tensor.numpy() for tensor in nested_tensors(inputs)]
         outputs = session.run(None, dict(zip(names, arrays, strict=True)))
         return [torch.from_numpy(output) for output in outputs]
 

@@ -16,10 +16,11 @@ from pathlib import Path
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset
 
+from apex_native.amp.casting import nested_tensors
 from engine import UserError
 from engine.data import SizedDataset, select_batch
 from engine.data.loading import prepare_worker
-from engine.diagnostics.first_step import describe_large_batch, tensors_in
+from engine.diagnostics.first_step import describe_large_batch
 from engine.diagnostics.preflight import ERROR, GIB, MIB, OK, WARNING, Results, num_processes
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -50,7 +51,7 @@ class SampleProbe(Dataset):
     def __getitem__(self, index: int) -> Sample:
         shapes, size, message = "", 0, ""
         try:
-            tensors = list(tensors_in(select_batch(self.dataset, [index])))
+            tensors = list(nested_tensors(select_batch(self.dataset, [index])))
         except UserError as error:
             message = str(error)
         else:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, compress
 from pathlib import Path
@@ -21,6 +21,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
+from apex_native.amp.casting import nested_tensors
 from engine import PROJECT, UserError, distributed, summarize
 from engine.backend import is_sharded, local_shard, unwrap
 from engine.data import to_device
@@ -484,17 +485,5 @@ def first_nonfinite_layer(model: nn.Module, inputs: object) -> str:
 
 
 def _is_finite(value: object) -> bool:
-    floats = (tensor for tensor in tensors_in(value) if tensor.is_floating_point())
+    floats = (tensor for tensor in nested_tensors(value) if tensor.is_floating_point())
     return all(bool(tensor.isfinite().all()) for tensor in floats)
-
-
-def tensors_in(value: object) -> Iterator[Tensor]:
-    """Yield the tensors in nested tuples, lists and mappings."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from tensors_in(item)

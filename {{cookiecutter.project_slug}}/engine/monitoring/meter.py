@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from apex_native.amp.casting import nested_tensors
 from engine import UserError
 from engine.distributed import all_gather
 from engine.monitoring.metric import AVERAGE, COLUMNS
@@ -32,11 +33,8 @@ class NanCounter:
 
     def update(self, outputs: Any) -> None:
         """Look at a batch's outputs, a tensor or nested containers, without waiting for a GPU."""
-        if isinstance(outputs, Tensor):
-            self.count += outputs.isnan().any()
-        elif isinstance(outputs, Mapping | Sequence) and not isinstance(outputs, str):
-            for item in outputs.values() if isinstance(outputs, Mapping) else outputs:
-                self.update(item)
+        for tensor in nested_tensors(outputs):
+            self.count += tensor.isnan().any()
 
     def compute(self) -> int:
         """Return the number; all processes call it together."""
