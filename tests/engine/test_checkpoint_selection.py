@@ -18,7 +18,7 @@ from engine import UserError, link
 from engine.checkpoint import files, inspection, manifest, selection, validation
 from engine.checkpoint import format as checkpoint
 from engine.checkpoint.archive import UnreadableError
-from engine.checkpoint.selection import newest
+from engine.checkpoint.selection import AUTO, find
 
 ENTRIES = {
     "model": {"weight": torch.zeros(2000)},
@@ -48,7 +48,7 @@ def damage(path: Path) -> None:
 def chosen(folder: Path) -> tuple[str, list[str]]:
     """Return the name of the newest checkpoint, and those of the damaged ones."""
     messages = []
-    source = newest(folder, messages.append)
+    source = find(folder, AUTO, messages.append)
     return source.path.name, [Path(message.split(": ")[0]).name for message in messages]
 
 
@@ -73,8 +73,8 @@ def test_the_newest_valid_checkpoint_is_selected(tmp_path: Path) -> None:
     assert chosen(tmp_path) == ("best.pt", ["last.pt", "step-20.pt"])
     (tmp_path / "best.pt").write_bytes(b"")
     with pytest.raises(UserError, match="no checkpoint in"):
-        newest(tmp_path, mock.Mock())
-    assert newest(tmp_path / "elsewhere", mock.Mock()) is None
+        find(tmp_path, AUTO, mock.Mock())
+    assert find(tmp_path / "elsewhere", AUTO, mock.Mock()) is None
 
 
 @pytest.mark.parametrize("name", ["last.pt", "best.pt"])
@@ -303,8 +303,8 @@ def test_newest_checkpoint_that_the_system_can_not_read_is_an_error(
         mock.patch.object(files, "PAUSES_S", (0.0,)),
         pytest.raises(UserError, match=rf"step-20.pt: it can't be read \({os.strerror(number)}\)"),
     ):
-        newest(tmp_path, print)
-    assert newest(tmp_path, print).path == last
+        find(tmp_path, AUTO, print)
+    assert find(tmp_path, AUTO, print).path == last
 
 
 def suppressing(method: Callable[[Path], bool]) -> Callable[[Path], bool]:
@@ -323,7 +323,7 @@ def suppressing(method: Callable[[Path], bool]) -> Callable[[Path], bool]:
 @pytest.mark.parametrize(
     "search",
     [
-        lambda folder: newest(folder, print).rank == 0,
+        lambda folder: find(folder, AUTO, print).rank == 0,
         lambda folder: len(selection.times_after(folder, 10)) == 2,
         lambda folder: files.Rewind.to(10, folder, is_newest=False).best_step == 30,
     ],
@@ -394,7 +394,7 @@ def test_failure_in_the_middle_of_a_file_says_nothing_of_it(
         monkeypatch.setattr(torch, "load", mock.Mock(side_effect=error))
     monkeypatch.setattr(files, "PAUSES_S", ())
     with pytest.raises(UserError, match=r"step-20.pt: it can't be read"):
-        newest(tmp_path, print)
+        find(tmp_path, AUTO, print)
 
 
 def test_allocator_without_memory_says_nothing_of_the_file(tmp_path: Path) -> None:
@@ -433,7 +433,7 @@ def test_checkpoint_is_read_again_after_an_error_of_the_system(tmp_path: Path) -
         mock.patch.object(selection, "load_state", side_effect=[error, {}]) as load,
         mock.patch.object(files, "PAUSES_S", (0.0,)),
     ):
-        assert newest(tmp_path, print).path == path
+        assert find(tmp_path, AUTO, print).path == path
     assert load.call_count == 2
 
 

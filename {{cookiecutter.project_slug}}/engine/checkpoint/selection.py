@@ -1,6 +1,6 @@
 """Choice of the checkpoint to resume from, among those of all hosts."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
@@ -36,25 +36,34 @@ def find(
     folder: Path,
     choice: Path | None,
     warn: Callable[[str], None],
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup | None = None,
     is_searched: bool = True,
     discarded: Sequence[int] = (),
     further: Sequence[Path] = (),
 ) -> Source | None:
-    """Return the checkpoint `choice`, or for AUTO the newest in `folder`; None if there is none.
+    """Return the checkpoint `choice`, or for AUTO the newest valid one; None if there is none.
 
-    `is_searched` is false on a host whose folder holds another run. AUTO does not find those whose
-    times of writing are in `discarded`, and finds those at the paths `further`, too.
+    The newest is that of the highest step: times of writing depend on the hosts' clocks, and copies
+    of a folder have others. On a shared disk the result has rank 0, and each file is read once.
 
-    The result is the same on all ranks, which call this together. `choice` may not exist: reading
-    it is an error.
+    Args:
+        folder: which AUTO searches on the hosts where `is_searched` is true.
+        choice: it may not exist: reading it is an error.
+        warn: called with a message for each invalid checkpoint.
+        group: all ranks, which call this together and get the same result; None for one process.
+        is_searched: on this rank's host; false if `folder` holds another run there.
+        discarded: times of writing of those on this rank's host that AUTO leaves out.
+        further: paths of checkpoints with other names, which AUTO finds, too.
 
-    Raises UserError if AUTO finds no valid one, or a sharded checkpoint is not on all hosts.
+    Raises UserError if AUTO finds checkpoints, but no valid one, or the system can't read one that
+    may be the newest; or if a sharded checkpoint is not on all hosts.
     """
     if choice is None:
         return None
     if choice == AUTO:
-        source = newest(folder, warn, group, is_searched, discarded, further)
+        listed = _checkpoints(folder, further) if is_searched else ()
+        kept = [one for one in listed if one[1].modified_ns not in discarded]
+        source = _newest(folder, kept, warn, group)
     else:
         has_file = all_gather(choice.is_file() or choice.is_dir(), group)
         source = Source(choice, has_file.index(True) if any(has_file) else 0)
@@ -68,34 +77,15 @@ def find(
     return source
 
 
-def newest(
+def _newest(
     folder: Path,
+    listed: Iterable[tuple[float, File, Path]],
     warn: Callable[[str], None],
-    group: dist.ProcessGroup | None = None,
-    is_searched: bool = True,
-    discarded: Sequence[int] = (),
-    further: Sequence[Path] = (),
+    group: dist.ProcessGroup | None,
 ) -> Source | None:
-    """Return the newest valid checkpoint in `folder`, on any host; None if there is none at all.
-
-    The newest is that of the highest step: times of writing depend on the hosts' clocks, and copies
-    of a folder have others. On a shared disk the result has rank 0, and each file is read once.
-
-    Args:
-        folder: searched on the hosts where `is_searched` is true.
-        warn: called with a message for each invalid checkpoint.
-        group: all ranks, which call this together and get the same result; None for one process.
-        is_searched: on this rank's host.
-        discarded: times of writing of those on this rank's host that are left out.
-        further: paths of checkpoints with other names.
-
-    Raises UserError if there are checkpoints, but no valid one, or the system can't read one that
-    may be the newest.
-    """
+    """Return the newest valid one of the checkpoints that all ranks have `listed` in `folder`."""
     rank = dist.get_rank(group) if group else 0
-    listed = _checkpoints(folder, further) if is_searched else []
-    kept = [one for one in listed if one[1].modified_ns not in discarded]
-    own = [(step, file, Source(path, rank)) for step, file, path in kept]
+    own = [(step, file, Source(path, rank)) for step, file, path in listed]
     candidates = sorted(chain(*all_gather(own, group)), key=lambda one: one[0], reverse=True)
     sources: dict[File, Source] = {}
     for _, file, source in candidates:

@@ -14,7 +14,7 @@ import torch
 
 from engine import OUTPUT_FIX, UserError, backend, distributed, is_directly_in, module_command
 from engine.checkpoint import format as checkpoint
-from engine.checkpoint.selection import newest
+from engine.checkpoint.selection import AUTO, find
 from engine.diagnostics import data_checks, preflight
 from engine.diagnostics.preflight import ERROR, GIB, OK, WARNING, Results
 from engine.monitoring.logger import has_checkpoints
@@ -144,8 +144,8 @@ def check_resume(settings: Namespace) -> Results:
         return
     yield WARNING, f"{path} was not read in time (a slow disk or a large file?)"
     warnings: list[str] = []
-    if path == Path("auto"):
-        source = newest(settings.output, warnings.append)
+    if path == AUTO:
+        source = find(settings.output, AUTO, warnings.append)
         path = source.path if source else None
     if path is None:
         yield OK, f"{settings.output} has no checkpoint: the run starts from the beginning"
