@@ -75,16 +75,6 @@ def flatten(entries: Mapping[str, Any]) -> dict[str, Tensor]:
     return tensors
 
 
-def _without_tensors(state: dict[int | str, Any]) -> dict[int | str, Any]:
-    """Return what `flatten` leaves out of an optimizer's state."""
-    return {
-        index: {name: value for name, value in one.items() if not isinstance(value, Tensor)}
-        if isinstance(index, int)
-        else one
-        for index, one in state.items()
-    }
-
-
 def templates(
     entries: Mapping[str, Any], optimizer: torch.optim.Optimizer | None
 ) -> dict[str, Tensor]:
@@ -179,10 +169,15 @@ def _write_state(path: Path, entries: dict[str, Any], identity: str) -> None:
         if part in entries:
             plain[part] = copy.copy(entries[part])
             plain[part].clear()
-            plain[part] |= {k: v for k, v in entries[part].items() if not isinstance(v, Tensor)}
-    state = _without_tensors(entries["optimizer"].get("state", {}))
+            plain[part] |= _without_tensors(entries[part])
+    moments = entries["optimizer"].get("state", {}).items()
+    state = {key: _without_tensors(one) if isinstance(key, int) else one for key, one in moments}
     plain["optimizer"] = {**entries["optimizer"], "state": state}
     archive.write(path, plain | {"manifest": identity})
+
+
+def _without_tensors(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if not isinstance(value, Tensor)}
 
 
 def is_checkpoint(path: Path) -> bool:
