@@ -108,12 +108,11 @@ def use_saved_classes(
     source = selection.find(folder, choice, logger.warning, group)
     if source is None:
         return
-    found: list[list[str]] = [[]]
+    saved: list[str] = []
     if dist.get_rank() == source.rank:
         with suppress(UserError):
-            found = [format.load_state(source.path)["metadata"].get("classes", [])]
-    dist.broadcast_object_list(found, source.rank, group)
-    saved = found[0]
+            saved = format.load_state(source.path)["metadata"].get("classes", [])
+    saved = distributed.all_gather(saved, group)[source.rank]
     if adapt_classes(source.path, saved, own, data_sets, is_evaluation=True):
         missing = [printable(name) for name in saved if name not in own]
         without = f"; the data has no {summarize(missing)}" if missing else ""

@@ -40,9 +40,8 @@ def require_shared(folder: Path, group: dist.ProcessGroup) -> None:
     All ranks of `group` call this together, before a run that could not save anything.
     """
     rank = dist.get_rank(group)
-    name = [f"{secrets.token_hex(8)}.pt{SUFFIX}"]  # one that a save removes, if this process ends
-    dist.broadcast_object_list(name, 0, group)
-    probe = folder / name[0]
+    own = f"{secrets.token_hex(8)}.pt{SUFFIX}"  # one that a save removes, if this process ends
+    probe = folder / all_gather(own, group)[0]
     with _together(group):
         if rank == 0:
             with writing(folder, OUTPUT_FIX):
