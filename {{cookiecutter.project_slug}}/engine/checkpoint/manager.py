@@ -548,7 +548,7 @@ class CheckpointManager:
     def _load_shards(self, path: Path, with_optimizer: bool) -> dict[str, Any]:
         """Return the entries of a sharded checkpoint, with this rank's shards of its tensors."""
         entries = format.check(path, sharded.read_state(path))
-        sharded.read_shards(path, entries, self._templates(with_optimizer))
+        sharded.read_tensors(path, entries, self._templates(with_optimizer))
         step = entries["step"]
         if path.resolve() == self.folder.resolve() / f"step-{step}":
             self._writer.written_step = step  # a copy may have the name of another step

@@ -219,25 +219,21 @@ def read_state(path: Path) -> dict[str, Any]:
 def read(path: Path) -> dict[str, Any]:
     """Return all entries of a checkpoint, with whole tensors in the CPU's memory."""
     path = path.resolve()  # as in `read_state`
-    return _load(path, read_state(path), {}, no_dist=True)
+    entries = read_state(path)
+    read_tensors(path, entries, {})
+    return entries
 
 
-def read_shards(path: Path, entries: dict[str, Any], own: Mapping[str, Tensor]) -> None:
-    """Add this rank's shards of the tensors to the `entries` of `read_state`; all ranks call it.
+def read_tensors(path: Path, entries: dict[str, Any], own: Mapping[str, Tensor]) -> None:
+    """Add the tensors to the `entries` of `read_state`.
 
     Args:
-        own: as `templates` returns them. What the run does not have of an average and of the
-            optimizer is left out.
+        own: as `templates` returns them. All ranks call this, and read their shards of what is
+            sharded there. What the run does not have of an average and of the optimizer is left
+            out. Empty for all tensors as a whole, in this process alone.
 
     Raises UserError on all ranks if the tensors cannot be read, or have other shapes.
     """
-    _load(path, entries, own, no_dist=False)
-
-
-def _load(
-    path: Path, entries: dict[str, Any], own: Mapping[str, Tensor], no_dist: bool
-) -> dict[str, Any]:
-    """Add the tensors to `entries`: shards of those that are sharded in `own`, others whole."""
     from engine.checkpoint import tensor_storage
 
     sizes = {name: size for name, (size, _) in manifest.read(path)["files"].items()}
@@ -258,14 +254,13 @@ def _load(
             raise UserError(f"{path}: {name} is {shapes}; use the --arch it was made with")
     try:
         tensors = {name: _empty(one, likes[name]) for name, one in index.items()}
-        tensor_storage.load(path, index, tensors, no_dist)
+        tensor_storage.load(path, index, tensors, no_dist=not own)
         for name, value in tensors.items():
             _place(entries, name, value)
     except Exception as error:  # altered tensors raise anything
         text = getattr(error, "strerror", None) or str(error)
         reason = (text.strip().splitlines() or [type(error).__name__])[-1][:160]
         raise UserError(f"{path}: its tensors can't be read ({reason}); use another one") from None
-    return entries
 
 
 def _template_name(name: str) -> str:
