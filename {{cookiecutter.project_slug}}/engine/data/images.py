@@ -170,7 +170,8 @@ def read_encoded(path: str, choose_crop: Callable[[int, int], Crop]) -> Encoded:
                 raise OSError(0, f"it has {len(data)} bytes, far more than its pixels take")
             suits_gpu = _suits_gpu(image, data)
             is_suspect = isinstance(image, JpegImageFile) and data.count(b"\xff\xda") > MAX_SCANS
-            if is_suspect and _count_scans(data) > MAX_SCANS:
+            # Without those of previews and appended videos.
+            if is_suspect and [one for _, one in _segments(data)].count(b"\xda") > MAX_SCANS:
                 raise OSError(0, f"it has more than {MAX_SCANS} scans")
     return Encoded(path, data, height * width, choose_crop(height, width), suits_gpu)
 
@@ -261,11 +262,6 @@ def _hide_orientation(data: bytearray) -> None:
             return
         if marker == b"\xe1":
             data[place] = 0xEF  # APP15, which none reads
-
-
-def _count_scans(data: bytearray) -> int:
-    """Return the number of scans of a JPEG file, without those of previews and appended videos."""
-    return sum(marker == b"\xda" for _, marker in _segments(data))
 
 
 def _segments(data: bytearray) -> Iterator[tuple[int, bytes]]:
