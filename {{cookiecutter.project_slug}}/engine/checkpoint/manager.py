@@ -34,7 +34,7 @@ from engine.checkpoint.selection import (
 )
 from engine.checkpoint.writer import CheckpointWriter
 from engine.data import get_rng_state
-from engine.distributed import all_gather, slurm
+from engine.distributed import all_gather
 from engine.distributed.watchdog import StopSignals, Watchdog
 from engine.monitoring import lock
 from engine.monitoring.console import LINE_S
@@ -441,7 +441,7 @@ class CheckpointManager:
             self.logger.finish_tracking("KILLED")
             self.logger.info(f"stopped after step {step}; add --resume auto to continue")
         if signal_number == signal.SIGUSR1 and dist.get_rank() == 0:
-            slurm.requeue(self.logger.info, self.logger.warning)
+            distributed.requeue(self.logger.info, self.logger.warning)
         self.stop_signals.exit_together(signal_number, self._group)
 
     def wait(self) -> None:

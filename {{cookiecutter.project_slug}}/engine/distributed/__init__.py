@@ -4,6 +4,7 @@ import errno
 import os
 import re
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -86,6 +87,21 @@ def is_restart() -> bool:
 def launch_ids() -> dict[str, str]:
     """Return the ids of this launch: of run.sh, and of the SLURM job, which may be requeued."""
     return {name: os.environ[name] for name in (LAUNCH_ID, "SLURM_JOB_ID") if name in os.environ}
+
+
+def requeue(info: Callable[[str], None], warn: Callable[[str], None]) -> None:
+    """Ask SLURM, if it started this job, to start it again; log that by `info` or `warn`."""
+    job = os.environ.get("SLURM_JOB_ID")
+    array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
+    if array and task:  # the plain id of an array's last job would mean all
+        job = f"{array}_{task}"
+    if not job:
+        return
+    try:
+        subprocess.run(["scontrol", "requeue", job], check=True, timeout=20)
+        info(f"SLURM starts job {job} again")
+    except (OSError, subprocess.SubprocessError) as error:
+        warn(f"scontrol requeue {job} failed ({error})")
 
 
 def resolve_ranks(local_rank: int | None) -> tuple[int, int, int]:
