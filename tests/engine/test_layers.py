@@ -4,7 +4,7 @@ import pytest
 import torch
 import torchvision
 from engine import optim
-from engine.layers import layer_numbers
+from engine.blocks import layer_numbers
 from engine.small_models import build_small_model
 from torch import nn
 

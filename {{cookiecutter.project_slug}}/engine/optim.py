@@ -15,8 +15,8 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from engine import UserError, distributed, summarize
 from engine.backend import is_sharded, local_shard
+from engine.blocks import layer_numbers
 from engine.data import get_rng_state, set_rng_state
-from engine.layers import layer_numbers
 
 T = TypeVar("T")
 
