@@ -52,8 +52,7 @@ def validate(path: Path) -> None:
 def read(path: Path) -> dict[str, Any]:
     """Return the manifest of the folder `path`. Raises UserError if it has no valid one."""
     try:
-        if not _is_file(path / MANIFEST):
-            raise ValueError
+        _size_of(path / MANIFEST)  # an error for a link
         manifest = json.loads(read_text(path / MANIFEST))
         is_valid = manifest["version"] == MANIFEST_VERSION and isinstance(manifest["id"], str)
         files = manifest["files"]
@@ -80,16 +79,12 @@ def _are_counts(value: Any) -> bool:
     return isinstance(value, list) and [type(one) for one in value] == [int, int]
 
 
-def _is_file(path: Path) -> bool:
-    """Return whether `path` is a regular file, and neither a link nor a device."""
-    return stat.S_ISREG(path.lstat().st_mode)
-
-
 def _size_of(path: Path) -> int:
-    """Return the size of a file in bytes. Raises OSError if it is no regular one."""
-    if not _is_file(path):
+    """Return the size of a file in bytes. Raises OSError for a link and what is no regular file."""
+    status = path.lstat()
+    if not stat.S_ISREG(status.st_mode):
         raise OSError(None, "it is no regular file")
-    return path.lstat().st_size
+    return status.st_size
 
 
 def describe(path: Path) -> list[int]:
