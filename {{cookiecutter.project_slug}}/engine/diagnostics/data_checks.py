@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from torch.utils.data import ConcatDataset, DataLoader, Dataset
+from torch.utils.data import ConcatDataset, DataLoader
 
 from apex_native.amp.casting import nested_tensors
 from engine import UserError
-from engine.data import SizedDataset, select_batch
+from engine.data import DatasetWrapper, select_batch
 from engine.data.loading import prepare_worker
 from engine.diagnostics.first_step import describe_large_batch
 from engine.diagnostics.preflight import ERROR, GIB, MIB, OK, WARNING, Results, num_processes
@@ -39,14 +39,8 @@ class Sample:
     peak: int  # bytes of the largest memory that the process has had
 
 
-class SampleProbe(Dataset):
+class SampleProbe(DatasetWrapper):
     """Measurements of the samples of `dataset`, as a loader's worker reads them."""
-
-    def __init__(self, dataset: SizedDataset) -> None:
-        self.dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self.dataset)
 
     def __getitem__(self, index: int) -> Sample:
         shapes, size, message = "", 0, ""
