@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import colorsys
-import csv
 import os
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -28,7 +27,7 @@ from torch.utils.data import Dataset
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 
-from engine import UserError, cli, distributed, fingerprint, replacing, summarize
+from engine import UserError, cli, distributed, fingerprint, summarize
 from engine.checkpoint.compatibility import is_validation_set
 from engine.data import SizedDataset, select_batch
 from engine.data.files import FileError
@@ -47,6 +46,7 @@ from engine.data.masks import (
 from engine.distributed.consistency import class_names
 from engine.models import plain_norm
 from engine.monitoring import image_grid
+from engine.monitoring.run_files import write_csv
 from engine.optim import eval_mode
 from engine.text import csv_cell
 
@@ -285,13 +285,11 @@ def show(
     path.parent.mkdir(parents=True, exist_ok=True)
     classes = class_names(val_set)
     palette = make_palette(len(classes))
-    table = path.with_suffix(".csv")
-    with replacing(table) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["class", "iou", "colour"])
-        for index, (name, iou) in enumerate(zip(classes, metrics.iou(), strict=True)):
-            colour = bytes(palette[index].tolist()).hex()
-            writer.writerow([csv_cell(name), "" if iou.isnan() else iou.item(), f"#{colour}"])
+    table: list[list] = [["class", "iou", "colour"]]
+    for index, (name, iou) in enumerate(zip(classes, metrics.iou(), strict=True)):
+        colour = bytes(palette[index].tolist()).hex()
+        table.append([csv_cell(name), None if iou.isnan() else iou.item(), f"#{colour}"])
+    write_csv(path.with_suffix(".csv"), table)
     pixels = image_grid.to_pixels(inputs)  # the data set's images may be floats
     rows = [
         [image, overlay(image, mask, palette), overlay(image, prediction, palette)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from engine import UserError, replacing
 from engine.monitoring.confusion_picture import draw_confusion
+from engine.monitoring.run_files import write_csv
 from engine.text import csv_cell
 
 TABLE = "class_report.csv"
@@ -68,10 +68,10 @@ class ClassReport:
         """Write class_report.csv, confusion_matrix.csv and confusion_matrix.png into `folder`."""
         confusion = self.confusion.cpu()
         folder.mkdir(parents=True, exist_ok=True)
-        _write_csv(folder / TABLE, _class_rows(confusion, classes))
+        write_csv(folder / TABLE, _class_rows(confusion, classes))
         names = [csv_cell(name) for name in classes]
         rows = ([name, *counts.tolist()] for name, counts in zip(names, confusion, strict=True))
-        _write_csv(folder / MATRIX, [["true class", *names], *rows])
+        write_csv(folder / MATRIX, [["true class", *names], *rows])
         with replacing(folder / PICTURE) as temporary:
             draw_confusion(confusion, classes).save(temporary, format="PNG")
 
@@ -95,8 +95,3 @@ def _class_rows(confusion: Tensor, classes: Sequence[str]) -> Iterable[list]:
 
 def _quotient(part: int, whole: int) -> float | str:
     return part / whole if whole else ""
-
-
-def _write_csv(path: Path, rows: Iterable[list]) -> None:
-    with replacing(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file, lineterminator="\n").writerows(rows)

@@ -9,7 +9,7 @@ import csv
 import io
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -127,10 +127,14 @@ def main_columns(metric: str) -> list[str]:
 
 def write_rows(table: Path, rows: Sequence[Mapping[str, Any]], metric: str) -> None:
     """Write metrics.csv as a whole, so that a row that did not fit is written later."""
-    with replacing(table) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
-        columns = dict.fromkeys([*main_columns(metric), *chain.from_iterable(rows)])
-        if rows and not any("val_loss" in row for row in rows) and metric != "val_loss":
-            del columns["val_loss"]  # the only one that a task may leave out
-        writer = csv.DictWriter(file, columns, lineterminator="\n")
-        writer.writerow({name: csv_cell(name) for name in columns})
-        writer.writerows(rows)
+    columns = dict.fromkeys([*main_columns(metric), *chain.from_iterable(rows)])
+    if rows and not any("val_loss" in row for row in rows) and metric != "val_loss":
+        del columns["val_loss"]  # the only one that a task may leave out
+    cells = ([row.get(name) for name in columns] for row in rows)
+    write_csv(table, [list(map(csv_cell, columns)), *cells])
+
+
+def write_csv(path: Path, rows: Iterable[list]) -> None:
+    """Replace the CSV file at `path` by one of these rows; None is an empty cell."""
+    with replacing(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file, lineterminator="\n").writerows(rows)
