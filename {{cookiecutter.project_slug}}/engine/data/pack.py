@@ -90,7 +90,7 @@ def pack(packers: Sequence[SplitPacker], workers: int, skip_broken: int) -> None
     """Pack all splits. Raises UserError if more than `skip_broken` files can't be read."""
     for packer in packers:
         if packer.is_complete:
-            same = f"its files have the same {packer.compared} as when they were packed"
+            same = "its files have the same names, sizes and times of modification as before"
             print(f"{packer.folder} is complete: {same}", file=sys.stderr)
             continue
         try:

@@ -209,9 +209,6 @@ class SplitPacker:
 
     The folder is locked until this object is deleted, unless the pack is complete.
 
-    Attributes:
-        compared: properties of the files, which are the same as when the packing started.
-
     Raises UserError if the folder holds something else, or a pack of other options or files, or
     another process packs it.
     """
@@ -225,7 +222,6 @@ class SplitPacker:
         kind: str,
     ) -> None:
         self.folder, self.sources, self.options, self.kind = folder, sources, options, kind
-        self.compared = "names, sizes and times of modification"
         self.root = os.path.commonpath([os.path.dirname(source.path) for source in sources])
         self.progress = Manifest("", folder.name, kind, options._asdict(), list(classes))
         if kind == "txt":
@@ -306,10 +302,7 @@ class SplitPacker:
 
     def _require_same_times(self) -> None:
         """Raise UserError if a file was modified after the packing had started."""
-        path = self.folder / TIMES
-        if not path.is_file():  # of a version that did not store them
-            self.compared = "names and sizes"
-        elif read_text(path) != self.times:
+        if read_text(self.folder / TIMES) != self.times:
             raise UserError(
                 f"{self.folder} was packed from files with other times of modification, so they "
                 "may have changed; pack into a new folder"

@@ -174,7 +174,7 @@ class Mirror:
         shard = self.shards[name]
         data = self._read_cached(shard, offset, length)
         if data is None:
-            if shard.start_sha256 and name not in self.misses:
+            if name not in self.misses:
                 self.store.check_start(name, min(shards.START, shard.bytes), shard.start_sha256)
             self._count_miss(name)
             data = bytearray(self.store.read_part(name, offset, length))
@@ -198,7 +198,7 @@ class Mirror:
         """Return whether a file in the cache has the size and the start of a shard."""
         if os.fstat(descriptor).st_size != shard.bytes:
             return False
-        if shard.start_sha256 and shard.name not in self.compared:
+        if shard.name not in self.compared:
             start = os.pread(descriptor, shards.START, 0)
             if sha256(start).hexdigest() != shard.start_sha256:
                 return False

@@ -59,7 +59,7 @@ class Shard:
     bytes: int
     samples: int
     sha256: str
-    start_sha256: str = ""  # of the first START bytes; older packs have none
+    start_sha256: str  # of the first START bytes
 
 
 @dataclass
@@ -84,10 +84,7 @@ class Manifest:
         """Return the manifest in a JSON file. Raises ValueError if it is damaged."""
         try:
             values = json.loads(data)
-            entries = [
-                Shard(**_require_types(Shard, {"start_sha256": ""} | entry))
-                for entry in values["shards"]
-            ]
+            entries = [Shard(**_require_types(Shard, entry)) for entry in values["shards"]]
             manifest = cls(**_require_types(cls, values) | {"shards": entries})
         except (KeyError, TypeError, RecursionError):
             raise ValueError from None
