@@ -217,8 +217,8 @@ def build_data(
         sample = [tensor[:2].cpu() for tensor in batch]
         return Data(repeated, repeated, DUMMY_STEPS, [batch], {}, classes, sample, sample)
     train_set, val_set = task.build_datasets(args)
-    train_set = skip_broken(train_set, args.skip_broken, args.output)
-    val_set = skip_broken(val_set, args.skip_broken, args.output)
+    train_set = skip_broken(train_set, args.skip_broken, args.output, args.data)
+    val_set = skip_broken(val_set, args.skip_broken, args.output, args.data)
     require_same_data(train_set, val_set)
     data_sets = {"train": train_set, "val": val_set}
     if args.eval_only:  # the data may lack some of the model's classes

@@ -6,6 +6,7 @@ import fcntl
 import io
 import os
 import random
+import shutil
 import struct
 import subprocess
 import sys
@@ -326,6 +327,30 @@ def test_loader_of_the_readable_samples_has_each_once(folder, workers):
     (folder.parent / "run" / RECORD).unlink()
     with pytest.raises(UserError, match="lists 2 more, as many as --skip-broken"):
         greys(only_readable(skipping(folder, 2), 0), 0)
+
+
+def test_file_counts_once_however_its_folder_is_named(folder, monkeypatch):
+    """A run may be resumed from another folder."""
+    monkeypatch.chdir(folder)
+    for data in (Path(".."), folder.parent):
+        images = task.Images(data, task.center_crop)
+        greys(SeededDataset(skip_broken(images, 3, folder.parent / "run", data), 0), 0)
+    assert len((folder.parent / "run" / RECORD).read_text().splitlines()) == 3
+
+
+def test_files_of_other_data_do_not_count(folder, tmp_path):
+    """Such as those of an evaluation, which shares the record."""
+    other = shutil.copytree(folder.parent, tmp_path / "other")
+    for data in (folder.parent, other, folder.parent):
+        images = task.Images(data, task.center_crop)
+        greys(SeededDataset(skip_broken(images, 3, tmp_path / "run", data), 0), 0)
+
+
+def test_files_of_a_data_set_with_other_folders_count(folder, tmp_path):
+    """Such as one that reads a list of files in --data."""
+    images = task.Images(folder.parent, task.center_crop)
+    with pytest.raises(UserError, match="lists 2 more, as many as --skip-broken"):
+        greys(SeededDataset(skip_broken(images, 2, tmp_path / "run", tmp_path), 0), 0)
 
 
 def test_files_that_can_be_skipped_are_decoded_on_the_cpu(folder):

@@ -1,6 +1,7 @@
 """Data sets that skip unreadable files, for --skip-broken."""
 
 import fcntl
+import os
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -14,9 +15,16 @@ from engine.text import printable
 RECORD = "broken_files.txt"  # in --output
 
 
-def skip_broken(dataset: SizedDataset, limit: int, output: Path) -> SizedDataset:
-    """Return `dataset` with up to `limit` unreadable files skipped; unchanged for a limit of 0."""
-    return SkippingDataset(dataset, limit, output / RECORD) if limit else dataset
+def skip_broken(
+    dataset: SizedDataset, limit: int, output: Path, data: Path | str | None = None
+) -> SizedDataset:
+    """Return `dataset` with up to `limit` unreadable files skipped; unchanged for a limit of 0.
+
+    Files outside of `data`, a folder or URL, which an evaluation may have recorded in the folder
+    `output`, do not count.
+    """
+    root = f"{printable(_absolute(str(data))).rstrip('/')}/" if data else ""
+    return SkippingDataset(dataset, limit, output / RECORD, root) if limit else dataset
 
 
 def only_readable(dataset: SizedDataset, seed: int) -> SeededDataset:
@@ -37,14 +45,16 @@ class SkippingDataset(DatasetWrapper):
     Args:
         limit: number of different unreadable files, of all processes that share `record`.
         record: text file that lists them, one in each line.
+        root: with which the names of those begin that count; "" for all.
     """
 
     decode = "cpu"  # the GPU would decode a file when nothing can take its place
 
-    def __init__(self, dataset: SizedDataset, limit: int, record: Path) -> None:
+    def __init__(self, dataset: SizedDataset, limit: int, record: Path, root: str = "") -> None:
         super().__init__(dataset)
         self.limit = limit
         self.record = record
+        self.root = root
         self._unlisted: set[str] = set()
 
     def __getitem__(self, index: int) -> Any:
@@ -64,8 +74,10 @@ class SkippingDataset(DatasetWrapper):
 
     def _add(self, error: FileError) -> None:
         """Add a file to the record. Raises UserError if it is one too many."""
-        self._unlisted.add(printable(error.path))
-        known: set[str] = set()
+        name = printable(_absolute(error.path))
+        root = self.root if name.startswith(self.root) else ""  # of a data set with other folders
+        self._unlisted.add(name)
+        listed: set[str] = set()
         note = ""
         try:
             self.record.parent.mkdir(parents=True, exist_ok=True)
@@ -73,17 +85,18 @@ class SkippingDataset(DatasetWrapper):
                 with suppress(OSError):  # a file system without locks
                     fcntl.lockf(file, fcntl.LOCK_EX)  # other processes add to it, too
                 file.seek(0)
-                known = {*file.read(MAX_BYTES).splitlines()}
-                self._unlisted -= known
+                listed = {*file.read(MAX_BYTES).splitlines()}
+                self._unlisted -= listed
                 if not self._unlisted:
                     return
-                if len(known) + len(self._unlisted) <= self.limit:
+                listed = {one for one in listed if one.startswith(root)}
+                if len(listed) + len(self._unlisted) <= self.limit:
                     file.writelines(f"{name}\n" for name in sorted(self._unlisted))
         except OSError as problem:
             if problem.errno not in FULL_DISK:
                 raise UserError(f"{self.record} can't be written ({problem.strerror})") from None
             note = f"; the disk of {self.record} is full"
-        number = len(known) + len(self._unlisted)
+        number = len(listed) + len(self._unlisted)
         if number > self.limit:
             raise UserError(
                 f"{error}; {self.record} lists {number - 1} more, as many as --skip-broken "
@@ -92,6 +105,10 @@ class SkippingDataset(DatasetWrapper):
         log_line(f"warning: {error}; skipped, {number} of at most {self.limit}{note}")
         if not note:
             self._unlisted.clear()
+
+
+def _absolute(name: str) -> str:
+    return name if "://" in name else name and os.path.abspath(name)
 
 
 class ReadableSamples(SeededDataset):
