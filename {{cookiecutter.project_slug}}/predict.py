@@ -33,7 +33,7 @@ def parse_args() -> argparse.Namespace:
     parser = cli.ArgumentParser(description="Run inference with a trained model on image files.")
     add = parser.add_argument
     add("checkpoint", type=cli.path, help="with --ema, the better weights are used")
-    add("images", type=cli.local_path, nargs="*", metavar="FILE|FOLDER", help="image files")
+    add("images", type=cli.local_path, nargs="*", metavar="FILE|FOLDER", help="images to predict")
     add = parser.group("inference").add_argument
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU, if any")
     add("--json", action="store_true", help="print JSON lines")

@@ -6,19 +6,19 @@
 #   NPROC=1 ./run.sh --batch-size 256                     one process
 #   NNODES=2 MASTER_ADDR=10.0.0.1 ./run.sh                on each of two hosts, with the same flags
 #
-# Several hosts: NNODES is their number, or 2:4 for a job that runs on 2 to 4 of them as they come and
-# go. MASTER_ADDR and MASTER_PORT (default 29500) are the address of one host, whose launcher serves
-# the store by which they find each other; NODE_RANK=0 says that it is this one, where its address
-# does not. NODE_WAIT (default 600) is how many seconds hosts wait for others.
+# Several hosts: NNODES is their number, or 2:4 for an elastic job on 2 to 4 hosts. MASTER_ADDR and
+# MASTER_PORT (default 29500) are the address of one host, whose launcher serves the rendezvous store;
+# NODE_RANK=0 marks this host as that one, if its address does not show it. NODE_WAIT (default 600):
+# seconds that hosts wait for others.
 #
-# NPROC is the number of processes on this host (default: its GPUs, or 2 without any), MAX_RESTARTS
-# (default 0) how often a job that failed is started again; it resumes. OMP_NUM_THREADS is the CPU
-# threads of each process (default: its share of the cores), PYTHON the interpreter (default: python
-# or python3, whichever has torch). STOP_WAIT (default 30) is how many seconds processes have to save
-# after a signal, CHECK_WAIT (default 20) how many --check may take.
+# NPROC: processes on this host (default: its GPUs, or 2 without a GPU). MAX_RESTARTS (default 0):
+# restarts after a failure, each from the newest checkpoint. OMP_NUM_THREADS: CPU threads of each
+# process (default: cores / processes). PYTHON: the interpreter (default: python or python3, whichever
+# has torch). STOP_WAIT (default 30): seconds that processes have to save after a signal.
+# CHECK_WAIT (default 20): seconds that --check may take.
 # The script works from any folder; paths in the flags are relative to the folder it is started from.
 #
-#   ./run.sh --check [flags]    checks this host and these flags for seconds, trains nothing
+#   ./run.sh --check [flags]    checks this host and these flags, does not train
 
 set -eu
 

@@ -82,7 +82,7 @@ def add_arguments(parser: cli.ArgumentParser) -> None:
     add("--cutmix", type=alpha, default=0.0, metavar="ALPHA", help=help)
     add("--random-erasing", type=cli.probability, default=0.0, metavar="P", help="probability")
     add("--hflip", type=cli.probability, default=0.5, metavar="P", help="probability, for --data")
-    add("--auto-augment", choices=augmentation.POLICIES, help="torchvision's; for --data")
+    add("--auto-augment", choices=augmentation.POLICIES, help="torchvision's policy, for --data")
     parser.group("run").add_argument(
         "--report", action="store_true", help="write figures of each class and a confusion matrix"
     )

@@ -24,8 +24,9 @@ def add_data_arguments(parser: cli.ArgumentParser, layout: str) -> None:
     help = "maximum size of --cache-dir (default: 64GB)"
     add("--cache-size", type=cli.size_type, default=64 * 10**9, metavar="SIZE", help=help)
     add("--dummy", action="store_true", help="train on one synthetic batch, made on the device")
-    add("--workers", type=cli.worker_count, help="data-loading processes for each process")
-    help = "unreadable files to skip at most, listed in broken_files.txt; all are read on the CPU"
+    help = "data-loading workers per process (default: its CPU cores, at most 8; 0 without --data)"
+    add("--workers", type=cli.worker_count, help=help)
+    help = "skip at most N unreadable files, listed in broken_files.txt; the CPU decodes all files"
     add("--skip-broken", type=cli.non_negative_int, default=0, help=help)
 
 
@@ -82,7 +83,7 @@ def add_optimization_arguments(parser: cli.ArgumentParser, warmup_epochs: float)
         "--scale-lr",
         type=cli.positive_int,
         metavar="IMAGES",
-        help="multiply --lr by global batch / IMAGES",
+        help="multiply --lr by global batch size / IMAGES",
     )
     help = "factor of the learning rate from each layer to the one before it, such as 0.75"
     add("--layer-decay", type=cli.factor, metavar="FACTOR", help=help)
@@ -90,11 +91,11 @@ def add_optimization_arguments(parser: cli.ArgumentParser, warmup_epochs: float)
     add("--schedule", choices=schedules, default="cosine", help="step: ÷ 10 at 1/3 and 2/3")
     help = "epochs of linear warm-up"
     add("--warmup-epochs", type=cli.non_negative_float, default=warmup_epochs, help=help)
-    add("--accumulate", type=cli.positive_int, default=1, help="batches per step")
+    add("--accumulate", type=cli.positive_int, default=1, help="gradient accumulation steps")
     add("--label-smoothing", type=cli.fraction, default=0.0, help="in the training loss")
     help = "maximum gradient norm (default: 0, no limit)"
     add("--clip-grad", type=cli.non_negative_float, metavar="NORM", help=help)
-    help = "also validate and save a moving average of the weights (default: 0, none)"
+    help = "also validate and save an exponential moving average of the weights (default: 0, none)"
     add("--ema", type=cli.fraction, metavar="DECAY", help=help)
 
 
@@ -129,9 +130,8 @@ def add_run_arguments(parser: cli.ArgumentParser, output: Path) -> None:
     help = "steps or minutes between checkpoints (default: one after each epoch)"
     add("--save-every", type=cli.interval, help=help)
     add("--eval-every", type=cli.positive_int, default=1, help="epochs between validations")
-    add(
-        "--patience", type=cli.positive_int, help="stop after N validations without a better metric"
-    )
+    help = "early stopping: stop after N validations without a better metric"
+    add("--patience", type=cli.positive_int, help=help)
     add("--keep", type=cli.positive_int, default=2, help="how many checkpoints to keep")
     help = "steps between records and log lines (default: 10, and a line each minute)"
     add("--log-every", type=cli.positive_int, help=help)

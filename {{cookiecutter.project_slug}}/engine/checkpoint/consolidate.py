@@ -37,8 +37,8 @@ def main() -> None:
     """Convert the checkpoint that the command line names."""
     description = "Convert a sharded checkpoint into a single file."
     parser = cli.ArgumentParser("python -m engine.checkpoint.consolidate", description=description)
-    parser.add_argument("folder", type=Path, help="such as runs/NAME/best or runs/NAME/step-500")
-    parser.add_argument("file", type=Path, help="to write, such as best.pt")
+    parser.add_argument("folder", type=Path, help="checkpoint, such as runs/NAME/best")
+    parser.add_argument("file", type=Path, help="file to write, such as best.pt")
     args = parser.parse_args()
     consolidate(args.folder, args.file)
     print(f"wrote {args.file}")

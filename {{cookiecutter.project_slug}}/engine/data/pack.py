@@ -143,20 +143,20 @@ def parse_args() -> argparse.Namespace:
         prog="python -m engine.data.pack", description="Pack image folders into tar files."
     )
     add = parser.add_argument
-    add("data", nargs="?", type=cli.local_path, metavar="DATA", help="a folder as for --data")
+    add("data", nargs="?", type=cli.local_path, metavar="DATA", help="a folder, as for --data")
     text = "a new folder, or one to continue or to verify"
     add("out", type=cli.local_path, metavar="OUT", help=text)
-    text = "of larger images (default: 288; with masks 576)"
+    text = "shorter side of larger images (default: 288; 576 with masks)"
     side = cli.number_type(int, 1, MAX_SHORT_SIDE, f"an integer from 1 to {MAX_SHORT_SIDE - 1}")
     add("--short-side", type=side, default=0, metavar="PIXELS", help=text)
     quality = cli.number_type(int, 1, 101, "an integer from 1 to 100")
-    add("--quality", type=quality, default=90, help="of resized images, as JPEG (default: 90)")
-    text = "of a tar file (default: 256MB)"
+    add("--quality", type=quality, default=90, help="JPEG quality of resized images (default: 90)")
+    text = "size of a tar file (default: 256MB)"
     add("--shard-size", type=cli.size_type, default="256MB", metavar="SIZE", help=text)
-    add("--shuffle", action="store_true", help="training images in random order, to read by URL")
+    add("--shuffle", action="store_true", help="random order of training images, for data by URL")
     text = "encoding processes (default: all CPU cores)"
     add("--workers", type=cli.core_count, default=distributed.cpu_cores(), metavar="N", help=text)
-    text = "unreadable files to leave out at most (default: 0)"
+    text = "leave out at most N unreadable files (default: 0)"
     add("--skip-broken", type=cli.non_negative_int, default=0, metavar="N", help=text)
     add("--verify", action="store_true", help="compare all checksums at the end")
     args = parser.parse_args()

@@ -73,9 +73,9 @@ def main() -> None:
     )
     add = parser.add_argument
     add("data", nargs="+", type=cli.local_path, metavar="DATA", help="a folder or a local pack")
-    text = "that read the files (default: one for each CPU core)"
+    text = "threads that read files (default: one for each CPU core)"
     add("--threads", type=cli.core_count, default=distributed.cpu_cores(), metavar="N", help=text)
-    add("--ignore-index", type=cli.non_negative_int, metavar="N", help="label of masks to ignore")
+    add("--ignore-index", type=cli.non_negative_int, metavar="N", help="label to ignore in masks")
     args = parser.parse_args()
     torch.set_num_threads(1)  # each file is decoded by one thread
     for folder in args.data:

@@ -376,7 +376,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("output", type=Path, metavar="OUTPUT", help="the run's --output folder")
     parser.add_argument("--tracker", choices=trackers.ADAPTERS, help="default: those of the run")
-    parser.add_argument("--follow", type=int, metavar="PID", help="until this parent has ended")
+    parser.add_argument("--follow", type=int, metavar="PID", help="run until this parent has ended")
     args = parser.parse_args(arguments)
     if args.follow is not None and not args.tracker:
         parser.error("--follow needs --tracker")
