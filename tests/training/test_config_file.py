@@ -271,6 +271,9 @@ def test_flags_without_an_effect_are_named(parse, capsys):
     [
         ("--bach-size=3", "there is no flag --bach-size; did you mean --batch-size?"),
         ("--epoch", "there is no flag --epoch; did you mean --epochs?"),
+        ("--learning_rate=0.1", "there is no flag --learning_rate; did you mean --lr?"),
+        ("--fp16", "there is no flag --fp16; did you mean --opt-level?"),
+        ("--optimizer=adam", "there is no flag --optimizer (--help"),
         ("--xyzzy", "there is no flag --xyzzy (--help"),
     ],
 )

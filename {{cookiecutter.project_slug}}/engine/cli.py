@@ -37,6 +37,18 @@ NOT_SETTINGS = (
 MAX_WORKERS = 256  # of a process: a mistyped number would exhaust the machine
 MAX_WIDTH = 100  # columns of the help text
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+# Names that other scripts have for a flag here.
+OTHER_NAMES = {
+    **dict.fromkeys(("amp", "bf16", "fp16", "mixed-precision", "precision"), "opt-level"),
+    "checkpoint": "resume",
+    "early-stopping": "patience",
+    "evaluate": "eval-only",
+    "gradient-accumulation-steps": "accumulate",
+    "learning-rate": "lr",
+    "max-grad-norm": "clip-grad",
+    "model": "arch",
+    "pretrained": "weights",
+}
 METAVARS: dict[object, str] = {int: "N", Path: "PATH"}  # by the type of a flag
 
 
@@ -321,8 +333,15 @@ def _is_argument(text: str) -> bool:
 
 
 def _suggestion(name: str, names: Iterable[str]) -> str:
-    near = get_close_matches(name, names, n=1)
-    return f"; did you mean {near[0]}?" if near else ""
+    by_words = {_words(one): one for one in names}
+    other = OTHER_NAMES.get(_words(name))
+    near = [other] if other in by_words else get_close_matches(_words(name), by_words, n=1)
+    return f"; did you mean {by_words[near[0]]}?" if near else ""
+
+
+def _words(name: str) -> str:
+    """Return the name of a flag or setting without what they differ in, such as ``batch-size``."""
+    return name.lstrip("-").replace("_", "-")
 
 
 def settings(args: argparse.Namespace) -> dict[str, object]:
