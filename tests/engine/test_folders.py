@@ -1,12 +1,16 @@
 """engine.data.folders: lists of image files, and reports of what is ignored."""
 
+import contextlib
+import errno
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import task
 from engine import UserError
-from engine.data import folders
+from engine.data import files, folders
 from engine.data.folders import list_classes, list_flat, list_images
 from torchvision.datasets import ImageFolder
 
@@ -83,6 +87,47 @@ def test_unreadable_class_folder_is_reported(root, capsys, monkeypatch):
     assert "folders that can't be read (Permission denied): 1 (dog)" in capsys.readouterr().err
     with pytest.raises(PermissionError):  # verify would call the folder intact
         list_images(root)
+
+
+@pytest.fixture
+def outage(monkeypatch) -> list[OSError]:
+    """Errors of the next attempts to list the class "dog"."""
+    errors: list[OSError] = []
+    scandir = os.scandir
+
+    def fail(path):
+        if errors and str(path).endswith("dog"):
+            raise errors.pop()
+        return scandir(path)
+
+    monkeypatch.setattr(files, "PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(os, "scandir", fail)
+    return errors
+
+
+def test_folder_whose_disk_does_not_answer_is_read_again(root, outage):
+    """Without it, a run would train and validate on fewer samples."""
+    expected = list_classes(root)
+    outage += [OSError(errno.EIO, "Input/output error")] * 2
+    assert list_classes(root) == expected
+    assert not outage
+
+
+@pytest.mark.parametrize("read", [list_classes, list_images])
+def test_folder_whose_disk_never_answers_is_an_error(root, outage, read):
+    outage += [OSError(errno.EIO, "Input/output error")] * 3
+    with pytest.raises(UserError, match=r"dog can't be read \(Input/output error\)") as error:
+        read(root)
+    assert error.value.status == 1  # the job may be restarted
+
+
+def test_link_whose_disk_does_not_answer_is_no_file(root, monkeypatch):
+    is_dir = mock.Mock(side_effect=OSError(errno.ESTALE, "Stale"))
+    entries = [SimpleNamespace(name="zebra", path="zebra", is_dir=is_dir)]
+    monkeypatch.setattr(files, "PAUSES_S", ())
+    monkeypatch.setattr(os, "scandir", lambda _: contextlib.nullcontext(entries))
+    with pytest.raises(UserError, match=r"can't be read \(Stale\)"):
+        list_classes(root)
 
 
 def test_links_that_loop_or_repeat_files_are_not_followed(root, capsys):

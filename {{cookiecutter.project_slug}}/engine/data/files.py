@@ -30,6 +30,12 @@ class FileError(UserError):
         self.path = path
 
 
+class OutageError(UserError):
+    """The disk of the data does not answer: unlike after a mistake, the job may be restarted."""
+
+    status = 1
+
+
 @contextmanager
 def naming_errors(path: str | os.PathLike, kind: str) -> Iterator[None]:
     """Turn any exception of the body, other than UserError, into a FileError.
@@ -75,10 +81,10 @@ def open_file(path: str | os.PathLike) -> BufferedReader | BytesIO:
     """
     if IN_SHARD.fullmatch(os.fspath(path)):
         return BytesIO(read_file(path))
-    return BufferedReader(_try_again(path, partial(open_regular, path, MAX_BYTES)))
+    return BufferedReader(try_again(path, partial(open_regular, path, MAX_BYTES)))
 
 
-def _try_again(path: str | os.PathLike, read: Callable[[], T]) -> T:
+def try_again(path: str | os.PathLike, read: Callable[[], T]) -> T:
     """Return what `read` returns; call it again if the disk did not answer."""
     for pause in PAUSES_S:
         try:
@@ -94,7 +100,7 @@ def _try_again(path: str | os.PathLike, read: Callable[[], T]) -> T:
 
 def read_file(path: str | os.PathLike) -> bytearray:
     """Return the contents of a regular file. Raises OSError as `open_file` does."""
-    return _try_again(path, partial(_read_once, path))
+    return try_again(path, partial(_read_once, path))
 
 
 def _read_once(path: str | os.PathLike) -> bytearray:

@@ -5,6 +5,7 @@ import time
 import unicodedata
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from engine import UserError, distributed, summarize
 from engine.data import shards
+from engine.data.files import TRANSIENT, OutageError, try_again
 from engine.text import printable
 
 LISTS = (*shards.CLASS_FILES, "captions.tsv")
@@ -24,7 +26,7 @@ class Scan:
     Hidden files are ignored: .ipynb_checkpoints, or ._NAME.jpg of macOS, which holds no image.
 
     Args:
-        is_strict: raise the OSError for a folder that can't be read, in place of ignoring it.
+        is_strict: raise the OSError for a folder that may not be read, in place of ignoring it.
     """
 
     def __init__(
@@ -44,24 +46,25 @@ class Scan:
     def read(self, folder: str) -> tuple[list[os.DirEntry], list[os.DirEntry]]:
         """Return the subfolders and the files of a folder by name, without hidden ones.
 
-        Both are empty if it can't be read.
+        Both are empty if it can't be read. Raises OutageError if the disk does not answer.
         """
         self._report_progress(folder)
         try:
-            with os.scandir(folder) as found:
-                entries = sorted(found, key=lambda entry: entry.name)
+            entries = try_again(folder, partial(_list, folder))
         except OSError as error:
+            if error.errno in TRANSIENT:
+                raise OutageError(f"{folder} can't be read ({error.strerror})") from None
             if self.is_strict:
                 raise
             self.ignore(f"folders that can't be read ({error.strerror})", folder)
             return [], []
         folders: list[os.DirEntry] = []
         files: list[os.DirEntry] = []
-        for entry in entries:
+        for entry, is_folder in entries:
             if entry.name.startswith("."):
                 self.ignore("hidden files and folders", entry.path)
             else:
-                (folders if _is_folder(entry) else files).append(entry)
+                (folders if is_folder else files).append(entry)
         return folders, files
 
     def images(self, files: Sequence[os.DirEntry]) -> list[str]:
@@ -125,11 +128,19 @@ class Scan:
             )
 
 
+def _list(folder: str) -> list[tuple[os.DirEntry, bool]]:
+    """Return the entries of a folder by name, and whether each is a folder, too."""
+    with os.scandir(folder) as found:
+        return [(entry, _is_folder(entry)) for entry in sorted(found, key=lambda one: one.name)]
+
+
 def _is_folder(entry: os.DirEntry) -> bool:
     try:
         return entry.is_dir()
-    except OSError:  # a link to itself, or to where the user may not look
-        return False
+    except OSError as error:
+        if error.errno in TRANSIENT:
+            raise
+        return False  # a link to itself, or to where the user may not look
 
 
 def list_images(folder: Path) -> list[str]:
