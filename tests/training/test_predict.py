@@ -360,6 +360,12 @@ def test_model_is_exported(
     torch.testing.assert_close(exported, expected, rtol=1e-3, atol=1e-3)
 
 
+def test_export_has_the_size_of_inference(shared_project: Callable) -> None:
+    predict = load_project(shared_project(task="classification")).predict
+    options = {"image": {"size": 64, "eval_size": 96}}
+    assert predict.sample_inputs(options, 2).shape == (2, 3, 96, 96)
+
+
 @pytest.mark.parametrize("name", ["batch_size", "arch"])
 def test_export_with_altered_model_options_is_an_error(
     generated: Project, model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str

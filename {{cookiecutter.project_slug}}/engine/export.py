@@ -4,7 +4,8 @@ import io
 import os
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,8 +25,9 @@ TOLERANCE, ROUNDING = 1e-3, 1e-6  # relative to the largest number of an output,
 def export_model(model: nn.Module, path: Path, sample_inputs: Callable[[int], Any]) -> str:
     """Write `model` to `path`: as ONNX (.onnx), or as a program of torch.export (.pt2).
 
-    Sizes of the inputs stay variable where the model allows it. The file is compared with the
-    model on inputs of another batch size; it replaces one at `path` only if its outputs are right.
+    Sizes of the inputs stay variable where the model allows it, and the file is as right for half
+    and twice of them; else that of the batch alone. The file is compared with the model on inputs
+    of another batch size; it replaces one at `path` only if its outputs are right.
     ONNX keeps weights of 2 GB and more in a second file, of the same name with .data after it.
 
     Args:
@@ -62,25 +64,75 @@ def _export_and_compare(
     """Write the file that will be at `path`; return how its outputs differ from the model's."""
     # Copies: the program would accept nothing but views, if these are views of batches.
     inputs, other_inputs = (_map(Tensor.clone, sample_inputs(size)) for size in (2, 3))
-    automatic = torch.export.Dim.AUTO
-    sizes = (_map(lambda tensor: dict.fromkeys(range(tensor.dim()), automatic), inputs),)
     export = _export_onnx if path.suffix == ".onnx" else _export_program
-    run = export(model, inputs, sizes, written)
-    expected = list(nested_tensors(model(other_inputs)))
-    found = run(other_inputs)
-    pairs = [
+    run = export(model, inputs, _variable_sizes(inputs), written)
+    note = ""
+    if any(_is_wrong(model, run, resized) for resized in _resize(inputs)):
+        # A model may compute otherwise for larger inputs, which ONNX does not record.
+        run = export(model, inputs, _variable_sizes(inputs, batch_only=True), written)
+        note = "; only for inputs of the size that it was exported with, in any number"
+    expected, found = model(other_inputs), run(other_inputs)
+    if wrong := _first_difference(found, expected):
+        difference, largest = wrong
+        raise UserError(
+            f"--export {path}: its outputs differ from the model's by up to {difference:.2g}, "
+            f"where the largest is {largest:.2g}; nothing was written"
+        )
+    difference, largest = max(_differences(found, expected))
+    return f"outputs as the model's, up to {difference:.1g} of {largest:.2g}{note}"
+
+
+def _variable_sizes(inputs: Any, batch_only: bool = False) -> tuple:
+    """Return the argument `dynamic_shapes` of torch's exporters."""
+
+    def sizes(tensor: Tensor) -> dict[int, Any]:
+        dims = range(min(1, tensor.dim()) if batch_only else tensor.dim())
+        return dict.fromkeys(dims, torch.export.Dim.AUTO)
+
+    return (_map(sizes, inputs),)
+
+
+def _resize(inputs: Any) -> Iterator[Any]:
+    """Yield `inputs` with half and twice the sizes of one tensor, but for batch and channels."""
+    for chosen in nested_tensors(inputs):
+        for is_twice in (False, True):
+            yield _map(partial(_resize_one, chosen, is_twice), inputs)
+
+
+def _resize_one(chosen: Tensor, is_twice: bool, tensor: Tensor) -> Tensor:
+    if tensor is not chosen:
+        return tensor
+    for dim in range(1 if tensor.dim() == 2 else 2, tensor.dim()):
+        half = tensor.narrow(dim, 0, -(-tensor.size(dim) // 2))
+        tensor = torch.cat([tensor, tensor], dim) if is_twice else half
+    return tensor.contiguous()
+
+
+def _is_wrong(model: nn.Module, run: Callable[[Any], list[Tensor]], inputs: Any) -> bool:
+    """Return whether the file that `run` runs has other outputs than the model, if both have."""
+    try:
+        expected, found = model(inputs), run(inputs)
+    except Exception:  # neither has to take all sizes, and each may raise anything
+        return False
+    return _first_difference(found, expected) is not None
+
+
+def _differences(found: list[Tensor], expected: Any) -> list[tuple[float, float]]:
+    """Return the largest difference and the largest number of each output."""
+    return [
         ((one - other).abs().max().item(), other.abs().max().item())
-        for one, other in zip(found, expected, strict=True)
+        for one, other in zip(found, nested_tensors(expected), strict=True)
     ]
+
+
+def _first_difference(found: list[Tensor], expected: Any) -> tuple[float, float] | None:
+    """Return the difference and the largest number of the first output that is not right."""
+    pairs = _differences(found, expected)
     rounding = ROUNDING * max(largest for _, largest in pairs)  # of an output that should be zero
-    for difference, largest in pairs:
-        if not difference <= max(TOLERANCE * largest, rounding):  # NaN too
-            raise UserError(
-                f"--export {path}: its outputs differ from the model's by up to {difference:.2g}, "
-                f"where the largest is {largest:.2g}; nothing was written"
-            )
-    difference, largest = max(pairs)
-    return f"outputs as the model's, up to {difference:.1g} of {largest:.2g}"
+    is_right = (  # NaN is not
+        difference <= max(TOLERANCE * largest, rounding) for difference, largest in pairs
+    )
+    return next((pair for pair, right in zip(pairs, is_right, strict=True) if not right), None)
 
 
 def _export_program(
