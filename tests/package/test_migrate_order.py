@@ -61,29 +61,19 @@ IN_TURN = """\
     update(second)
 """
 NOT_ZEROED = "gradients may not be zeroed between one optimizer.step() and the next"
+APART = "optimizer.step() is in another function than its backward pass"
+ALONE = "the block of amp.scale_loss is not scaled_loss.backward() alone"
 NO_CONDITION = "optimizer.step() lacks the condition of its backward pass"
 SEVERAL = "opt may be several optimizers"
 CAUGHT = "an exception at optimizer.step() may be caught"
-IN_BLOCK = "optimizer.step() is inside of amp.scale_loss"
 LEFT = {
     "functions": (
         f"{HELPERS}def clip():\n{CLIP}\n{LOOP}    backward()\n    clip()\n    update()\n",
-        CLIPPED,
-    ),
-    "caller": (
-        f"{HELPERS}{LOOP}    backward()\n{SHIFT}    update()\n",
-        "p.grad is read, which GradScaler keeps scaled",
-    ),
-    "step in the caller": (
-        f"{BACK}{LOOP}    backward()\n{SHIFT}{STEP}",
-        "p.grad is read, which GradScaler keeps scaled",
+        APART,
     ),
     "function of another file": (
-        f"{HELPERS}{LOOP}    backward()\n    noise(model.parameters())\n    update()\n",
-        "noise is given the parameters before the step",
-    ),
-    "function of another file in front of the step": (
-        f"{BACK}def change():\n    noise(model.parameters())\n{STEP}{LOOP}    backward()\n",
+        f"{BACK}{LOOP}    backward()\n    noise(model.parameters())\n    if n % 2:\n"
+        + indent(STEP, "    "),
         "noise is given the parameters before the step",
     ),
     "method of the optimizer": (
@@ -138,10 +128,14 @@ LEFT = {
         "for optimizer in optimizers:\n    optimizer.step()\n",
         "optimizer.step() is in a loop without its backward pass",
     ),
-    "helpers for two optimizers": (f"{OTHER}{BOTH}{LOOP}{IN_TURN}", SEVERAL),
+    "helpers for two optimizers": (
+        f"{OTHER}{BOTH}{LOOP}{IN_TURN}",
+        "opt.step() is in another function than its backward pass",
+    ),
     "accumulation of two optimizers": (
         f"{OTHER}def train(n, model, opt):\n{BACKWARD.replace('optimizer', 'opt')}"
-        f"    if n % 2:\n        opt.step()\n\n{LOOP}    train(n, model, optimizer)\n"
+        f"    if n % 2:\n        opt.step()\n        opt.zero_grad()\n\n{LOOP}"
+        "    train(n, model, optimizer)\n"
         "    train(n, other, second)\n",
         SEVERAL,
     ),
@@ -157,7 +151,7 @@ LEFT = {
         "amp.initialize is called in more than one place",
     ),
     "step by another name": (
-        f"def train(opt):\n{BACKWARD}    if x.any():\n        optimizer.step()\n\n".replace(
+        f"def train(opt):\n{BACKWARD}    if x.any():\n{indent(STEP, '    ')}\n".replace(
             "optimizer", "opt"
         )
         + f"{LOOP}    train(optimizer)\noptimizer.step()\n",
@@ -170,11 +164,6 @@ LEFT = {
     "step as a value": (
         f"update = optimizer.step\n{LOOP}{BACKWARD}{STEP}    update()\n",
         "optimizer.step may be the step of an optimizer whose gradients are scaled",
-    ),
-    "clipping beside the step of another optimizer": (
-        f"{OTHER}def update():\n{OTHER_STEP}\n{LOOP}{BACKWARD}{STEP}{OTHER_BACKWARD}"
-        + f"{CLIP.replace('model', 'other')}    update()\n",
-        CLIPPED,
     ),
     "gradients of several steps": (
         f"{LOOP}{BACKWARD}    optimizer.step()\n    if n % 4:\n        optimizer.zero_grad()\n",
@@ -192,7 +181,7 @@ LEFT = {
     ),
     "registered function": (
         f"@register\ndef after():\n    model(x).sum().backward()\n\n{LOOP}{BACKWARD}{STEP}",
-        "after is not scaled",
+        "model(x).sum().backward() is not scaled",
     ),
     "function while gradients accumulate": (
         f"{LOOP}{BACKWARD}    if n % 2:\n{indent(STEP, '    ')}    noise(optimizer)\n",
@@ -203,14 +192,14 @@ LEFT = {
         "noise is given the parameters before the step",
     ),
     "backward pass of another function": (
-        f"{HELPERS}def penalty():\n    model.weight.square().sum().backward()\n\n"
-        + f"{LOOP}    backward()\n    penalty()\n    update()\n",
+        f"{BACK}def penalty():\n    model.weight.square().sum().backward()\n\n"
+        + f"{LOOP}    backward()\n    penalty()\n{STEP}",
         "model.weight.square().sum().backward() is not scaled",
     ),
     "backward pass of a function that is passed on": (
         "def regularize(model):\n    model.weight.square().sum().backward()\n\n"
         + f"{LOOP}{BACKWARD}    list(map(regularize, [model]))\n{STEP}",
-        "regularize is not scaled",
+        "model.weight.square().sum().backward() is not scaled",
     ),
     "gradients of an epoch": (
         "for _ in range(2):\n    optimizer.zero_grad()\n"
@@ -236,7 +225,7 @@ LEFT = {
         .replace("(model, run.optimizer", "(run, model")
         .replace("update(run.optimizer", "update(run")
         + f"{LOOP}    backward(run, model)\n    backward(other, model)\n    update(run)\n",
-        "run.optimizer may be several optimizers",
+        "run.optimizer.step() is in another function than its backward pass",
     ),
     "exception that a loop catches": (
         f"def train():\n{BACKWARD}{CLIP}{STEP}\n{LOOP}    try:\n        train()\n"
@@ -252,7 +241,7 @@ LEFT = {
         f"{LOOP}    try:\n"
         + "".join(f"    {line}\n" for line in BACKWARD.splitlines())
         + f"    except RuntimeError:\n        print(n)\n{STEP}",
-        NO_CONDITION,
+        "an exception at optimizer.backward() may be caught",
     ),
     **{
         f"{jump} in front of the losses of a step": (
@@ -264,8 +253,8 @@ LEFT = {
         for jump in ("continue", "break")
     },
     "return in front of the loss of a helper": (
-        HELPERS.replace("():", "():\n    if x.any():\n        return", 1)
-        + f"{LOOP}    backward()\n    update()\n",
+        BACK.replace("():", "():\n    if x.any():\n        return", 1)
+        + f"{LOOP}    backward()\n{STEP}",
         NO_CONDITION,
     ),
     "case of a match": (
@@ -338,15 +327,11 @@ LEFT = {
     ),
     "step in the block of its loss": (
         f"{LOOP}{BACKWARD}        optimizer.step()\n    optimizer.zero_grad()\n",
-        IN_BLOCK,
+        ALONE,
     ),
     "step of a function in the block of the loss": (
         f"def update():\n{STEP}\n{LOOP}{BACKWARD}        update()\n",
-        IN_BLOCK,
-    ),
-    "step in the block of the loss of another optimizer": (
-        f"{OTHER}{LOOP}{BACKWARD}{OTHER_BACKWARD}    {STEP}{OTHER_STEP}",
-        IN_BLOCK,
+        APART,
     ),
     "zero_grad of the model of another optimizer": (
         f"{OTHER}def reset():\n    other.zero_grad()\n\n{LOOP}{BACKWARD}    optimizer.step()\n"
@@ -375,13 +360,109 @@ LEFT = {
     "helper that passes the model on": (
         f"def change():\n    noise(model)\n\n{LOOP}{BACKWARD}    change()\n    if n % 2:\n"
         + indent(STEP, "    "),
-        "change may have the parameters",
+        "noise is given the parameters before the step",
     ),
     "context manager of another file": (
         "from elsewhere import guard\n"
         + f"{LOOP}    with guard():\n{indent(BACKWARD + STEP, '    ')}",
         CAUGHT,
     ),
+    "function that zeroes gradients": (
+        "def reset():\n    for p in model.parameters():\n"
+        + f"        p.grad = None\n\n{LOOP}    reset()\n{BACKWARD}    optimizer.step()\n",
+        NOT_ZEROED,
+    ),
+    "zero_grad in both branches": (
+        f"{LOOP}{BACKWARD}    optimizer.step()\n    if n % 2:\n"
+        + "        optimizer.zero_grad(True)\n    else:\n        optimizer.zero_grad()\n",
+        NOT_ZEROED,
+    ),
+    "condition that implies the other": (
+        f"is_training = True\n{LOOP}    if is_training:\n"
+        + "".join(f"    {line}\n" for line in BACKWARD.splitlines())
+        + "    if is_training and n % 4 == 0:\n        optimizer.step()\n"
+        + "    if n % 4 == 0:\n        optimizer.zero_grad()\n",
+        NOT_ZEROED,
+    ),
+    "clipping beside the step": (
+        f"{BACK}def update():\n{CLIP}{STEP}{LOOP}    backward()\n",
+        APART,
+    ),
+    "helpers for one optimizer": (
+        BOTH + f"{LOOP}    backward(model, optimizer)\n    update(optimizer)\n",
+        "opt.step() is in another function than its backward pass",
+    ),
+    "exception after which the step is left out": (
+        f"{LOOP}    try:\n"
+        + "".join(f"    {line}\n" for line in BACKWARD.splitlines())
+        + f"    except RuntimeError:\n        continue\n{STEP}",
+        "an exception at optimizer.backward() may be caught",
+    ),
+    "gradients that are dropped with a step, or unscaled": (
+        LOOP
+        + f"{BACKWARD}    if loss > 9:\n        optimizer.zero_grad()\n        continue\n"
+        + f"{CLIP}    if n > 9:\n        optimizer.zero_grad()\n{STEP}",
+        "gradients may be zeroed before optimizer.step()",
+    ),
+    "zero_grad of each epoch in front of the function of the steps": (
+        "def train():\n"
+        + indent(f"{LOOP}{BACKWARD}    optimizer.step()\n", "    ")
+        + "for _ in range(2):\n    optimizer.zero_grad()\n    train()\n",
+        NOT_ZEROED,
+    ),
+    "zero_grad in the function of the steps, once": (
+        "def train():\n    optimizer.zero_grad()\n"
+        + indent(f"{LOOP}{BACKWARD}    optimizer.step()\n", "    ")
+        + "for _ in range(2):\n    train()\n",
+        NOT_ZEROED,
+    ),
+    "zero_grad of a model that has not all parameters": (
+        "groups = [{'params': model.parameters()}, {'params': other.parameters()}]\n"
+        + f"optimizer = torch.optim.SGD(groups, lr=0.1)\n{LOOP}{BACKWARD}    optimizer.step()\n"
+        + "    model.zero_grad()\n",
+        NOT_ZEROED,
+    ),
+    "zero_grad of a model in front of another group of parameters": (
+        f"optimizer.add_param_group({{'params': [x]}})\n{LOOP}{BACKWARD}    optimizer.step()\n"
+        + "    model.zero_grad()\n",
+        NOT_ZEROED,
+    ),
+    "loss of another optimizer behind zero_grad": (
+        f"{OTHER}{LOOP}    optimizer.zero_grad()\n    second.zero_grad()\n{BACKWARD}"
+        + f"    optimizer.step()\n{OTHER_BACKWARD}    second.step()\n",
+        "the loss of optimizer may come between second.zero_grad() and its step()",
+    ),
+    "zero_grad of two optimizers behind their steps": (
+        f"{OTHER}{LOOP}{BACKWARD}{STEP}{OTHER_BACKWARD}{OTHER_STEP}",
+        "the loss of second may come between optimizer.zero_grad() and its step()",
+    ),
+    "condition in the block of the loss": (
+        LOOP + BACKWARD.replace("scaled_loss.b", "if n:\n            scaled_loss.b") + STEP,
+        ALONE,
+    ),
+    "function in the block of the loss": (
+        f"def finish(loss):\n    loss.backward()\n    optimizer.zero_grad()\n\n{LOOP}"
+        + BACKWARD.replace("scaled_loss.backward()", "finish(scaled_loss)")
+        + STEP,
+        ALONE,
+    ),
+    "clipping in the block of the loss": (f"{LOOP}{BACKWARD}    {CLIP}{STEP}", ALONE),
+    "generator": (
+        "def train():\n" + indent(f"{LOOP}{BACKWARD}    yield loss\n{STEP}", "    "),
+        "is in a generator",
+    ),
+    "backward pass of a part of an expression": (
+        f"{BACK}{LOOP}    n and backward()\n{STEP}",
+        APART,
+    ),
+    "helper that is passed on": (f"{BACK}{LOOP}    backward()\n{STEP}register(backward)\n", APART),
+    **{
+        f"{manager} that may catch an exception": (
+            f"{LOOP}    with {manager}:\n{indent(BACKWARD + STEP, '    ')}",
+            CAUGHT,
+        )
+        for manager in ("logger.catch()", "ignore_errors(log=True)", "suppress(RuntimeError)")
+    },
     "exception of the step": (
         f"{LOOP}{BACKWARD}    try:\n        optimizer.step()\n    except RuntimeError:\n"
         + "        pass\n    optimizer.zero_grad()\n",
@@ -391,12 +472,8 @@ LEFT = {
 CONVERTED = {
     "context managers that catch nothing": "for _ in range(2):\n    with tqdm(total=8) as bar:\n"
     + indent(f"{LOOP}    with no_sync():\n{indent(BACKWARD + CLIP + STEP, '    ')}", "        "),
-    "function that zeroes gradients": "def reset():\n    for p in model.parameters():\n"
-    + f"        p.grad = None\n\n{LOOP}    reset()\n{BACKWARD}    optimizer.step()\n",
     "break of another loop": f"{LOOP}{BACKWARD}{CLIP}    for _ in x:\n        break\n{STEP}",
     "return after the step": f"def train(n):\n{BACKWARD}{CLIP}{STEP}    return\n",
-    "functions": f"{HELPERS}{LOOP}    backward()\n    update()\n",
-    "clipping beside the step": f"{BACK}def update():\n{CLIP}{STEP}{LOOP}    backward()\n",
     "one loop over optimizers": "optimizers = [optimizer]\nfor i in range(1):\n"
     + BACKWARD.replace("optimizer)", "optimizers[i])")
     + "    optimizers[i].step()\n    optimizers[i].zero_grad()\n",
@@ -409,12 +486,6 @@ CONVERTED = {
     ).replace("for", "    for")
     + "for n in range(2):\n    try:\n        train()\n    except RuntimeError:\n        raise\n"
     + "try:\n    train()\nexcept KeyboardInterrupt:\n    print(n)\n",
-    "exception after which the step is left out": f"{LOOP}    try:\n"
-    + "".join(f"    {line}\n" for line in BACKWARD.splitlines())
-    + f"    except RuntimeError:\n        continue\n{STEP}",
-    "gradients that are dropped with a step, or unscaled": LOOP
-    + f"{BACKWARD}    if loss > 9:\n        optimizer.zero_grad()\n        continue\n"
-    + f"{CLIP}    if n > 9:\n        optimizer.zero_grad()\n{STEP}",
     "other methods": f"logging.getLogger('apex').info('a b'.split())\n{LOOP}{BACKWARD}{STEP}"
     + "(env\n .step(1)\n .step(2))\n",
     "exception of one's own": f"def train(n):\n{BACKWARD}{CLIP}"
@@ -430,18 +501,18 @@ CONVERTED = {
     + "optimizer = get_optimizer(model)\ntrain(optimizer)\n",
     "unused parameters": f"{LOOP}{BACKWARD}    for p in model.parameters():\n"
     + f"        if p.grad is None:\n            print(n)\n{STEP}",
-    "helpers for one optimizer": BOTH
-    + f"{LOOP}    backward(model, optimizer)\n    update(optimizer)\n",
-    "scheduler": f"{BACK}def update():\n{STEP}\ndef epoch():\n{LOOP}        backward()\n"
-    "        update()\n\nscheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)\n"
-    "for _ in range(2):\n    epoch()\n    scheduler.step()\n".replace("for n", "    for n"),
+    "scheduler": f"{BACK}def epoch():\n"
+    + indent(f"{LOOP}    backward()\n{STEP}", "    ")
+    + "scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)\n"
+    "for _ in range(2):\n    epoch()\n    scheduler.step()\n",
+    "step in the caller": f"{BACK}{LOOP}    backward()\n{SHIFT}{STEP}",
     "training mode": "def train(loader):\n    model.train()\n    for n in loader:\n"
     + "".join(f"    {line}\n" for line in f"{BACKWARD}{STEP}".splitlines())
     + "        if n % 9 == 0:\n            model.eval()\n            model.train()\n",
     "schedules, which have the optimizer": "schedule = StepLR(optimizer, 1)\n"
     + "plan = elsewhere.WarmupCosine(optimizer)\n"
     + f"policy = elsewhere.Policy(optimizer)\n{LOOP}{BACKWARD}    schedule.step()\n"
-    + "    plan.adjust()\n    policy.step()\n    policy.load_state_dict(policy.state_dict())\n"
+    + "    plan.adjust()\n    policy.step(n)\n    policy.load_state_dict(policy.state_dict())\n"
     + f"    optimizer.update_learning_rate()\n    optimizer.synchronize()\n{STEP}",
     "objects that have the optimizer, and ordinary methods": "log = Logger(optimizer)\n"
     + f"ema = Average(model.parameters())\n{LOOP}{BACKWARD}    log.write(n)\n    ema.store()\n"
@@ -453,8 +524,9 @@ CONVERTED = {
     + f"    num = num + p.numel()\nnum = torch.tensor(num / 1e6)\n{LOOP}{BACKWARD}    noise(num)\n"
     + STEP,
     "penalty of a model's gradients": f"{LOOP}{BACKWARD}    gradient_penalty(model)\n{STEP}",
-    "step of another optimizer": f"{OTHER}ema = Average(model.parameters())\n{LOOP}{BACKWARD}{STEP}"
-    + f"    ema.apply_shadow()\n{OTHER_BACKWARD}{OTHER_STEP}",
+    "step of another optimizer": f"{OTHER}ema = Average(model.parameters())\n{LOOP}"
+    + f"    optimizer.zero_grad()\n{BACKWARD}    optimizer.step()\n    ema.apply_shadow()\n"
+    + f"    second.zero_grad()\n{OTHER_BACKWARD}    second.step()\n",
     "penalty that has the parameters": "penalty = elsewhere.penalty(model.parameters())\n"
     + f"{LOOP}{BACKWARD}    noise(1)\n    print(penalty.item())\n{STEP}",
     "class of this file that has the parameters": "class Meter:\n    def __init__(self, params):\n"
@@ -463,10 +535,6 @@ CONVERTED = {
     "a loss of some steps": f"{LOOP}{BACKWARD}    if n % 4 == 0:\n"
     + "".join(f"    {line}\n" for line in BACKWARD.splitlines())
     + STEP,
-    "condition that implies the other": f"is_training = True\n{LOOP}    if is_training:\n"
-    + "".join(f"    {line}\n" for line in BACKWARD.splitlines())
-    + "    if is_training and n % 4 == 0:\n        optimizer.step()\n"
-    + "    if n % 4 == 0:\n        optimizer.zero_grad()\n",
     "meter": f"def update(n):\n{BACKWARD}{STEP}\ndef validate():\n    meter.update(model(x))\n\n"
     f"{LOOP}    update(n)\n",
     "size of a layer": f"classes = model.weight.size(0)\n{LOOP}{BACKWARD}{STEP}",
@@ -478,15 +546,12 @@ CONVERTED = {
         ".mean()\n", ".mean()\n    for p in model.parameters():\n        loss += p.abs().sum()\n"
     )
     + f"    noise(loss.item())\n{STEP}",
-    "builder of another file": f"noise(model.parameters())\n{HELPERS}{LOOP}    backward()\n"
-    + "    update()\n",
+    "builder of another file": f"noise(model.parameters())\n{BACK}{LOOP}    backward()\n{STEP}",
     "decorator that catches nothing": "@hydra.main(config_path='conf')\ndef main(config):\n"
     + indent(f"{LOOP}{BACKWARD}{CLIP}{STEP}\n", "    ")
     + "for _ in range(2):\n    main()\n",
     "decorator of the file that catches nothing": "def timer(call):\n    return call\n\n"
     + f"@timer\n@torch.no_grad()\ndef train(n):\n{BACKWARD}{CLIP}{STEP}\n{LOOP}    train(n)\n",
-    "zero_grad in both branches": f"{LOOP}{BACKWARD}    optimizer.step()\n    if n % 2:\n"
-    + "        optimizer.zero_grad(set_to_none=True)\n    else:\n        optimizer.zero_grad()\n",
     "jump to the next step": f"{LOOP}    if x.sum() > 99:\n        continue\n{BACKWARD}{STEP}",
 }
 
@@ -527,9 +592,9 @@ class Trainer:
             scaled_loss.backward()
 
     def optimize_parameters(self):
+        self.optimizer_G.zero_grad()
         self.backward_G()
         self.optimizer_G.step()
-        self.optimizer_G.zero_grad()
         self.optimizer_D.zero_grad()
         loss = self.D(self.G(x).detach()).mean()
         with amp.scale_loss(loss, self.optimizer_D) as scaled_loss:
@@ -592,7 +657,9 @@ def test_gradients_are_unscaled_in_each_branch_with_a_loss(tmp_path):
 def test_gradients_of_a_helper_are_unscaled_after_its_call(tmp_path):
     helper = f"def backward():\n{OTHER_BACKWARD}\n"
     clip = CLIP.replace("model", "other")
-    script = f"{OTHER}{helper}{LOOP}{BACKWARD}{CLIP}{STEP}    backward()\n{clip}{OTHER_STEP}"
+    first = f"    optimizer.zero_grad()\n{BACKWARD}{CLIP}    optimizer.step()\n"
+    script = f"{OTHER}{helper}{LOOP}{first}"
+    script += f"    second.zero_grad()\n    backward()\n{clip}    second.step()\n"
     code, _ = migrate(tmp_path, START + script)
     assert code.rindex("scaler_second.unscale_(second)") > code.rindex("backward()")
     assert code.count("scaler_second.unscale_") == 1
@@ -622,47 +689,19 @@ second = torch.optim.SGD(two.parameters(), lr=0.5)
 [one, two], [first, second] = amp.initialize([one, two], [first, second], opt_level="O1")
 for step in range(4):
     first.zero_grad()
-    second.zero_grad()
     loss_one, loss_two = one(x).square().mean(), two(x).square().mean()
     with amp.scale_loss(loss_one, first) as scaled_loss:
         scaled_loss.backward()
+    nn.utils.clip_grad_norm_(amp.master_params(first), 0.1)
+    first.step()
+    second.zero_grad()
     with amp.scale_loss(loss_two, second) as scaled_loss:
         scaled_loss.backward()
-    nn.utils.clip_grad_norm_(amp.master_params(first), 0.1)
     nn.utils.clip_grad_norm_(amp.master_params(second), 0.1)
-    first.step()
     second.step()
     print(loss_one.item())
     print(loss_two.item())
 """
-
-
-@pytest.mark.parametrize(
-    ("given", "is_shared"),
-    [
-        ("one.parameters()", True),
-        ("one.layer.parameters(), lr=0.5", True),
-        ("[*two.parameters(), *one.parameters()]", True),
-        ("[p for p in one.parameters() if p.dim() > 1]", True),
-        ("both", True),
-        ("load('parameters')", True),
-        ("ones.parameters()", False),
-        ("chain(two.parameters(), three.parameters())", False),
-    ],
-)
-@pytest.mark.parametrize("is_in_turn", [False, True])
-def test_two_optimizers_that_may_share_parameters_are_left(tmp_path, given, is_shared, is_in_turn):
-    script = TWO_OPTIMIZERS.replace(
-        "second = torch.optim.SGD(two.parameters()",
-        f"both = list(one.parameters())\nboth.extend(two.parameters())\nsecond = A({given}",
-    )
-    if is_in_turn:
-        script = script.replace("    first.step()\n", "")
-        script = script.replace("backward()\n", "backward()\n    first.step()\n", 1)
-        script = script.replace("    nn.utils.clip_grad_norm_(amp.master_params(first), 0.1)\n", "")
-    assert f"A({given}" in script
-    report = migrate(tmp_path, script, status=int(is_shared))[1]
-    assert ("first and second may share parameters" in report) is is_shared
 
 
 def test_gradients_of_two_optimizers_are_clipped_unscaled(run, tmp_path):

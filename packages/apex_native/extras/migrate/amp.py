@@ -13,7 +13,7 @@ from libcst.metadata import QualifiedNameProvider, QualifiedNameSource
 
 from .calls import models_and_optimizers, split
 from .forward import Forward
-from .gradients import Assignment, decorators, function_name
+from .gradients import Assignment, function_name
 from .imports import apex_imports
 from .optimizers import Optimizers
 from .order import negated, parts
@@ -62,8 +62,6 @@ PROBED = re.compile(
 )
 # A dictionary or list of the names of modules, or of what a module has.
 NAMESPACE = re.compile(r"\bsys\.modules\b|\b(globals|locals|vars|dir)\(\)")
-# A loop over the parameters of a model or of an optimizer.
-OVER_PARAMETERS = re.compile(r"([\w.]+)\.(?:\w*parameters\(|param_groups)|master_params\((.+?)\)")
 NO_MASTERS = "O2, O3 and O5 cast the model; --opt-level O1 or O4 replaces them by autocast"
 IGNORED = {"opt_level", "verbosity", "models", "optimizers", "num_losses"}
 IGNORED |= {"keep_batchnorm_fp32", "master_weights"}  # no effect where weights are not cast
@@ -162,16 +160,10 @@ class Analysis(Optimizers):
             return
         is_reset = isinstance(parent, cst.AssignTarget) or source(parent).endswith(".grad.zero_")
         is_test = re.search(r"\.grad is (not )?None$", source(parent))
-        self.resets += [(self._owner(node), node)] if is_reset else []
+        self.resets += [("", node)] if is_reset else []
         is_function = source(node).endswith("autograd.grad")
         if not is_reset and not is_function and not is_test:
             self._add_reader(node, source(node))
-
-    def _owner(self, node: cst.Attribute) -> str:
-        """Return the object over whose parameters a loop around ``p.grad`` runs, or ""."""
-        loops = [source(each.iter) for each in self.loops(node) if isinstance(each, cst.For)]
-        owners = OVER_PARAMETERS.findall(" ".join(loops))
-        return "".join(owners[0]) if owners else ""
 
     def visit_SimpleString(self, node: cst.SimpleString) -> None:
         """Find gradients that ``getattr(parameter, "grad")`` reads, and ``find_spec("apex")``."""
@@ -222,17 +214,10 @@ class Analysis(Optimizers):
             self.registered.append(name.removeprefix("apex.amp."))
 
     def visit_FunctionDef(self, node: cst.FunctionDef) -> None:
-        self.defined.add(node.name.value)
-        if "except" in source(node):
-            self.handling.add(node.name.value)
-            if "contextmanager" in "".join(decorators(node)):
-                self.suppressing.add(node.name.value)
-        if node.name.value == "__exit__" and re.search(r"return (?!None|False)", source(node)):
-            self.suppressing.add(getattr(self.owner(node), "name", node.name).value)
+        self.defined[node.name.value].append(node)
 
     def visit_ClassDef(self, node: cst.ClassDef) -> None:
-        bases = [names_in(base) for base in node.bases]
-        self.classes[node.name.value] = set().union(*bases)
+        self.classes.add(node.name.value)
 
     def visit_Assign(self, node: cst.Assign) -> None:
         self.assigned += pairs(node)
@@ -399,13 +384,7 @@ class Analysis(Optimizers):
         if usage.has_autocast:
             self._check_outputs(forward)
         if usage.scaled and not usage.reasons:
-            self.name_scalers(original_node)
-            self.place_unscale()
-            self.check_steps()
-            self.place_scalers()
-            self.check_order()
-            self.check_optimizers()
-            self.check_zeroed()
+            self.check_scalers(original_node)
 
     def _find_questions(self) -> None:
         """Find calls of ``is_apex_available()`` and its like, imported from another file.

@@ -5,24 +5,29 @@ from typing import Any
 
 import libcst as cst
 
+from .access import Access
 from .calls import models_and_optimizers
-from .gradients import CLASS, OPTIMIZER, SCHEDULE, function_name
-from .order import Order
-from .places import NONE, is_own, last_name, last_names, names_in, new_name, source
-from .tree import LOOPS
+from .gradients import OPTIMIZER, SCHEDULE, function_name
+from .places import NONE, last_name, last_names, names_in, new_name, source
 
 # In the name of an object whose ``step`` is none of an optimizer.
 OTHERS = re.compile(
     r"^(self|super\(\)|(?!.*opt).*(prof|time|ema|log|meter|progress|bar|env).*)$", re.IGNORECASE
 )
-LATER = (cst.Lambda, cst.GeneratorExp)  # what is in it may run after the function
-REPEATING = (*LOOPS, cst.BaseComp, cst.Lambda)
 
 
-class Optimizers(Order):
+class Optimizers(Access):
     """Names the GradScalers, and checks that each of them has one optimizer."""
 
-    def name_scalers(self, module: cst.Module) -> None:
+    def check_scalers(self, module: cst.Module) -> None:
+        """Place the calls of GradScaler, and require that their order is certain."""
+        self._name_scalers(module)
+        self.check_order()
+        self.check_access()
+        self.place_scalers()
+        self._check_optimizers()
+
+    def _name_scalers(self, module: cst.Module) -> None:
         """Name a GradScaler for each optimizer, as an attribute if one class has all of amp."""
         usage = self.usage
         optimizers = list(dict.fromkeys(loss.optimizer for loss in usage.losses))
@@ -55,19 +60,6 @@ class Optimizers(Order):
         is_class = isinstance(owner, cst.ClassDef) and not owners and not has_slots
         return is_class and first == {"self"}
 
-    def reached(self, names: set[str]) -> set[str]:
-        """Return the names of functions and of those that they call, also through others."""
-        found, size = set(names), -1
-        while size != len(found):
-            size = len(found)
-            found |= {
-                name
-                for name, call in self.calls
-                if function_name(self.function(call)) in found
-                and not any(isinstance(each, LATER) for each in self.parents(call))
-            }
-        return found
-
     def prepared(self, index: int) -> tuple[set[str], set[str]]:
         """Return the names that amp.initialize is given, and those for what it returns.
 
@@ -85,7 +77,7 @@ class Optimizers(Order):
                 returned |= last_names(target) if items or index == 0 else set()
         return given, returned
 
-    def check_optimizers(self) -> None:
+    def _check_optimizers(self) -> None:
         """Require that no step unscales the gradients of one optimizer by the scaler of another.
 
         Each optimizer must have a scaler of its own, or be stepped right after its backward pass.
@@ -97,7 +89,7 @@ class Optimizers(Order):
             is_of_self = scaler[:5] == "self." and bool(re.fullmatch(r"self\.\w+", optimizer))
             aliases = self._aliases({optimizer.removeprefix("self.")})
             is_of_self = is_of_self and all(self.function(each) is start for each in aliases)
-            if not (is_each_once or is_of_self or self.is_stepped_at_once(optimizer)):
+            if optimizer in self.exposed and not (is_each_once or is_of_self):
                 self.usage.reasons.append(
                     f"{optimizer} may be several optimizers, of which one is stepped between "
                     "the backward pass and the step of another"
@@ -130,43 +122,17 @@ class Optimizers(Order):
     def _is_once(self) -> bool:
         """Return whether amp is initialized once, or by a function that trains, too."""
         start = self.function(self.starts[0])
-        training = {self.function(node) for node in self.users()}
         names = self.reached({function_name(start)})
-        if all(isinstance(one, cst.FunctionDef) and one.name.value in names for one in training):
-            return True
-        return all(self._runs_once(each) for each in self.starts)
-
-    def _runs_once(self, node: cst.CSTNode, seen: tuple[cst.CSTNode, ...] = ()) -> bool:
-        """Return whether a node runs once in a process, by the calls in this file."""
-        here = self.function(node)
-        if here in seen or any(isinstance(each, REPEATING) for each in self.parents(node)):
-            return False
-        if not isinstance(here, cst.FunctionDef):
-            return True
-        owner = self.owner(here)
-        assert isinstance(owner, (cst.FunctionDef, cst.ClassDef))
-        names = {owner.name.value}
-        for name, bases in self.classes.items():  # subclasses follow their bases
-            names |= {name} if names & bases else set()
-        calls = [call for name, call in self.calls if name in names and is_own(name, call)]
-        calls = [call for call in calls if self.function(call) is not here]
-        is_entry = not calls and not isinstance(owner, cst.ClassDef)
-        return is_entry or len(calls) == 1 and self._runs_once(calls[0], (*seen, here))
+        return not isinstance(start, cst.FunctionDef) or all(
+            function_name(self.function(node)) in names for node in self.users()
+        )
 
     def _check_other_steps(self) -> None:
         """Require that nothing else is stepped that may be an optimizer with scaled gradients."""
-        prepared = set().union(*self.prepared(1))
-        known: dict[str, bool] = {}  # objects, of which each value is one of a known class
-        for target, value in self.assigned:
-            is_made = isinstance(value, cst.Call) and bool(CLASS.search(source(value.func)))
-            known[source(target)] = known.get(source(target), True) and is_made
         scalers = self.usage.scalers
+        prepared = set().union(*self.prepared(1))
         others = [(owner, False) for owner, _ in self.bound_steps]
-        others += [
-            (owner, not step.args and not known.get(owner, False))
-            for owner, step in self.steps
-            if owner not in scalers
-        ]
+        others += [(owner, not step.args) for owner, step in self.steps if owner not in scalers]
         for owner, is_unknown in others:
             is_prepared = (
                 owner in scalers or last_names(cst.parse_expression(f"({owner})")) & prepared
