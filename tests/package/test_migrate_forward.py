@@ -155,9 +155,13 @@ LEFT = {
         "model[0] is called outside of autocast",
     ),
     "argument that is computed from an output": (
-        f"{INITIALIZE}{UPDATE}{LOOP}    out = model[0](x)\n    pair = (out, y)\n"
+        f"{INITIALIZE}{UPDATE}{LOOP}    features = model[0](x)\n    pair = (features, y)\n"
         + "    update(*pair)\n",
         "model[0] is called outside of autocast",
+    ),
+    "loss function that autocast refuses": (
+        INITIALIZE + f"{LOOP}    loss = torch.nn.BCELoss()(model(x).sigmoid(), x[:, :4])\n{STEP}",
+        "autocast refuses BCELoss",
     ),
     "output of a function": (
         f"{INITIALIZE}def encode(x):\n    return model[0](x)\n{UPDATE}{LOOP}    out = encode(x)\n"
@@ -221,6 +225,8 @@ class Trainer:
         )
         for name, setup in {
             "imported": "from elsewhere import penalty, run\n",
+            "imported, with data": "from elsewhere import run, weight, penalty_of\n"
+            "def penalty(net):\n    return penalty_of(net, weight)\n",
             "defined": "from elsewhere import run\ndef penalty(net):\n"
             "    return sum(p.square().sum() for p in net.parameters())\n",
         }.items()

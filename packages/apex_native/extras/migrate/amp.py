@@ -383,6 +383,7 @@ class Analysis(Optimizers):
             self._add_autocast(loss, forward)
         if usage.has_autocast:
             self._check_outputs(forward)
+            self._check_refused(original_node)
         if usage.scaled and not usage.reasons:
             self.check_scalers(original_node)
 
@@ -535,6 +536,11 @@ class Analysis(Optimizers):
                     "computed from what it returns or changes"
                 )
 
+    def _check_refused(self, module: cst.Module) -> None:
+        """Require that no loss function is used that autocast refuses on GPUs, in any type."""
+        if names_in(module) & {"BCELoss", "binary_cross_entropy"}:
+            self.usage.reasons.append("autocast refuses BCELoss on GPUs; use BCEWithLogitsLoss")
+
     def _may_reach(self, call: cst.Call, loss: Loss) -> bool:
         """Return whether the loss may be computed from the output of a forward pass elsewhere."""
         line, here = self.statement(call), self.function(loss.statement)
@@ -566,8 +572,7 @@ class Analysis(Optimizers):
             size = len(found)
             for target, value in self.local[self.function(line)]:
                 found |= names_in(target) if names_in(value) & found else set()
-        optimizers = {loss.optimizer.rpartition(".")[2] for loss in self.usage.losses}
-        return found - self.models - optimizers
+        return found
 
     def _is_argument(self, call: cst.Call, held: set[str], here: cst.CSTNode) -> bool:
         """Return whether a function is given the output of a forward pass, or one of the names."""

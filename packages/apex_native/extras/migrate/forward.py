@@ -16,7 +16,6 @@ OTHER_METHODS = {"train", "eval", "parameters", "named_parameters", "buffers", "
 OTHER_METHODS |= {"children", "state_dict", "load_state_dict", "zero_grad", "cuda", "cpu", "apply"}
 OTHER_METHODS |= {"half", "float", "requires_grad_", "no_sync", "share_memory", "named_modules"}
 OTHER_METHODS |= {"items", "keys", "values"}
-NUMBERS = (cst.Integer, cst.Float, cst.SimpleString)
 
 
 def _ends(value: cst.BaseExpression) -> set[str]:
@@ -103,13 +102,13 @@ class Forward(cst.CSTVisitor):
         ]
 
     def runs(self, node: cst.CSTNode) -> bool:
-        """Return whether code calls a model, or a function that runs one or is given one."""
+        """Return whether code calls a model, or a function that runs one."""
         return any(self._is_forward(call) for call in _calls_in(node))
 
     def _is_forward(self, call: cst.Call) -> bool:
-        """Return whether a call seems to run a model: with data, unless it is the model's own.
+        """Return whether a call is of a model, its method with data, or a function that runs it.
 
-        Others, such as ``penalty(model, 2)``, may need its parameters alone.
+        Functions of other files, such as ``penalty(model, 2)``, may need its parameters alone.
         """
         name = last_name(call.func)
         owner = source(call.func.value) if isinstance(call.func, cst.Attribute) else ""
@@ -117,10 +116,7 @@ class Forward(cst.CSTVisitor):
             return False
         if name in {*self.runners, *self.models} or name == "self" and "forward" in self.runners:
             return True
-        args = [arg.value for arg in call.args if not isinstance(arg.value, NUMBERS)]
-        given = {last_name(arg) for arg in args}
-        is_given = name not in self.functions and not _makes_model(call) and given & self.models
-        return bool(given - self.models) and bool(is_given or names_in(call.func) & self.models)
+        return bool(call.args) and bool(names_in(call.func) & self.models)
 
 
 @lru_cache(2**14)  # functions are asked about until nothing changes
