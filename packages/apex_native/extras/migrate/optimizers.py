@@ -22,9 +22,9 @@ class Optimizers(Access):
     def check_scalers(self, module: cst.Module) -> None:
         """Place the calls of GradScaler, and require that their order is certain."""
         self._name_scalers(module)
+        self.place_scalers()
         self.check_order()
         self.check_access()
-        self.place_scalers()
         self._check_optimizers()
 
     def _name_scalers(self, module: cst.Module) -> None:

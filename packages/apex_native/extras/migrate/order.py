@@ -63,7 +63,8 @@ class Order(Parameters):
 
     def block(self, node: cst.CSTNode) -> cst.CSTNode:
         """Return the block of the statement that contains `node`."""
-        return next(self.levels(self.statement(node)))[0]
+        block: cst.CSTNode = next(self.levels(self.statement(node)))[0]
+        return block
 
     def place_scalers(self) -> None:
         """Require that scalers, which are created where amp is initialized, are not used elsewhere.
