@@ -9,24 +9,14 @@ from itertools import combinations
 from typing import Any
 
 import libcst as cst
-from libcst.metadata import PositionProvider, QualifiedNameProvider
+from libcst.metadata import PositionProvider
 
-from .gradients import LATER, decorators, function_name
-from .parameters import Parameters
-from .places import as_bool, is_own, last_name, plain_source, source
-from .tree import LOOPS
+from .exceptions import Exceptions
+from .gradients import LATER, function_name
+from .places import as_bool, is_own, plain_source, source
 
 # Around a call that may run later, or not.
 INDIRECT = (*LATER, cst.IfExp, cst.BooleanOperation)
-ENDS = re.compile(r"^raise\b|exit\(")  # the last statement of a handler that ends the script
-# Last names of context managers and decorators that let exceptions pass, and of others.
-PASSING = re.compile(
-    r"^(scale_loss|open|\w*main|command|train|lock|join|progress|staticmethod|property|"
-    r"(class|context|cached_)\w+|skip_synchronize)$|tqdm|range|no_sync|autocast|null|prof|record|"
-    r"time|watch|grad|log|bar",
-    re.IGNORECASE,
-)
-CATCHING = re.compile("retry|backoff|catch|suppress|err|exc|ignore|guard|safe", re.IGNORECASE)
 
 
 def negated(test: cst.BaseExpression) -> cst.BaseExpression:
@@ -45,7 +35,7 @@ def parts(test: cst.BaseExpression, holds: bool) -> set[tuple[str, bool]]:
     return {(source(test).strip("()"), holds)}
 
 
-class Order(Parameters):
+class Order(Exceptions):
     """Checks that each run of the script calls GradScaler's methods in the order it requires."""
 
     def __init__(self) -> None:
@@ -129,7 +119,7 @@ class Order(Parameters):
         nodes: list[tuple[str, Any]] = [("step", step) for step in steps]
         nodes += [("backward", loss.statement) for loss in self.losses_of(optimizer)]
         for name, node in nodes:
-            if self._is_caught(node):
+            if self.is_caught(node):
                 reasons.append(
                     f"an exception at {optimizer}.{name}() may be caught, after which GradScaler "
                     "would not unscale the gradients of the next step"
@@ -335,47 +325,3 @@ class Order(Parameters):
                 self.usage.reasons.append(
                     f"the loss of {other} may come between {optimizer}.zero_grad() and its step()"
                 )
-
-    def _is_caught(self, node: cst.CSTNode) -> bool:
-        """Return whether an exception at a node may be caught in a loop, which continues."""
-        calls: list[tuple[cst.CSTNode, bool]] = [(node, False)]
-        for call, is_caught in calls:  # and the calls of the function, and of its callers
-            catching = self._catching(call)
-            for each in self.parents(call):
-                is_caught |= each in catching
-                if is_caught and isinstance(each, LOOPS):
-                    return True
-            here = self.function(call)
-            name = function_name(here)
-            is_caught |= not all(map(self._passes, decorators(here)))
-            is_method = self.owner(here) is not here
-            callers = [
-                other
-                for called, other in self.calls
-                if called == name and (is_method or is_own(name, other))
-            ]
-            if is_caught and not callers and name:
-                return True  # it may be called in a loop of another file
-            calls += [(one, is_caught) for one in callers if (one, is_caught) not in calls]
-        return False
-
-    def _catching(self, node: cst.CSTNode) -> list[cst.CSTNode]:
-        """Return the statements around a node that may catch an exception and continue."""
-        path = [node, *self.parents(node)]
-        return [
-            each
-            for each in path
-            if isinstance(each, (cst.Try, cst.TryStar))
-            and each.body in path
-            and not all(ENDS.search(plain_source(one.body.body[-1])) for one in each.handlers)
-            or isinstance(each, cst.With)
-            and not all(self._passes(one.item) for one in each.items)
-        ]
-
-    def _passes(self, manager: cst.BaseExpression) -> bool:
-        """Return whether a context manager or decorator lets exceptions pass, by its name."""
-        function = manager.func if isinstance(manager, cst.Call) else manager
-        names = self.get_metadata(QualifiedNameProvider, function, set())
-        name = last_name(function)
-        is_torch = any(each.name.startswith("torch.") for each in names)
-        return is_torch or bool(PASSING.search(name)) and not CATCHING.search(name)
