@@ -68,6 +68,34 @@ def test_onnx_file_that_is_right_for_one_size_takes_no_other(tmp_path, size):
     torch.testing.assert_close(torch.from_numpy(means), Windows()(images))
 
 
+def test_program_refuses_sizes_for_which_the_model_computes_otherwise(tmp_path):
+    path = tmp_path / "model.pt2"
+    text = export.export_model(Windows().eval(), path, lambda n: torch.rand(n, 3, 6, 6))
+    assert "only" not in text
+    program = torch.export.load(path).module()
+    assert torch.equal(program(torch.ones(3, 3, 7, 7)), torch.ones(3))
+    with pytest.raises(AssertionError, match="Guard failed"):
+        program(torch.ones(3, 3, 9, 9))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fails_in", ["the model", "the file"])
+def test_size_that_fails(tmp_path, fails_in):
+    """A size that the model does not take is no difference; one that the file does not take is."""
+
+    class Fails(nn.Module):
+        def forward(self, images):
+            if fails_in == "the model" or torch.compiler.is_compiling():
+                images = images.reshape(-1, 192)
+            return images.flatten(1).sum(1)[:2].mean()
+
+    pytest.importorskip("onnxscript")
+    pytest.importorskip("onnxruntime")
+    path = tmp_path / "model.onnx"
+    text = export.export_model(Fails().eval(), path, lambda n: torch.ones(n, 3, 8, 8))
+    assert ("only for inputs of the size" in text) == (fails_in == "the file")
+
+
 @pytest.mark.slow
 def test_weights_that_are_too_large_for_the_onnx_file_are_beside_it(tmp_path, monkeypatch):
     pytest.importorskip("onnxscript")
