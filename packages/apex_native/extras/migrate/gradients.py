@@ -35,7 +35,7 @@ def decorators(function: cst.CSTNode) -> list[cst.BaseExpression]:
 
 
 class Gradients(Tree):
-    """What a visit of the module has found."""
+    """Facts that a visit of the module has found."""
 
     def __init__(self) -> None:
         super().__init__()
