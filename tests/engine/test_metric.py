@@ -39,8 +39,11 @@ def test_metrics_replace_no_other_column():
     metric.require({"val_loss": 1.0, "val_accuracy": 0.5})
     with pytest.raises(UserError, match=r"returns lr, step, which is a column of metrics\.csv"):
         metric.require({"step": 1.0, "lr": 1.0, "val_accuracy": 0.5})
-    with pytest.raises(UserError, match=r"returns 'val_a\\xa0b': use printable characters"):
+    with pytest.raises(UserError, match=r"returns 'val_a\\xa0b': use at most 100 printable char"):
         metric.require({"val_a\xa0b": 1.0, "val_accuracy": 0.5})
+    metric.require({"a" * 100: 1.0, "val_accuracy": 0.5})
+    with pytest.raises(UserError, match="use at most 100 printable characters"):
+        metric.require({"a" * 101: 1.0, "val_accuracy": 0.5})
 
 
 def test_names_of_the_average_are_no_others():

@@ -72,14 +72,13 @@ def _export_and_compare(
         # A model may compute otherwise for larger inputs, which ONNX does not record.
         run = export(model, inputs, _variable_sizes(inputs, batch_only=True), written)
         note = "; only for inputs of the size that it was exported with, in any number"
-    expected, found = model(other_inputs), run(other_inputs)
-    if wrong := _first_difference(found, expected):
-        difference, largest = wrong
+    expected = model(other_inputs)
+    is_right, difference, largest = _compare(run(other_inputs), expected)
+    if not is_right:
         raise UserError(
             f"--export {path}: its outputs differ from the model's by up to {difference:.2g}, "
             f"where the largest is {largest:.2g}; nothing was written"
         )
-    difference, largest = max(_differences(found, expected))
     return f"outputs as the model's, up to {difference:.1g} of {largest:.2g}{note}"
 
 
@@ -122,27 +121,23 @@ def _is_wrong(
     except Exception:  # it does not have to take all sizes, and may raise anything
         return False
     try:
-        return _first_difference(run(inputs), expected) is not None
+        return not _compare(run(inputs), expected)[0]
     except Exception:  # of torch's guards, or of some operation in onnxruntime
         return not is_guarded
 
 
-def _differences(found: list[Tensor], expected: Any) -> list[tuple[float, float]]:
-    """Return the largest difference and the largest number of each output."""
-    return [
+def _compare(found: list[Tensor], expected: Any) -> tuple[bool, float, float]:
+    """Return whether all outputs are right, and the difference and largest number of one.
+
+    It is the first that is not right, or else the one that differs most.
+    """
+    pairs = [
         ((one - other).abs().max().item(), other.abs().max().item())
         for one, other in zip(found, nested_tensors(expected), strict=True)
     ]
-
-
-def _first_difference(found: list[Tensor], expected: Any) -> tuple[float, float] | None:
-    """Return the difference and the largest number of the first output that is not right."""
-    pairs = _differences(found, expected)
     rounding = ROUNDING * max(largest for _, largest in pairs)  # of an output that should be zero
-    is_right = (  # NaN is not
-        difference <= max(TOLERANCE * largest, rounding) for difference, largest in pairs
-    )
-    return next((pair for pair, right in zip(pairs, is_right, strict=True) if not right), None)
+    wrong = [pair for pair in pairs if not pair[0] <= max(TOLERANCE * pair[1], rounding)]  # NaN too
+    return not wrong, *(wrong[0] if wrong else max(pairs))
 
 
 def _export_program(

@@ -12,6 +12,7 @@ from engine import UserError
 # Of metrics.csv; val_loss is the only one that a task returns.
 COLUMNS = ("epoch", "step", "train_loss", "val_loss", "lr", "loss_scale", "images_per_second")
 AVERAGE = "_ema"  # suffix of the metrics of the moving average
+MAX_NAME = 100  # characters
 
 
 class Best(NamedTuple):
@@ -69,10 +70,11 @@ class MonitoredMetric:
                 f"Metrics.compute in task.py returns {', '.join(sorted(taken))}, which is a column "
                 "of metrics.csv: use another name"
             )
-        if hidden := [name for name in results if not name.isprintable()]:
+        # Long names would make the history look like an altered file when it is read.
+        if bad := [name for name in results if not name.isprintable() or len(name) > MAX_NAME]:
             raise UserError(
-                f"Metrics.compute in task.py returns {hidden[0]!a}: use printable characters, and "
-                "plain spaces, in its name"
+                f"Metrics.compute in task.py returns {bad[0]!a}: use at most {MAX_NAME} printable "
+                "characters, and plain spaces, in its name"
             )
         if self.name.endswith(AVERAGE):
             raise UserError(
