@@ -98,9 +98,9 @@ def load_model(path: Path) -> tuple[nn.Module, dict]:
 
 def sample_inputs(options: dict[str, Any], batch_size: int) -> Any:
     """Return a batch of synthetic inputs of a model with these options, on the CPU."""
-    image = options.get("image", {})
-    if size := image.get("eval_size"):
-        options = options | {"image": image | {"size": size}}
+    image = options.get("image")
+    if isinstance(image, dict) and image.get("eval_size"):
+        options = options | {"image": image | {"size": image["eval_size"]}}
     try:
         batch = task.dummy_batch(batch_size, torch.device("cpu"), **options)
     except TypeError as error:

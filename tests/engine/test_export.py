@@ -97,6 +97,18 @@ def test_size_that_fails(tmp_path, fails_in):
 
 
 @pytest.mark.slow
+def test_inputs_of_one_size_are_resized_together(tmp_path):
+    class Sum(Windows):
+        def forward(self, images):
+            return super().forward(images[0] + images[1])
+
+    pytest.importorskip("onnxscript")
+    pytest.importorskip("onnxruntime")
+    sample = lambda n: [torch.rand(n, 3, 8, 8) for _ in range(2)]  # noqa: E731
+    assert "only for" in export.export_model(Sum().eval(), tmp_path / "model.onnx", sample)
+
+
+@pytest.mark.slow
 def test_weights_that_are_too_large_for_the_onnx_file_are_beside_it(tmp_path, monkeypatch):
     pytest.importorskip("onnxscript")
     session = pytest.importorskip("onnxruntime").InferenceSession

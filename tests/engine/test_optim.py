@@ -262,17 +262,6 @@ def broadcast_sparse_buffer() -> bool:
     return model.edges.is_sparse
 
 
-def count_after_a_broadcast() -> int:
-    model = nn.Sequential(Versioned(2, 2))
-    model[0].count = 3 + dist.get_rank()
-    distributed.broadcast_buffers(model)
-    return model[0].count
-
-
-def test_extra_state_is_that_of_rank_0_which_is_saved(two_processes: Processes) -> None:
-    assert two_processes(count_after_a_broadcast) == [3, 3]
-
-
 def test_sparse_buffers_are_constants(two_processes: Processes) -> None:
     """Such as the adjacency matrix of a graph network."""
     assert two_processes(broadcast_sparse_buffer) == [True, True]

@@ -299,6 +299,13 @@ def test_changed_file_of_the_same_size_is_an_error(tmp_path, run_pack, is_comple
         run_pack(root, out)
 
 
+def test_pack_without_times_may_be_of_other_files(folder, tmp_path, run_pack):
+    run_pack(folder, tmp_path / "out", LARGE)
+    (tmp_path / "out" / "train" / "times.txt").unlink()
+    with pytest.raises(UserError, match="train was packed from files with other times of modif"):
+        run_pack(folder, tmp_path / "out", LARGE)
+
+
 def test_bytes_do_not_depend_on_times(folder, tmp_path, run_pack):
     copied = shutil.copytree(folder, tmp_path / "in", copy_function=shutil.copyfile)
     for root in (folder, copied):

@@ -162,22 +162,6 @@ dist.barrier()
     assert errors.count("error: ") == errors.count(message) == status
 
 
-def test_source_code_that_cannot_be_read_does_not_delay_the_end() -> None:
-    """As on a disk that hangs, which may be the one that exceeds the limit."""
-    action = """
-import linecache
-linecache.checkcache = linecache.getlines = lambda *_, **__: time.sleep(60)
-from engine.distributed.watchdog import time_limit
-def read_data():
-    time.sleep(60)
-with time_limit("reading the data", 1.0):
-    read_data()
-"""
-    with Job(action) as job:
-        assert job.statuses() == [1]
-        assert job.errors().rstrip().endswith("in read_data")
-
-
 @pytest.mark.parametrize(("seconds", "status"), [(60, 1), (1.5, 0)])
 def test_time_in_which_a_job_is_paused_does_not_count(seconds: float, status: int) -> None:
     """As by Ctrl-Z, `docker pause` or `scontrol suspend`; a hang after it is reported."""

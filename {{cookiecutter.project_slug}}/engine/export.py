@@ -4,7 +4,7 @@ import io
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,9 +25,9 @@ TOLERANCE, ROUNDING = 1e-3, 1e-6  # relative to the largest number of an output,
 def export_model(model: nn.Module, path: Path, sample_inputs: Callable[[int], Any]) -> str:
     """Write `model` to `path`: as ONNX (.onnx), or as a program of torch.export (.pt2).
 
-    Sizes of the inputs stay variable where the model allows it, and the file is as right for half
-    and twice of them; else that of the batch alone. The file is compared with the model on inputs
-    of another batch size; it replaces one at `path` only if its outputs are right.
+    Sizes of the inputs stay variable where the model allows it, and no output for half or twice of
+    them is wrong; else that of the batch alone. The file is compared with the model on inputs of
+    another batch size; it replaces one at `path` only if its outputs are right.
     ONNX keeps weights of 2 GB and more in a second file, of the same name with .data after it.
 
     Args:
@@ -93,14 +93,18 @@ def _variable_sizes(inputs: Any, batch_only: bool = False) -> tuple:
 
 
 def _resize(inputs: Any) -> Iterator[Any]:
-    """Yield `inputs` with half and twice the sizes of one tensor, but for batch and channels."""
-    for chosen in nested_tensors(inputs):
+    """Yield `inputs` with half and twice the sizes of all tensors, and of each, if there are more.
+
+    The sizes of batch and channels stay.
+    """
+    tensors = list(nested_tensors(inputs))
+    for chosen in (tensors, *([one] for one in tensors if len(tensors) > 1)):
         for is_twice in (False, True):
             yield _map(partial(_resize_one, chosen, is_twice), inputs)
 
 
-def _resize_one(chosen: Tensor, is_twice: bool, tensor: Tensor) -> Tensor:
-    if tensor is not chosen:
+def _resize_one(chosen: Sequence[Tensor], is_twice: bool, tensor: Tensor) -> Tensor:
+    if not any(tensor is one for one in chosen):
         return tensor
     for dim in range(1 if tensor.dim() == 2 else 2, tensor.dim()):
         half = tensor.narrow(dim, 0, -(-tensor.size(dim) // 2))

@@ -53,7 +53,8 @@ class Scan:
             entries = try_again(folder, partial(_list, folder))
         except OSError as error:
             if error.errno in TRANSIENT:
-                raise OutageError(f"{folder} can't be read ({error.strerror})") from None
+                path = error.filename or folder
+                raise OutageError(f"{path} can't be read ({error.strerror})") from None
             if self.is_strict:
                 raise
             self.ignore(f"folders that can't be read ({error.strerror})", folder)
@@ -129,14 +130,14 @@ class Scan:
 
 
 def _list(folder: str) -> list[tuple[os.DirEntry, bool]]:
-    """Return the entries of a folder by name, and whether each is a folder, too."""
+    """Return the entries of a folder by name, and whether each is a folder that is not hidden."""
     with os.scandir(folder) as found:
         return [(entry, _is_folder(entry)) for entry in sorted(found, key=lambda one: one.name)]
 
 
 def _is_folder(entry: os.DirEntry) -> bool:
     try:
-        return entry.is_dir()
+        return not entry.name.startswith(".") and entry.is_dir()
     except OSError as error:
         if error.errno in TRANSIENT:
             raise

@@ -302,7 +302,8 @@ class SplitPacker:
 
     def _require_same_times(self) -> None:
         """Raise UserError if a file was modified after the packing had started."""
-        if read_text(self.folder / TIMES) != self.times:
+        path = self.folder / TIMES
+        if not path.is_file() or read_text(path) != self.times:
             raise UserError(
                 f"{self.folder} was packed from files with other times of modification, so they "
                 "may have changed; pack into a new folder"

@@ -280,8 +280,7 @@ def broadcast_buffers(model: nn.Module) -> None:
     """Copy rank 0's buffers, but for constants, to all processes: they are the ones that are saved.
 
     Batch norm's running statistics differ between processes unless SyncBatchNorm is used. So may
-    frozen parameters that a forward pass updates, such as a codebook, and modules' extra state,
-    which are copied, too.
+    frozen parameters that a forward pass updates, such as a codebook, which are copied, too.
     """
     is_trained = any(one.requires_grad for one in model.parameters())  # else, an average
     frozen = [one for one in model.parameters() if is_trained and is_frozen(one)]
@@ -290,9 +289,6 @@ def broadcast_buffers(model: nn.Module) -> None:
             values = buffer.contiguous()  # torch would send other memory than that of a view
             dist.broadcast(values.flatten().view(torch.uint8), src=0)  # gloo and NCCL lack int16
             buffer.copy_(values)
-    extra = extra_state(model.state_dict())
-    if extra and dist.get_world_size() > 1:
-        broadcast_extra_state(model, extra)
 
 
 def extra_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:

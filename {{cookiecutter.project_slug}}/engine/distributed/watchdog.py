@@ -159,16 +159,12 @@ def time_limit(place: str, timeout_s: float) -> Iterator[None]:
 
 def _exit_from(place: str, seconds: float) -> None:
     """Exit after logging for how long, and where in the code, the main thread is in `place`."""
-    # Documented despite its name; faulthandler writes several lines, which those of other ranks
-    # would interrupt. Without the lines of code: they may be on the disk that hangs.
+    # Documented despite its name; faulthandler's format would lack the lines of code.
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    stack = [
-        f'  File "{one.f_code.co_filename}", line {line}, in {one.f_code.co_name}\n'
-        for one, line in traceback.walk_stack(frame)
-    ]
+    stack = traceback.format_stack(frame)
     print_error(
         f"rank {os.environ.get('RANK', 0)} has been in {place} for {seconds:.0f} s, more than "
-        f"--timeout; it is here (most recent call last):\n{''.join(reversed(stack))}"
+        f"--timeout; it is here:\n{''.join(stack)}"
     )
     time.sleep(LINGER_S)  # the others log where they are: one of them is the cause
     exit_process(1)
