@@ -296,12 +296,6 @@ def extra_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     return {name: one for name, one in state_dict.items() if name.split(".")[-1] == "_extra_state"}
 
 
-def broadcast_extra_state(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Set the extra state of modules, which may be of any type, to the `state` of rank 0."""
-    for name, value in all_gather(state, dist.group.WORLD)[0].items():
-        model.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
-
-
 def is_frozen(parameter: torch.Tensor) -> bool:
     """Return whether a parameter is not trained, and this process has it whole."""
     return not parameter.requires_grad and not hasattr(parameter, "to_local")

@@ -23,7 +23,7 @@ from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from apex_native.amp.casting import half_type
 from engine import UserError
 from engine.blocks import batch_norms, find_blocks
-from engine.distributed import broadcast_extra_state, extra_state
+from engine.distributed import all_gather, extra_state
 
 HALF_LEVELS = ("O4", "O5")  # which compute in bfloat16
 
@@ -94,7 +94,8 @@ class Sharding:
             dist.broadcast(value.flatten().view(torch.uint8), src=0)  # gloo and NCCL lack int16
             prefix, _, own_name = name.rpartition(".")
             setattr(model.get_submodule(prefix), own_name, value)
-        broadcast_extra_state(model, extra)
+        for name, value in all_gather(extra, dist.group.WORLD)[0].items():
+            model.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
         total = sum(parameter.numel() for parameter in model.parameters())
         return f"FSDP: {total:,} parameters in {len(blocks)} blocks, over {dist.get_world_size()}"
 
