@@ -137,11 +137,6 @@ BETWEEN = {
         "elsewhere.normalize_grads(model)",
         "normalize_grads is given the parameters",
     ),
-    "step of an object that clips": (
-        "clipper = Clipper(optimizer)\n",
-        "clipper.step()",
-        f"clipper.step {OBJECT}",
-    ),
     "parameters and their number": (
         "params, num = [*model.parameters()], sum(p.numel() for p in model.parameters())\n",
         "noise(params)",
@@ -249,6 +244,21 @@ def test_weights_are_equal_if_gradients_change_before_the_step(run, tmp_path, na
 def test_code_that_may_change_accumulated_gradients_is_left(tmp_path, name):
     setup, line, why = BETWEEN[name]
     code, report = migrate(tmp_path, build(setup, line, ACCUMULATED), status=1)
+    assert why in report
+    assert "amp.scale_loss(" in code and "GradScaler" not in re.sub("#.*", "", code)
+
+
+@pytest.mark.parametrize(
+    ("step", "why"),
+    [
+        (STEP, "clipper.step may be the step of an optimizer whose gradients are scaled"),
+        (ACCUMULATED, f"clipper.step {OBJECT}"),
+    ],
+)
+def test_step_of_an_object_that_clips_is_left(tmp_path, step, why):
+    code, report = migrate(
+        tmp_path, build("clipper = Clipper(optimizer)\n", "clipper.step()", step), status=1
+    )
     assert why in report
     assert "amp.scale_loss(" in code and "GradScaler" not in re.sub("#.*", "", code)
 
