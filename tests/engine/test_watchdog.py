@@ -181,6 +181,21 @@ with time_limit("reading the data", 4.0):
         assert job.errors().count("has been in reading the data for") == status
 
 
+def test_a_hang_of_the_disk_that_has_the_code_is_reported(tmp_path: Path) -> None:
+    code = tmp_path / "code.py"
+    os.mkfifo(code)  # it can be opened when another process writes to it, that is, never
+    action = f"""
+from engine.distributed.watchdog import time_limit
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+with time_limit("step 3", 0.5):
+    exec(compile("time.sleep(60)", {str(code)!r}, "exec"))
+"""
+    with Job(action) as job:
+        assert job.statuses(10) == [1]
+        assert "has been in step 3 for" in job.errors()
+        assert "the disk of the code that it runs does not answer" in job.errors()
+
+
 def test_limit_is_exceeded_by_at_most_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     exits: list[float] = []
     monkeypatch.setattr(watchdog, "_exit_from", lambda _, seconds: exits.append(seconds))

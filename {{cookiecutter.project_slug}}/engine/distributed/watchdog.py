@@ -159,15 +159,22 @@ def time_limit(place: str, timeout_s: float) -> Iterator[None]:
 
 def _exit_from(place: str, seconds: float) -> None:
     """Exit after logging for how long, and where in the code, the main thread is in `place`."""
-    # Documented despite its name; faulthandler's format would lack the lines of code.
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    stack = traceback.format_stack(frame)
-    print_error(
-        f"rank {os.environ.get('RANK', 0)} has been in {place} for {seconds:.0f} s, more than "
-        f"--timeout; it is here:\n{''.join(stack)}"
-    )
+    hang = f"rank {os.environ.get('RANK', 0)} has been in {place} for {seconds:.0f} s, more than "
+    hang += "--timeout"
+    # A thread, because the disk that hangs may be that of the lines of code.
+    thread = threading.Thread(target=_log_position, args=(hang,), daemon=True)
+    thread.start()
+    thread.join(LINGER_S / 2)
+    if thread.is_alive():
+        print_error(f"{hang}; the disk of the code that it runs does not answer")
     time.sleep(LINGER_S)  # the others log where they are: one of them is the cause
     exit_process(1)
+
+
+def _log_position(hang: str) -> None:
+    # Documented despite its name; faulthandler's format would lack the lines of code.
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    print_error(f"{hang}; it is here:\n{''.join(traceback.format_stack(frame))}")
 
 
 def ignore_stop_signals() -> None:
