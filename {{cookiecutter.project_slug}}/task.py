@@ -184,7 +184,7 @@ def read_datasets(args: argparse.Namespace) -> tuple[SizedDataset, SizedDataset]
 
     Raises UserError if the folder has another structure.
     """
-    spec = IMAGES._replace(**args.model_options.get("image", {}))
+    spec = ImageSpec(**args.model_options.get("image", {}))
     if args.data is None:
         size = spec.size if args.model_options else Digits.SIZE  # see `default_image`
         return Digits(train=True, size=size), Digits(train=False, size=size)
@@ -362,7 +362,7 @@ class Predictor:
         if may_be_digits and is_validation_set(Digits(train=False), metadata):
             self.read = partial(Digits.read, size=image.get("size", Digits.SIZE))
         else:
-            self.read = partial(read_center_crop, spec=IMAGES._replace(**image).for_eval())
+            self.read = partial(read_center_crop, spec=ImageSpec(**image).for_eval())
 
     def __call__(self, path: Path) -> list[tuple[str, float]]:
         """Return the classes of the image at `path`, most likely first."""
@@ -375,7 +375,7 @@ class Predictor:
 
 def dummy_batch(batch_size: int, device: torch.device, **options: Any) -> list[Tensor]:
     """Return one batch in the shape of --data's for a model with these options, on the device."""
-    size = IMAGES._replace(**options.get("image", {})).size
+    size = ImageSpec(**options.get("image", {})).size
     pixels = torch.randn(batch_size, 3, size, size, device=device)
     return [pixels, torch.randint(DUMMY_CLASSES, (batch_size,), device=device)]
 

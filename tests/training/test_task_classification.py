@@ -88,6 +88,21 @@ def test_edited_images_hold_with_any_flags(
         assert project.main.parse_args().model_options["image"]["mean"] == (0.5, 0.5, 0.5)
 
 
+@pytest.mark.parametrize("changes", [{}, {"size": 64, "crop_fraction": 1.0}])
+def test_images_of_a_checkpoint_do_not_depend_on_later_edits(
+    project: Project, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, changes: dict
+) -> None:
+    """A checkpoint records what differs from the defaults of ImageSpec."""
+    task = project.task
+    spec = task.IMAGES._replace(**changes)
+    metadata = {"data": "d", "classes": ["a"], "model_options": {"image": changes}}
+    monkeypatch.setattr(task, "IMAGES", task.IMAGES._replace(size=96, interpolation="bicubic"))
+    predict = task.Predictor(nn.Linear(1, 1), metadata, Namespace(top=5, flip_tta=False))
+    assert predict.read.keywords == {"spec": spec}
+    batch = task.dummy_batch(1, torch.device("cpu"), **metadata["model_options"])
+    assert batch[0].shape == (1, 3, spec.size, spec.size)
+
+
 @pytest.mark.parametrize("is_data", [True, False])
 def test_an_own_model_needs_no_options(
     project: Project, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_data: bool
