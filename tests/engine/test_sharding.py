@@ -245,6 +245,22 @@ def test_extra_state_is_that_of_rank_0(two_processes):
     assert two_processes(count_of_rank_0) == [3, 3]
 
 
+def log_a_norm():
+    from engine.monitoring.meter import Meter
+
+    model, _ = build("O0")
+    meter = Meter(torch.device("cpu"), 1)
+    norm = nn.utils.get_total_norm(list(model.parameters()))
+    meter.log(norm=norm)
+    whole = nn.utils.get_total_norm([p.full_tensor() for p in model.parameters()])
+    return meter.results()["norm"], whole.item()
+
+
+def test_meter_logs_norms_of_all_shards(two_processes):
+    for found, expected in two_processes(log_a_norm):
+        assert found == pytest.approx(expected)
+
+
 class Masked(nn.Linear):
     """Layer whose mask is a buffer."""
 

@@ -395,6 +395,17 @@ def test_rank_0_out_of_reach_is_reported() -> None:
         PeerMonitor.connect(store, 1, "127.0.0.1")
 
 
+def test_end_of_rank_0_while_a_process_connects_is_reported() -> None:
+    store = dist.HashStore()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        store.set("peers", json.dumps([*server.getsockname(), "token"]))
+        closing = threading.Thread(target=lambda: server.accept()[0].close())
+        closing.start()
+        with pytest.raises(PeerError, match="rank 0 has ended at the start"):
+            PeerMonitor.connect(store, 1, "127.0.0.1")
+        closing.join()
+
+
 def listening(port: int) -> list[str]:
     """Return the addresses at which something listens at that port."""
     lines = subprocess.run(["ss", "-ltnH"], capture_output=True, text=True, check=True).stdout

@@ -124,7 +124,8 @@ class PeerMonitor(threading.Thread):
         keep_alive(connection)
         connection.settimeout(None)
         send(connection, f"{token} {rank} {socket.gethostname()}")
-        read_words(connection)  # rank 0 knows this process from here on
+        if not read_words(connection):  # else, rank 0 knows this process from here on
+            raise PeerError("rank 0 has ended at the start: look at its output")
         cls(connection, rank).start()
 
     def announce_failure(self, status: int) -> bool:

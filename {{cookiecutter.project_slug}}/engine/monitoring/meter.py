@@ -104,7 +104,8 @@ class Meter:
     def log(self, **values: Tensor | float) -> None:
         """Add values, by name, to the means of the epoch. Does not wait for the device.
 
-        metrics.csv, curves.png and TensorBoard show the means under these names.
+        metrics.csv, curves.png and TensorBoard show the means under these names. All ranks call it
+        together if a value is a DTensor.
 
         Raises UserError if a name is that of another column, or a value is not a number.
         """
@@ -115,7 +116,10 @@ class Meter:
                     f"{AVERAGE} or has characters that can't be printed; use another name"
                 )
             try:
-                number = torch.as_tensor(value).detach().reshape(())
+                number = torch.as_tensor(value).detach()
+                if hasattr(number, "full_tensor"):  # a DTensor of FSDP: a norm of its parameters
+                    number = number.full_tensor()
+                number = number.reshape(())
             except (TypeError, ValueError, RuntimeError):
                 raise UserError(
                     f"meter.log({name}=...): it is a {type(value).__name__} and not a number: give "
