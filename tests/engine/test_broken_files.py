@@ -4,12 +4,14 @@ import contextlib
 import errno
 import fcntl
 import io
+import multiprocessing
 import os
 import random
 import shutil
 import struct
 import subprocess
 import sys
+import time
 import zlib
 from functools import partial
 from pathlib import Path
@@ -395,7 +397,7 @@ def test_record_on_a_full_disk_is_written_later(folder, monkeypatch, capfd):
     assert len(record.read_text().split()) == 3
 
 
-@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO])
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.EHOSTDOWN, errno.ENOTCONN])
 def test_file_is_read_again_if_its_disk_does_not_answer(folder, monkeypatch, capfd, number):
     monkeypatch.setattr(files, "PAUSES_S", (0.0, 0.0))
     errors = [OSError(number, os.strerror(number))] * 2
@@ -410,8 +412,27 @@ def test_file_is_read_again_if_its_disk_does_not_answer(folder, monkeypatch, cap
     assert images.read_image(path).max() == 10
     assert capfd.readouterr().err.count(f"warning: {path}: {os.strerror(number)}; reading") == 2
     errors += [OSError(number, os.strerror(number))] * 3
-    with pytest.raises(FileError, match=f"1.png can't be read .*{os.strerror(number)}"):
+    is_damage = number == errno.EIO  # possibly; --skip-broken skips it
+    with pytest.raises(
+        FileError if is_damage else files.OutageError,
+        match=f"1.png can't be read .*{os.strerror(number)}",
+    ) as error:
         images.read_image(path)
+    assert error.value.status == (2 if is_damage else 1)
+
+
+def test_end_of_a_worker_while_a_file_is_read_is_no_error_of_the_file(folder):
+    """torch raises it in the main thread, wherever that is, such as while a picture is drawn."""
+    dataset = SeededDataset(task.Images(folder.parent, task.center_crop), 0)
+    batches = iter(build_loader(dataset, sampler=[0] * 100, workers=1, device=CPU))
+    next(batches)
+    (worker,) = multiprocessing.active_children()
+    with (
+        pytest.raises(RuntimeError, match="DataLoader worker .* is killed by signal"),
+        files.naming_errors(folder / "1.png", "an image"),
+    ):
+        worker.kill()
+        time.sleep(10)
 
 
 def test_listed_file_is_skipped_under_a_lower_limit(folder):

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -105,18 +106,21 @@ def outage(monkeypatch) -> list[OSError]:
     return errors
 
 
-def test_folder_whose_disk_does_not_answer_is_read_again(root, outage):
+@pytest.mark.parametrize("number", [errno.EIO, errno.EHOSTDOWN, errno.ENOTCONN, errno.EMFILE])
+def test_folder_whose_disk_does_not_answer_is_read_again(root, outage, number):
     """Without it, a run would train and validate on fewer samples."""
     expected = list_classes(root)
-    outage += [OSError(errno.EIO, "Input/output error")] * 2
+    outage += [OSError(number, os.strerror(number))] * 2
     assert list_classes(root) == expected
     assert not outage
 
 
 @pytest.mark.parametrize("read", [list_classes, list_images])
-def test_folder_whose_disk_never_answers_is_an_error(root, outage, read):
-    outage += [OSError(errno.EIO, "Input/output error")] * 3
-    with pytest.raises(UserError, match=r"dog can't be read \(Input/output error\)") as error:
+@pytest.mark.parametrize("number", [errno.EIO, errno.EHOSTDOWN])
+def test_folder_whose_disk_never_answers_is_an_error(root, outage, read, number):
+    outage += [OSError(number, os.strerror(number))] * 3
+    message = re.escape(f"dog can't be read ({os.strerror(number)})")
+    with pytest.raises(UserError, match=message) as error:
         read(root)
     assert error.value.status == 1  # the job may be restarted
 

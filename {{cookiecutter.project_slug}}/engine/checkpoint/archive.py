@@ -13,16 +13,13 @@ from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
-from engine import UserError, replacing
+from engine import DAMAGE, UserError, replacing
 from engine.checkpoint import inspection
 
 SAFE_TORCH = (2, 10)
 MAX_DEPTH = 100  # of nested containers
 MAX_PICKLES = 10  # in an archive, of which torch makes one
 CONTAINERS = (dict, list, tuple, set)
-# Errors of a file that is gone, torn or of another kind. Others, such as EIO, say nothing of it:
-# another time, or for another user, it may be whole.
-DAMAGE = (None, 0, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL)
 MAGIC_NUMBER = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # pickled, at the start of files of torch < 1.6
 DIRECTORY = 0x10  # attribute of a directory in a ZIP archive
 # The records at the end of a ZIP archive; the first two only in the form for large ones, ZIP64.

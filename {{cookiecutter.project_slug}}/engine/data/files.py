@@ -10,15 +10,18 @@ from functools import lru_cache, partial
 from io import BufferedReader, BytesIO, FileIO
 from typing import TypeVar
 
-from engine import PAUSES_S, UserError, log_line, open_regular
+from engine import DAMAGE, PAUSES_S, UserError, log_line, open_regular
 from engine.data.remote import open_mirror
 from engine.text import printable
 
 MAX_BYTES = 2**30  # of a file that is read
 MAX_OPEN_SHARDS = 128
-TRANSIENT = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO)  # of a network's disk
+# Errors that last. A disk that does not answer for a moment has others, depending on its kind.
+LASTING = (*DAMAGE, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
 # Part of a file of packed data (engine/data/shards.py): offset and length.
 IN_SHARD = re.compile(r"(.*shard-\d{5,}\.tar)/(\d+)\+(\d+)")
+# What torch's handler of SIGCHLD raises, wherever the main thread is, if a worker is killed.
+WORKER_END = re.compile(r"DataLoader worker \(pid")
 T = TypeVar("T")
 
 
@@ -38,7 +41,7 @@ class OutageError(UserError):
 
 @contextmanager
 def naming_errors(path: str | os.PathLike, kind: str) -> Iterator[None]:
-    """Turn any exception of the body, other than UserError, into a FileError.
+    """Turn any exception of the body, other than UserError, into a FileError or an OutageError.
 
     Decoders raise exceptions of nearly all types for damaged files.
 
@@ -50,8 +53,13 @@ def naming_errors(path: str | os.PathLike, kind: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        name = printable(_origin(path))
-        problem = f"{name} can't be read as {kind} ({printable(_reason(error))})"
+        if WORKER_END.match(str(error)):
+            raise
+        name, reason = printable(_origin(path)), printable(_reason(error))
+        is_outage = isinstance(error, OSError) and error.errno not in (*LASTING, errno.EIO)
+        if is_outage:  # EIO is that of a damaged file, too
+            raise OutageError(f"{name} can't be read ({reason})") from None
+        problem = f"{name} can't be read as {kind} ({reason})"
         raise FileError(f"{problem}; fix or remove it", name) from None
 
 
@@ -90,7 +98,7 @@ def try_again(path: str | os.PathLike, read: Callable[[], T]) -> T:
         try:
             return read()
         except OSError as error:
-            if error.errno not in TRANSIENT:
+            if error.errno in LASTING:
                 raise
             log_line(f"warning: {_origin(path)}: {error.strerror}; reading again in {pause:.0f} s")
         _open_shard.cache_clear()

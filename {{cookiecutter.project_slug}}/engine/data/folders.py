@@ -13,7 +13,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from engine import UserError, distributed, summarize
 from engine.data import shards
-from engine.data.files import TRANSIENT, OutageError, try_again
+from engine.data.files import LASTING, OutageError, try_again
 from engine.text import printable
 
 LISTS = (*shards.CLASS_FILES, "captions.tsv")
@@ -52,7 +52,7 @@ class Scan:
         try:
             entries = try_again(folder, partial(_list, folder))
         except OSError as error:
-            if error.errno in TRANSIENT:
+            if error.errno not in LASTING:
                 path = error.filename or folder
                 raise OutageError(f"{path} can't be read ({error.strerror})") from None
             if self.is_strict:
@@ -139,7 +139,7 @@ def _is_folder(entry: os.DirEntry) -> bool:
     try:
         return not entry.name.startswith(".") and entry.is_dir()
     except OSError as error:
-        if error.errno in TRANSIENT:
+        if error.errno not in LASTING:
             raise
         return False  # a link to itself, or to where the user may not look
 
