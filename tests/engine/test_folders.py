@@ -75,19 +75,23 @@ def test_class_in_another_unicode_form_is_named(root):
         list_classes(val, ["\u00e9lan"])
 
 
-def test_unreadable_class_folder_is_reported(root, capsys, monkeypatch):
+@pytest.mark.parametrize("read", [list_classes, list_images])
+def test_unreadable_folder_is_an_error(root, capsys, monkeypatch, read):
+    """Else a run would train and validate on fewer samples, and verify would say: intact."""
     scandir = os.scandir
 
     def refuse(path):
-        if str(path).endswith("dog"):
+        if str(path).endswith(("dog", "lost+found")):
             raise PermissionError(13, "Permission denied", path)
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", refuse)
-    assert list_classes(root)[1] == ["cat"]
-    assert "folders that can't be read (Permission denied): 1 (dog)" in capsys.readouterr().err
-    with pytest.raises(PermissionError):  # verify would call the folder intact
-        list_images(root)
+    with pytest.raises(UserError, match=r"dog can't be read \(Permission denied\)") as error:
+        read(root)
+    assert error.value.status == 2
+    (root / "dog").rename(root / "lost+found")
+    assert read(root)
+    assert "folders of the file system: 1 (lost+found)" in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -310,6 +310,19 @@ def test_run_without_a_checkpoint_is_continued_by_resume_auto_only(tmp_path):
     assert ids[0] == ids[1] != ids[2]
 
 
+@pytest.mark.usefixtures("idle", "clock")
+def test_queue_that_cannot_be_read_keeps_its_points(tmp_path, monkeypatch, capsys):
+    logger = open_logger(tmp_path, trackers=["mlflow"])
+    log_step(logger, 5)
+    logger.folder_lock.file.close()
+    records = queue_of(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(tracking, "read_start", mock.Mock(side_effect=OSError(5, "I/O error")))
+        logger = open_logger(tmp_path, 5, "", tmp_path / "last.pt", ["mlflow"])
+    assert "nothing is logged to the trackers (I/O error)" in capsys.readouterr().out
+    assert queue_of(tmp_path) == records
+
+
 @pytest.mark.usefixtures("clock")
 def test_folder_of_the_trackers_is_removed_during_the_run(tmp_path, capsys):
     logger = open_logger(tmp_path, trackers=["mlflow"])

@@ -11,12 +11,13 @@ from pathlib import Path
 import numpy as np
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from engine import UserError, distributed, summarize
+from engine import DAMAGE, UserError, distributed, summarize
 from engine.data import shards
 from engine.data.files import LASTING, OutageError, try_again
 from engine.text import printable
 
 LISTS = (*shards.CLASS_FILES, "captions.tsv")
+LOST_AND_FOUND = "lost+found"  # of the administrator, at the root of a file system
 REPORT_EVERY_S = 10.0
 
 
@@ -24,17 +25,11 @@ class Scan:
     """Image files in a folder, and the names of what is ignored there, by reason.
 
     Hidden files are ignored: .ipynb_checkpoints, or ._NAME.jpg of macOS, which holds no image.
-
-    Args:
-        is_strict: raise the OSError for a folder that may not be read, in place of ignoring it.
     """
 
-    def __init__(
-        self, root: Path, suffixes: Sequence[str] = IMG_EXTENSIONS, is_strict: bool = False
-    ) -> None:
+    def __init__(self, root: Path, suffixes: Sequence[str] = IMG_EXTENSIONS) -> None:
         self.root = str(root)
         self.suffixes = tuple(suffixes)
-        self.is_strict = is_strict
         self.ignored: dict[str, list[str]] = defaultdict(list)
         self.num_files = 0
         self.report_at = time.monotonic() + REPORT_EVERY_S
@@ -46,19 +41,19 @@ class Scan:
     def read(self, folder: str) -> tuple[list[os.DirEntry], list[os.DirEntry]]:
         """Return the subfolders and the files of a folder by name, without hidden ones.
 
-        Both are empty if it can't be read. Raises OutageError if the disk does not answer.
+        Raises UserError if it can't be read, or OutageError if the disk does not answer.
         """
         self._report_progress(folder)
         try:
             entries = try_again(folder, partial(_list, folder))
         except OSError as error:
+            if os.path.basename(folder) == LOST_AND_FOUND:
+                self.ignore("folders of the file system", folder)
+                return [], []
+            problem = f"{error.filename or folder} can't be read ({error.strerror})"
             if error.errno not in LASTING:
-                path = error.filename or folder
-                raise OutageError(f"{path} can't be read ({error.strerror})") from None
-            if self.is_strict:
-                raise
-            self.ignore(f"folders that can't be read ({error.strerror})", folder)
-            return [], []
+                raise OutageError(problem) from None
+            raise UserError(f"{problem}; correct its permissions, or remove it") from None
         folders: list[os.DirEntry] = []
         files: list[os.DirEntry] = []
         for entry, is_folder in entries:
@@ -139,20 +134,20 @@ def _is_folder(entry: os.DirEntry) -> bool:
     try:
         return not entry.name.startswith(".") and entry.is_dir()
     except OSError as error:
-        if error.errno not in LASTING:
+        if error.errno not in DAMAGE:
             raise
-        return False  # a link to itself, or to where the user may not look
+        return False  # a link to itself
 
 
 def list_images(folder: Path) -> list[str]:
     """Return the image files in a folder and in those below, some of which may be packed.
 
-    Raises OSError if one of the folders can't be read.
+    Raises OSError if the folder can't be read, and UserError if one of those below can't.
     """
     packed = sorted(path for path in (folder, *folder.iterdir()) if shards.is_packed(path))
     images = [path for pack in map(shards.Pack, packed) for path in pack.images()]
     if folder not in packed:
-        scan = Scan(folder, is_strict=True)
+        scan = Scan(folder)
         images += scan.walk(scan.root, [os.path.realpath(path) for path in packed])
         scan.report()
     return images

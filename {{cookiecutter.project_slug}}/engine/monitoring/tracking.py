@@ -157,8 +157,11 @@ class Tracking:
 
 
 def _queued_start(path: Path) -> dict[str, Any]:
-    """Return the last start of the run whose points are in a queue; nothing if there is none."""
-    with suppress(OSError, UserError, ValueError):  # for a path that is none
+    """Return the last start of the run whose points are in a queue; nothing if there is none.
+
+    Raises OSError if the disk does not answer: the queue may have points to send.
+    """
+    with suppress(FileNotFoundError, PermissionError, UserError, ValueError):
         return read_start(path, path.stat().st_size)
     return {}
 
