@@ -476,7 +476,8 @@ class Pairs(Dataset):
     ) -> None:
         self.files = files
         self.shard_sizes = getattr(files, "shard_sizes", ())  # if they are read by URL
-        self.fingerprint = fingerprint.of_files(files[0][0].parent, files)
+        digests = fingerprint.of_files(files[0][0].parent, files)
+        self.fingerprint = digests | {"image size": str(SIZE)}
         self.classes, self.numbers, self.transform = classes, numbers, transform
         # Takes a second for thousands of files, so only one process per host checks them.
         if distributed.is_local_leader():

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from apex_native.parallel import SyncBatchNorm, convert_syncbn_model
 from engine import UserError
+from engine.checkpoint.compatibility import compare_data, describe_data, is_same_val_data
 from engine.checkpoint.pretrained import load_pretrained
 from engine.data import DatasetWrapper, verify
 from engine.data.files import FileError
@@ -249,6 +250,20 @@ def folder(tmp_path):
 
 def build_datasets(folder, ignore_index=None):
     return task.build_datasets(Namespace(data=folder, ignore_index=ignore_index, eval_only=False))
+
+
+def test_scores_of_another_image_size_are_not_compared(folder, monkeypatch):
+    def describe():
+        train, val = build_datasets(folder)
+        return describe_data({"train": train, "val": val})
+
+    saved = describe()
+    assert is_same_val_data(saved, describe())
+    monkeypatch.setattr(task, "SIZE", 256)
+    assert is_same_val_data(saved, describe()) is False
+    assert compare_data(saved, describe())["val"] == "other image size"
+    del saved["fingerprints"]["val"]["image size"]  # of an earlier version
+    assert is_same_val_data(saved, describe())
 
 
 @pytest.mark.parametrize(
