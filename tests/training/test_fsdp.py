@@ -56,6 +56,7 @@ def trained(sharded, tmp_path_factory):
     return output
 
 
+@pytest.mark.weekly  # it compiles a ResNet's blocks by the C++ compiler, for five to ten minutes
 def test_blocks_of_other_widths_are_compiled(bake, tmp_path):
     """With dynamic shapes, torch 2.15 can't compile the backward pass of a ResNet's."""
     project = bake(ddp="fsdp", opt_level="O0", sync_bn=False)
