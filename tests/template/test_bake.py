@@ -301,6 +301,7 @@ def test_pyproject(project):
             "torch>=2.6,<3",
             "torchvision>=0.21",
             "tqdm>=4.66",
+            "pillow>=11.0",
             "matplotlib>=3.7",
             "tensorboard>=2.11",
         ],
