@@ -22,6 +22,7 @@ from engine import UserError, cli, distributed
 from engine.checkpoint import format as checkpoint_format
 from engine.checkpoint.archive import security_warning
 from engine.checkpoint.restore import build_with
+from engine.data.files import OutageError
 from engine.data.folders import list_images
 from engine.export import export_model
 from engine.monitoring.meter import NanCounter
@@ -133,6 +134,8 @@ def main() -> None:
     for file in args.images:
         try:
             found = predict(file)
+        except OutageError:  # reading the others would take seconds for each
+            raise
         except UserError as error:
             print(f"error: {one_message(error)}", file=sys.stderr)
             status = 1

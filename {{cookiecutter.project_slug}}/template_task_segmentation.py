@@ -180,6 +180,7 @@ def build_datasets(args: argparse.Namespace) -> tuple[SizedDataset, SizedDataset
             raise UserError(f"--data {data}: there is no folder {folder}; it takes {LAYOUT}")
     classes, numbers = read_classes(data, args.ignore_index)
     val_set = Pairs(list_masks(data, "validation"), classes, numbers, letterbox)
+    val_set.fingerprint |= {"image size": str(SIZE)}  # on which its scores depend
     if args.eval_only:
         return val_set, val_set
     train_set = Pairs(list_masks(data, "training"), classes, numbers, augment)
@@ -476,8 +477,7 @@ class Pairs(Dataset):
     ) -> None:
         self.files = files
         self.shard_sizes = getattr(files, "shard_sizes", ())  # if they are read by URL
-        digests = fingerprint.of_files(files[0][0].parent, files)
-        self.fingerprint = digests | {"image size": str(SIZE)}
+        self.fingerprint = fingerprint.of_files(files[0][0].parent, files)
         self.classes, self.numbers, self.transform = classes, numbers, transform
         # Takes a second for thousands of files, so only one process per host checks them.
         if distributed.is_local_leader():

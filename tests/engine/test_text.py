@@ -72,10 +72,11 @@ def test_logs_and_errors_are_escaped(tmp_path, capsys, monkeypatch):
     Logger(tmp_path, 0, "metric").warning(HOSTILE)
     monkeypatch.setattr(distributed, "exit_process", lambda status: None)
     distributed.stop(HOSTILE)
-    distributed.stop(f"Caught FileError in a worker.\n  trace\nengine.x.FileError: {ESCAPED}")
+    for name in ("FileError", "OutageError"):
+        distributed.stop(f"Caught {name} in a worker.\n  trace\nengine.x.{name}: {ESCAPED}")
     said = capsys.readouterr()
     assert said.out == f"warning: {ESCAPED}\n"
-    assert said.err == 2 * f"error: {ESCAPED}\n"
+    assert said.err == 3 * f"error: {ESCAPED}\n"
 
 
 def test_user_errors_of_workers_keep_their_type():

@@ -193,7 +193,7 @@ with time_limit("step 3", 0.5):
     with Job(action) as job:
         assert job.statuses(10) == [1]
         assert "has been in step 3 for" in job.errors()
-        assert "the disk of the code that it runs does not answer" in job.errors()
+        assert "its position in the code takes long to read" in job.errors()
 
 
 def test_limit_is_exceeded_by_at_most_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -401,7 +401,7 @@ def test_end_of_rank_0_while_a_process_connects_is_reported() -> None:
         store.set("peers", json.dumps([*server.getsockname(), "token"]))
         closing = threading.Thread(target=lambda: server.accept()[0].close())
         closing.start()
-        with pytest.raises(PeerError, match="rank 0 has ended at the start"):
+        with pytest.raises(PeerError, match="rank 0 closed the connection at the start"):
             PeerMonitor.connect(store, 1, "127.0.0.1")
         closing.join()
 

@@ -24,8 +24,8 @@ MAX_BYTES = 2**26  # of a text file, but for tables
 MAX_TABLE_BYTES = 2**30
 OUTPUT_FIX = "choose another folder for --output, or correct its permissions"
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
-# Errors of a file that is gone, torn or of another kind. Others, such as EIO, say nothing of it:
-# another time, or for another user, it may be whole.
+# Errors of a file that is gone, torn or of another kind. After others, such as EIO, it may be
+# intact: reading it later, or as another user, may succeed.
 DAMAGE = (None, 0, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL)
 PAUSES_S = (1.0, 4.0)  # before reading again, such as after a disk's server has failed
 SUFFIX = ".tmp"  # of a file that `replacing` has not completed

@@ -20,7 +20,9 @@ MAX_OPEN_SHARDS = 128
 LASTING = (*DAMAGE, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
 # Part of a file of packed data (engine/data/shards.py): offset and length.
 IN_SHARD = re.compile(r"(.*shard-\d{5,}\.tar)/(\d+)\+(\d+)")
-# What torch's handler of SIGCHLD raises, wherever the main thread is, if a worker is killed.
+# Errors of a damaged file, or of its disk.
+AMBIGUOUS = (errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.ENODATA, errno.EREMOTEIO)
+# Message of torch's SIGCHLD handler, which raises it in the main thread if a worker is killed.
 WORKER_END = re.compile(r"DataLoader worker \(pid")
 T = TypeVar("T")
 
@@ -56,8 +58,7 @@ def naming_errors(path: str | os.PathLike, kind: str) -> Iterator[None]:
         if WORKER_END.match(str(error)):
             raise
         name, reason = printable(_origin(path)), printable(_reason(error))
-        is_outage = isinstance(error, OSError) and error.errno not in (*LASTING, errno.EIO)
-        if is_outage:  # EIO is that of a damaged file, too
+        if isinstance(error, OSError) and error.errno not in (*LASTING, *AMBIGUOUS):
             raise OutageError(f"{name} can't be read ({reason})") from None
         problem = f"{name} can't be read as {kind} ({reason})"
         raise FileError(f"{problem}; fix or remove it", name) from None

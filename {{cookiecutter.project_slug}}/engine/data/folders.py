@@ -1,5 +1,6 @@
 """Lists of the image files in folders, with reports of what is ignored there."""
 
+import errno
 import os
 import time
 import unicodedata
@@ -11,13 +12,13 @@ from pathlib import Path
 import numpy as np
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from engine import DAMAGE, UserError, distributed, summarize
+from engine import UserError, distributed, summarize
 from engine.data import shards
 from engine.data.files import LASTING, OutageError, try_again
 from engine.text import printable
 
 LISTS = (*shards.CLASS_FILES, "captions.tsv")
-LOST_AND_FOUND = "lost+found"  # of the administrator, at the root of a file system
+LOST_AND_FOUND = "lost+found"  # folder at the root of a file system, which only root may read
 REPORT_EVERY_S = 10.0
 
 
@@ -53,7 +54,8 @@ class Scan:
             problem = f"{error.filename or folder} can't be read ({error.strerror})"
             if error.errno not in LASTING:
                 raise OutageError(problem) from None
-            raise UserError(f"{problem}; correct its permissions, or remove it") from None
+            is_denied = error.errno in (errno.EACCES, errno.EPERM)
+            raise UserError(problem + "; correct its permissions" * is_denied) from None
         folders: list[os.DirEntry] = []
         files: list[os.DirEntry] = []
         for entry, is_folder in entries:
@@ -134,9 +136,9 @@ def _is_folder(entry: os.DirEntry) -> bool:
     try:
         return not entry.name.startswith(".") and entry.is_dir()
     except OSError as error:
-        if error.errno not in DAMAGE:
+        if error.errno not in LASTING:
             raise
-        return False  # a link to itself
+        return False  # a link to itself, or to where the user may not look
 
 
 def list_images(folder: Path) -> list[str]:
@@ -144,7 +146,8 @@ def list_images(folder: Path) -> list[str]:
 
     Raises OSError if the folder can't be read, and UserError if one of those below can't.
     """
-    packed = sorted(path for path in (folder, *folder.iterdir()) if shards.is_packed(path))
+    folders = (path for path in folder.iterdir() if path.name != LOST_AND_FOUND)
+    packed = sorted(path for path in (folder, *folders) if shards.is_packed(path))
     images = [path for pack in map(shards.Pack, packed) for path in pack.images()]
     if folder not in packed:
         scan = Scan(folder)

@@ -186,15 +186,18 @@ def read_image(path: str | Path) -> Tensor:
 
 @contextmanager
 def open_image(
-    path: Path, kind: str = "an image", formats: tuple[str, ...] = FORMATS
+    path: Path,
+    kind: str = "an image",
+    formats: tuple[str, ...] = FORMATS,
+    is_whole: bool = False,
 ) -> Iterator[Image.Image]:
-    """Open an image with PIL, which reads only the header before the pixels are used.
+    """Open an image with PIL, which reads only the header unless `is_whole`.
 
     Raises FileError if that fails, or the body does; `kind` is what the body reads the file as.
     """
     with (
         naming_errors(path, kind),
-        open_file(path) as file,
+        io.BytesIO(read_file(path)) if is_whole else open_file(path) as file,
         Image.open(file, formats=formats) as image,
     ):
         _check_size(image)
@@ -224,7 +227,7 @@ def _check_size(image: Image.Image) -> None:
 def read_labels(path: Path) -> Tensor:
     """Return the pixel values of a PNG file: int64 (H, W)."""
     # JPEG changes values, and PIL scales those of PGM.
-    with open_image(path, "a mask", formats=("PNG",)) as image:
+    with open_image(path, "a mask", ("PNG",), is_whole=True) as image:
         # PIL scales the values of grey images of 2 and 4 bits, so that they are no labels.
         is_scaled = any(tile[3] in ("L;2", "L;4") for tile in getattr(image, "tile", ()))
         if image.mode not in ("L", "P") or is_scaled:

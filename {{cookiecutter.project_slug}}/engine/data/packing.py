@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from engine import SUFFIX, UserError, log_line, read_text, regular_only, replacing
 from engine.data import shards
-from engine.data.files import naming_errors, read_file
+from engine.data.files import OutageError, naming_errors, read_file
 from engine.data.images import read_image, read_labels, trim
 from engine.data.loading import prepare_worker
 from engine.data.shards import BLOCK, INDEX, MANIFEST, PROGRESS, TIMES, Manifest, Shard
@@ -80,6 +80,8 @@ def encode(position: int, source: Source, options: Options) -> PackedSample:
             extra = _read(source.mask)
             if labels.shape != image.shape[1:]:
                 raise UserError(f"{source.path} and {source.mask} differ in size; make them alike")
+    except OutageError:  # the file may be intact
+        raise
     except UserError as error:
         return PackedSample(position, error=str(error))
     height, width = image.shape[1:]

@@ -22,7 +22,7 @@ from typing import Any, get_origin, get_type_hints
 
 import numpy as np
 
-from engine import MAX_BYTES, UserError, open_regular
+from engine import MAX_BYTES, UserError, exists, open_regular
 
 FORMAT = 1  # version, in the manifest
 MANIFEST, PROGRESS, INDEX = "pack.json", "progress.json", "index.bin"
@@ -108,7 +108,7 @@ class Manifest:
 
 def is_packed(folder: Path) -> bool:
     """Return whether a folder holds a pack, or the beginning of one."""
-    return any((folder / name).exists() for name in (MANIFEST, PROGRESS))
+    return any(exists(folder / name) for name in (MANIFEST, PROGRESS))
 
 
 def is_mirror(folder: Path) -> bool:

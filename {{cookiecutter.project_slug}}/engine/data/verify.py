@@ -19,7 +19,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 from tqdm import tqdm
 
 from engine import UserError, cli, distributed
-from engine.data.files import FileError
+from engine.data.files import FileError, OutageError
 from engine.data.folders import list_images
 from engine.data.images import read_image
 from engine.data.masks import odd_sizes, read_classes, read_mask
@@ -61,7 +61,7 @@ def find_broken(reads: list[Callable[[], object]], threads: int) -> Iterator[str
 def _error(read: Callable[[], object]) -> str:
     try:
         read()
-    except FileError as error:
+    except (FileError, OutageError) as error:
         return str(error)
     return ""
 

@@ -386,6 +386,7 @@ def stop(message: str, status: int = EXIT_USAGE) -> NoReturn:
     if announce_failure(status):
         # A data loader's worker wraps the message in its own traceback: the last line is ours.
         if message.startswith("Caught "):
-            message = re.sub(r"^[\w.]*(User|File)Error: ", "", message.strip().splitlines()[-1])
+            message = message.strip().splitlines()[-1]
+            message = re.sub(r"^[\w.]*(User|File|Outage)Error: ", "", message)
         print_error(one_message(message))
     exit_process(status)

@@ -125,7 +125,7 @@ class PeerMonitor(threading.Thread):
         connection.settimeout(None)
         send(connection, f"{token} {rank} {socket.gethostname()}")
         if not read_words(connection):  # else, rank 0 knows this process from here on
-            raise PeerError("rank 0 has ended at the start: look at its output")
+            raise PeerError("rank 0 closed the connection at the start: check its output")
         cls(connection, rank).start()
 
     def announce_failure(self, status: int) -> bool:

@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -163,10 +163,11 @@ def _exit_from(place: str, seconds: float) -> None:
     hang += "--timeout"
     # A thread, because the disk that hangs may be that of the lines of code.
     thread = threading.Thread(target=_log_position, args=(hang,), daemon=True)
-    thread.start()
-    thread.join(LINGER_S / 2)
-    if thread.is_alive():
-        print_error(f"{hang}; the disk of the code that it runs does not answer")
+    with suppress(RuntimeError):  # at the limit of threads
+        thread.start()
+        thread.join(LINGER_S / 2)
+    if thread.is_alive() or thread.ident is None:
+        print_error(f"{hang}; its position in the code takes long to read")
     time.sleep(LINGER_S)  # the others log where they are: one of them is the cause
     exit_process(1)
 

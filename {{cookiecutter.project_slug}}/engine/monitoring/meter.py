@@ -105,7 +105,7 @@ class Meter:
         """Add values, by name, to the means of the epoch. Does not wait for the device.
 
         metrics.csv, curves.png and TensorBoard show the means under these names. All ranks call it
-        together if a value is a DTensor.
+        together if a value is a DTensor; with --cpu-offload, they wait for one another.
 
         Raises UserError if a name is that of another column, or a value is not a number.
         """
@@ -115,11 +115,10 @@ class Meter:
                     f"meter.log({printable(name)}=...): it is a column of metrics.csv, ends in "
                     f"{AVERAGE} or has characters that can't be printed; use another name"
                 )
+            if hasattr(value, "full_tensor"):  # a DTensor of FSDP, such as a norm of its parameters
+                value = value.full_tensor()
             try:
-                number = torch.as_tensor(value).detach()
-                if hasattr(number, "full_tensor"):  # a DTensor of FSDP: a norm of its parameters
-                    number = number.full_tensor()
-                number = number.reshape(())
+                number = torch.as_tensor(value).detach().reshape(())
             except (TypeError, ValueError, RuntimeError):
                 raise UserError(
                     f"meter.log({name}=...): it is a {type(value).__name__} and not a number: give "

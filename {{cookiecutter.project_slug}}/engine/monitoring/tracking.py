@@ -172,8 +172,10 @@ def _is_copy(path: Path, queued: Mapping[str, Any]) -> bool:
     It is none in a folder that was moved, or has another path in a container or mount point.
     """
     other = Path(queued.get("folder", ""), FOLDER, QUEUE)
-    is_other = os.path.exists(other) and path.stat().st_ino != other.stat().st_ino
-    return is_other and _queued_start(other).get("run_id") == queued["run_id"]
+    with suppress(OSError):
+        is_other = os.path.exists(other) and path.stat().st_ino != other.stat().st_ino
+        return is_other and _queued_start(other).get("run_id") == queued["run_id"]
+    return False
 
 
 def _remove_torn_line(queue: FileIO) -> None:
