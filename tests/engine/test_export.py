@@ -96,7 +96,6 @@ def test_size_that_fails(tmp_path, fails_in):
     assert ("only for inputs of the size" in text) == (fails_in == "the file")
 
 
-@pytest.mark.slow
 def test_model_that_can_be_saved_for_one_size_only(tmp_path, monkeypatch):
     """As timm:tf_efficientnet_b0, whose padding rounds sizes up, which torch 2.15 can't save."""
     errors, save = [KeyError("ceil is not in _SYM_OPS")], torch.export.save
@@ -114,6 +113,7 @@ def test_model_that_can_be_saved_for_one_size_only(tmp_path, monkeypatch):
     assert torch.export.load(path).module()(torch.randn(5, 1, 8, 8)).shape == (5, 2, 6, 6)
 
 
+@pytest.mark.slow
 def test_inputs_of_one_size_are_resized_together(tmp_path):
     class Sum(Windows):
         def forward(self, images):
