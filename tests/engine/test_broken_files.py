@@ -23,11 +23,12 @@ import template_task_contrastive as task_contrastive
 import template_task_segmentation as task_segmentation
 import torch
 from engine import UserError, open_regular
-from engine.data import SeededDataset, files, images, masks, verify
+from engine.data import SeededDataset, files, images, masks, packing, verify
 from engine.data import skipping as skipping_module
 from engine.data.files import FileError, read_file
 from engine.data.loading import build_loader
 from engine.data.skipping import RECORD, SkippingDataset, only_readable, skip_broken
+from engine.diagnostics import data_checks
 from fresh import TEMPLATE
 from PIL import Image
 from torchvision import tv_tensors
@@ -419,6 +420,45 @@ def test_file_is_read_again_if_its_disk_does_not_answer(folder, monkeypatch, cap
     ) as error:
         images.read_image(path)
     assert error.value.status == (2 if is_damage else 1)
+
+
+@pytest.fixture
+def outage(monkeypatch):
+    """All files are on a disk that does not answer."""
+    monkeypatch.setattr(files, "PAUSES_S", ())
+    error = OSError(errno.EHOSTDOWN, os.strerror(errno.EHOSTDOWN))
+    monkeypatch.setattr(files, "open_regular", mock.Mock(side_effect=error))
+
+
+@pytest.mark.usefixtures("outage")
+def test_outage_is_no_error_of_a_file(folder):
+    """Otherwise a pack leaves the file out, and --check advises --skip-broken."""
+    path = folder / "1.png"
+    options = packing.Options(short_side=64, quality=90, shard_size=2**20)
+    with pytest.raises(files.OutageError, match=r"1.png can't be read \(Host is down\)"):
+        packing.encode(0, packing.Source(str(path), [0], b""), options)
+    with pytest.raises(files.OutageError):
+        data_checks.SampleProbe(SeededDataset(skipping(folder, 3), 0))[0]
+    assert not (folder.parent / "run" / RECORD).exists()
+    (message,) = verify.find_broken([partial(images.read_image, path)], 1)
+    assert "1.png can't be read (Host is down)" in message
+
+
+def test_mask_is_read_again_if_its_disk_does_not_answer(folder, monkeypatch):
+    monkeypatch.setattr(files, "PAUSES_S", (0.0,))
+    errors = [OSError(errno.ESTALE, "Stale")]
+    read_once = files._read_once
+
+    def read_or_fail(path):
+        if errors:
+            raise errors.pop()
+        return read_once(path)
+
+    monkeypatch.setattr(files, "_read_once", read_or_fail)
+    path = folder / "mask.png"
+    Image.new("L", (3, 2), 7).save(path)
+    assert images.read_labels(path).tolist() == [[7, 7, 7], [7, 7, 7]]
+    assert not errors
 
 
 def test_end_of_a_worker_while_a_file_is_read_is_no_error_of_the_file(folder):
