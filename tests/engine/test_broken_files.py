@@ -28,7 +28,6 @@ from engine.data import skipping as skipping_module
 from engine.data.files import FileError, read_file
 from engine.data.loading import build_loader
 from engine.data.skipping import RECORD, SkippingDataset, only_readable, skip_broken
-from engine.diagnostics import data_checks
 from fresh import TEMPLATE
 from PIL import Image
 from torchvision import tv_tensors
@@ -432,13 +431,13 @@ def outage(monkeypatch):
 
 @pytest.mark.usefixtures("outage")
 def test_outage_is_no_error_of_a_file(folder):
-    """Otherwise a pack leaves the file out, and --check advises --skip-broken."""
+    """Otherwise a pack leaves the file out."""
     path = folder / "1.png"
     options = packing.Options(short_side=64, quality=90, shard_size=2**20)
     with pytest.raises(files.OutageError, match=r"1.png can't be read \(Host is down\)"):
         packing.encode(0, packing.Source(str(path), [0], b""), options)
     with pytest.raises(files.OutageError):
-        data_checks.SampleProbe(SeededDataset(skipping(folder, 3), 0))[0]
+        skipping(folder, 3).read(0)
     assert not (folder.parent / "run" / RECORD).exists()
     (message,) = verify.find_broken([partial(images.read_image, path)], 1)
     assert "1.png can't be read (Host is down)" in message

@@ -19,7 +19,6 @@ from torch.utils.data import ConcatDataset, DataLoader
 from apex_native.amp.casting import nested_tensors
 from engine import UserError
 from engine.data import DatasetWrapper, select_batch
-from engine.data.files import OutageError
 from engine.data.loading import prepare_worker
 from engine.diagnostics.first_step import describe_large_batch
 from engine.diagnostics.preflight import ERROR, GIB, MIB, OK, WARNING, Results, num_processes
@@ -47,8 +46,6 @@ class SampleProbe(DatasetWrapper):
         shapes, size, message = "", 0, ""
         try:
             tensors = list(nested_tensors(select_batch(self.dataset, [index])))
-        except OutageError:  # --skip-broken would not help
-            raise
         except UserError as error:
             message = str(error)
         else:
