@@ -84,7 +84,8 @@ def test_nvidias_torch_stays(project, tmp_path):
     subprocess.run(command, check=True)
     (packages,) = environment.glob("lib/python3*/site-packages")
     versions = {"torch": "2.7.0a0+79aa17489c.nv25.4", "torchvision": "0.22.0a0"}
-    versions |= {"matplotlib": "3.10.1", "tensorboard": "2.16.2", "tqdm": "4.67.1"}
+    versions |= {"matplotlib": "3.10.1", "pillow": "11.2.1", "tensorboard": "2.16.2"}
+    versions |= {"tqdm": "4.67.1"}
     for name, version in versions.items():
         folder = packages / f"{name}-{version}.dist-info"
         folder.mkdir()

@@ -7,6 +7,7 @@ down or slow cannot delay the training, and what it missed can be sent later.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import platform
@@ -25,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from engine import PROJECT, UserError, module_command, regular_only
+from engine import DAMAGE, PROJECT, UserError, module_command, regular_only
 from engine.monitoring.deliver import read_start
 from engine.monitoring.events import append
 from engine.monitoring.trackers import FOLDER, LOG, QUEUE, complete_lines, read_state
@@ -161,8 +162,11 @@ def _queued_start(path: Path) -> dict[str, Any]:
 
     Raises OSError if the disk does not answer: the queue may have points to send.
     """
-    with suppress(FileNotFoundError, PermissionError, UserError, ValueError):
+    try:
         return read_start(path, path.stat().st_size)
+    except (OSError, UserError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno not in (*DAMAGE, errno.EACCES):
+            raise
     return {}
 
 
