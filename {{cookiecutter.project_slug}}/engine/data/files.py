@@ -18,10 +18,10 @@ MAX_BYTES = 2**30  # of a file that is read
 MAX_OPEN_SHARDS = 128
 # Errors that last. A disk that does not answer for a moment has others, depending on its kind.
 LASTING = (*DAMAGE, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
-# Part of a file of packed data (engine/data/shards.py): offset and length.
-IN_SHARD = re.compile(r"(.*shard-\d{5,}\.tar)/(\d+)\+(\d+)")
 # Errors of a damaged file, or of its disk.
 AMBIGUOUS = (errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.ENODATA, errno.EREMOTEIO)
+# Part of a file of packed data (engine/data/shards.py): offset and length.
+IN_SHARD = re.compile(r"(.*shard-\d{5,}\.tar)/(\d+)\+(\d+)")
 # Message of torch's SIGCHLD handler, which raises it in the main thread if a worker is killed.
 WORKER_END = re.compile(r"DataLoader worker \(pid")
 T = TypeVar("T")

@@ -54,8 +54,9 @@ class Scan:
             problem = f"{error.filename or folder} can't be read ({error.strerror})"
             if error.errno not in LASTING:
                 raise OutageError(problem) from None
-            is_denied = error.errno in (errno.EACCES, errno.EPERM)
-            raise UserError(problem + "; correct its permissions" * is_denied) from None
+            if error.errno in (errno.EACCES, errno.EPERM):
+                problem += "; correct its permissions"
+            raise UserError(problem) from None
         folders: list[os.DirEntry] = []
         files: list[os.DirEntry] = []
         for entry, is_folder in entries:

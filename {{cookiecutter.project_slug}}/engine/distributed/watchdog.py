@@ -159,8 +159,8 @@ def time_limit(place: str, timeout_s: float) -> Iterator[None]:
 
 def _exit_from(place: str, seconds: float) -> None:
     """Exit after logging for how long, and where in the code, the main thread is in `place`."""
-    hang = f"rank {os.environ.get('RANK', 0)} has been in {place} for {seconds:.0f} s, more than "
-    hang += "--timeout"
+    rank = os.environ.get("RANK", 0)
+    hang = f"rank {rank} has been in {place} for {seconds:.0f} s, more than --timeout"
     # A thread, because the disk that hangs may be that of the lines of code.
     thread = threading.Thread(target=_log_position, args=(hang,), daemon=True)
     with suppress(RuntimeError):  # at the limit of threads

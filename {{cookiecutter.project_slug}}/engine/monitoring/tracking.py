@@ -7,7 +7,6 @@ down or slow cannot delay the training, and what it missed can be sent later.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import platform
@@ -165,7 +164,7 @@ def _queued_start(path: Path) -> dict[str, Any]:
     try:
         return read_start(path, path.stat().st_size)
     except (OSError, UserError, ValueError) as error:
-        if isinstance(error, OSError) and error.errno not in (*DAMAGE, errno.EACCES):
+        if isinstance(error, OSError) and error.errno not in DAMAGE:
             raise
     return {}
 
