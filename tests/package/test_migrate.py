@@ -250,6 +250,11 @@ LEFT = [
             "m.type(torch.half)",
             "m.type(torch.cuda.HalfTensor)",
             "m = network_to_half(m)",
+            "t = torch.bfloat16\nm = m.to(device, dtype=t)",
+            "m = Net(torch_dtype='float16')",
+            "def build(dtype=torch.bfloat16):\n    return Net(dtype)",
+            "torch.set_default_dtype(torch.half)",
+            "from torch import bfloat16\nm = Net(bfloat16)",
         )
     ),
     (
@@ -346,6 +351,21 @@ def test_imports_alone_are_removed(tmp_path):
     assert (
         "2: changed: import removed: nothing uses it" in report and ": 2 changed, 0 left" in report
     )
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "with torch.autocast('cuda', dtype=torch.bfloat16):\n    y = m(x)",
+        "from torch.cuda.amp import autocast\nwith autocast(dtype=torch.float16):\n    y = m(x)",
+        "images = images.astype(np.float16)",
+        "half = len(images) // 2",
+    ],
+)
+def test_fused_adam_is_converted_where_half_types_are_not_of_parameters(tmp_path, line):
+    script = f"from apex.optimizers import FusedAdam\n{line}\no = FusedAdam(p)\n"
+    code, _ = migrate(tmp_path, script)
+    assert "torch.optim.AdamW(p, " in code
 
 
 @pytest.mark.parametrize(

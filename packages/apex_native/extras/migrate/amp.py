@@ -53,8 +53,10 @@ STASHED = re.compile(
     r"_(prepare|post)_amp_backward"
 )
 REGISTERED = ("register_float_function", "register_half_function", "register_promote_function")
-# A cast of a model to half or bfloat16, or of tensors.
-HALF = re.compile(r"\.(half|bfloat16)\(|network_to_half\(|\.(to|type)\(.*(float16|half)", re.I)
+# Names of half types, and of functions that cast to them. Variables may be named "half", too.
+HALF = re.compile(r"b?float16|(BFloat16|Half)Tensor|network_to_half|convert_network|FP16Model")
+# Calls whose half types are not those of parameters.
+CASTING = re.compile(r"(.*\.)?autocast|apex\.amp\..*")
 # A call that looks for a module, with the name of Apex.
 PROBED = re.compile(
     r".*(find|spec|import|module|package|install|avail|exist|version|distribution|require)\w*"
@@ -112,7 +114,7 @@ class Analysis(Optimizers):
         name = self.name(node.func)
         attribute = node.func.attr.value if isinstance(node.func, cst.Attribute) else ""
         self.calls.append((attribute or source(node.func), node))
-        self.usage.has_half |= bool(HALF.search(source(node)))
+        self.usage.has_half |= attribute == "half"
         self.usage.has_load |= attribute == "load_state_dict"
         self._find_steps(node, attribute)
         if name.startswith("apex.amp."):
@@ -150,6 +152,7 @@ class Analysis(Optimizers):
     def visit_Attribute(self, node: cst.Attribute) -> None:
         """Find amp's state, which scripts read and set directly, amp as a value, and gradients."""
         self._check_value(node)
+        self.usage.has_half |= source(node) == "torch.half"
         self.usage.has_allreduce |= node.attr.value in ("disable_allreduce", "enable_allreduce")
         self._check_stashed(node.attr.value)
         parent = self.parent(node)
@@ -169,6 +172,7 @@ class Analysis(Optimizers):
         """Find gradients that ``getattr(parameter, "grad")`` reads, and ``find_spec("apex")``."""
         call = self.parent(self.parent(node))
         text = source(node).strip("\"'")
+        self._find_half(node, text)
         if (
             isinstance(call, cst.Call)
             and self.parent(node) in call.args[:1]
@@ -186,6 +190,14 @@ class Analysis(Optimizers):
             if text == "grad":
                 self._add_reader(call, source(call))
 
+    def _find_half(self, node: cst.CSTNode, name: str) -> None:
+        """Find half types by `name`, but for those of autocast, amp and NumPy."""
+        if HALF.fullmatch(name) and not source(self.parent(node)).startswith(("np.", "numpy.")):
+            calls = (each.func for each in self.parents(node) if isinstance(each, cst.Call))
+            self.usage.has_half |= not any(
+                CASTING.fullmatch(self.name(each) or source(each)) for each in calls
+            )
+
     def _add_probe(self, node: cst.CSTNode) -> None:
         self.usage.probes.add(node)
         self.usage.reasons.append(f"{source(node)} may find no Apex after the conversion")
@@ -199,7 +211,8 @@ class Analysis(Optimizers):
         self.has_value |= any(isinstance(each, cst.Lambda) for each in self.parents(node))
 
     def visit_Name(self, node: cst.Name) -> None:
-        """Find amp as a value, and names that may be those of scaled losses."""
+        """Find amp as a value, half types, and names that may be those of scaled losses."""
+        self._find_half(node, node.value)
         parent = self.parent(node)
         is_attribute = isinstance(parent, cst.Attribute) and parent.attr is node
         is_keyword = isinstance(parent, cst.Arg) and parent.keyword is node

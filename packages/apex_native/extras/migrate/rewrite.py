@@ -21,7 +21,7 @@ from .report import PREFIX, Report
 from .tree import STATEMENTS
 from .usage import Usage
 
-HALF_MOMENTS = "the script casts to half; torch's moments of half parameters are not fp32"
+HALF_MOMENTS = "the script uses half types; torch's moments of half parameters are not fp32"
 REFERENCED = "the file uses {} without calling it, as isinstance() does; torch's is another class"
 CASTS = "forward passes that compute no scaled loss, as in validation, run in float32; outputs of "
 CASTS += "the others may be half after the loss, where nothing casts them: call .float() if needed"

@@ -26,7 +26,7 @@ class Usage:
 
     level: str = ""
     has_allreduce: bool = False  # a method of Apex's DDP without an equivalent is used
-    has_half: bool = False  # something is cast to half without amp, such as a model
+    has_half: bool = False  # half types are used other than by autocast and amp
     has_load: bool = False  # the state of something is loaded
     may_cast: bool = False  # amp.initialize, if it is left, may leave parameters half
     reasons: list[str] = field(default_factory=list)
