@@ -31,7 +31,7 @@ from engine import UserError, cli, distributed, fingerprint, summarize
 from engine.checkpoint.compatibility import is_validation_set
 from engine.data import SizedDataset, select_batch
 from engine.data.files import FileError
-from engine.data.images import MEAN, normalize, read_image, read_labels, trim
+from engine.data.images import MAX_SIZE, MEAN, normalize, read_image, read_labels, trim
 from engine.data.masks import (
     IGNORED,
     PackedMasks,
@@ -350,7 +350,10 @@ class Predictor:
         self.device = next(model.parameters()).device
         is_alike = not metadata["data"] and self.classes == [*Digits.classes]
         is_digits = is_alike and is_validation_set(Digits(train=False), metadata)
-        self.side = Digits.side if is_digits else SIZE
+        # SIZE of the training; of an earlier version, or of anyone's text: the present one.
+        trained = metadata.get("fingerprints", {}).get("val", {}).get("image size", "")
+        size = int(trained) if trained in map(str, range(1, MAX_SIZE + 1)) else SIZE
+        self.side = Digits.side if is_digits else size
         self.palette = make_palette(len(self.classes))
         self.root = os.path.commonpath([os.path.abspath(path.parent) for path in args.images])
         try:

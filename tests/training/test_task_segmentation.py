@@ -629,6 +629,17 @@ def test_only_the_digits_are_predicted_at_their_own_size(tmp_path, data, samples
     assert task.Predictor(Bright(), metadata, args).side == side
 
 
+@pytest.mark.parametrize(
+    ("trained", "side"), [("300", 300), ("", task.SIZE), ("0", task.SIZE), ("9" * 5000, task.SIZE)]
+)
+def test_images_are_predicted_at_the_size_of_the_training(tmp_path, trained, side):
+    """Not at that of a later edit of SIZE, but for the size of anyone's checkpoint."""
+    metadata = {"data": "folder", "classes": [*task.Digits.classes], "samples": {"val": 9}}
+    metadata["fingerprints"] = {"val": {"image size": trained}}
+    args = Namespace(images=[tmp_path / "image.png"], output=tmp_path / "out")
+    assert task.Predictor(Bright(), metadata, args).side == side
+
+
 @pytest.mark.parametrize("source", ["hf-hub:someone/model", "local-dir:/tmp"])
 def test_encoder_from_elsewhere_is_an_error(source: str) -> None:
     pytest.importorskip("segmentation_models_pytorch")
