@@ -238,6 +238,14 @@ def test_terminals_that_lack_characters_are_supported(monkeypatch) -> None:
     assert stdout.buffer.getvalue() == b"0.1 ? 2\n"
 
 
+def test_output_of_a_notebook_is_supported(monkeypatch) -> None:
+    """Its stream has no ``reconfigure``."""
+    stdout = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", stdout)
+    distributed.run(lambda: print("0.1 × 2"))
+    assert stdout.getvalue() == "0.1 × 2\n"
+
+
 @pytest.mark.parametrize(("kind", "status"), [(UserError, 2), (PeerError, 1)])
 def test_job_that_lacks_a_process_may_be_restarted(monkeypatch, capsys, kind, status) -> None:
     """The launcher restarts it after status 1, and not after 2."""

@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from io import TextIOWrapper
 from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -345,8 +346,8 @@ def run(main: Callable[[], None]) -> None:
     The process exits without Python's usual clean-up, in which a process group or a data loader
     can wait for processes that will never answer. It exits, too, when its launcher does.
     """
-    if sys.stdout:
-        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # not all terminals have all characters
+    if isinstance(sys.stdout, TextIOWrapper):  # neither closed, nor a notebook's
+        sys.stdout.reconfigure(errors="replace")  # not all terminals have all characters
     end_with_launcher()
     os.environ[IN_RANK] = "1"
     try:
