@@ -150,3 +150,37 @@ def test_weight_used_twice(device, level):
         backward(model(x).square().mean(), optimizer)
     for gradient, wanted in zip(gradients(optimizer), expected, strict=True):
         torch.testing.assert_close(gradient.float(), wanted, rtol=0.05, atol=0.01)
+
+
+def product_with(device, decorated):
+    """Return ``x @ weight`` as a function with a backward pass of its own."""
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(context, x, weight):
+            context.save_for_backward(x, weight)
+            return x @ weight
+
+        @staticmethod
+        def backward(context, gradient):
+            x, weight = context.saved_tensors
+            return gradient @ weight.t(), x.t() @ gradient
+
+    if decorated:
+        kind = device.type
+        Product.forward = staticmethod(torch.amp.custom_fwd(Product.forward, device_type=kind))
+        Product.backward = staticmethod(torch.amp.custom_bwd(Product.backward, device_type=kind))
+    return Product.apply
+
+
+def test_casts_are_off_in_backward_passes_of_own_functions(device):
+    """torch's decorators bring them back, as the table says."""
+    weight = nn.Parameter(torch.randn(4, 4, device=device))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    initialize(nn.Linear(1, 1).to(device), optimizer)
+    x = torch.randn(8, 4, device=device)
+    with pytest.raises(RuntimeError, match="same dtype"):
+        backward(product_with(device, decorated=False)(x, weight).float().mean(), optimizer)
+    backward(product_with(device, decorated=True)(x, weight).float().mean(), optimizer)
+    expected = x.sum(0)[:, None].expand(4, 4) / 32
+    torch.testing.assert_close(weight.grad, expected, rtol=0.02, atol=0.01)

@@ -251,6 +251,15 @@ def test_pack_that_another_process_continues_before_the_lock_is_kept(folder, tmp
     assert len(datasets(tmp_path / "out")[0]) == 10
 
 
+def test_disk_needs_no_memory_maps(folder, tmp_path, run_pack, monkeypatch):
+    """As of FUSE with direct I/O."""
+    assert run_pack(folder, tmp_path / "packed") == 0
+    whole = shards.Pack(tmp_path / "packed" / "train")
+    refused = OSError(errno.ENODEV, os.strerror(errno.ENODEV))
+    monkeypatch.setattr(np, "memmap", mock.Mock(side_effect=refused))
+    assert (shards.Pack(whole.folder).records == whole.records).all()
+
+
 def test_complete_pack_is_left_unchanged(folder, tmp_path, run_pack, capsys):
     run_pack(folder, tmp_path / "out", LARGE)
     times = [path.stat().st_mtime_ns for path in sorted((tmp_path / "out").rglob("*"))]

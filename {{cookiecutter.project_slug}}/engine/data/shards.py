@@ -155,7 +155,11 @@ class Pack:
         index = folder / INDEX
         if checksum(index) != self.manifest.index_sha256:
             raise UserError(_damaged(index))
-        self.records = np.memmap(index, RECORD, mode="r", offset=HEADER_LENGTH)
+        self.records: np.ndarray
+        try:
+            self.records = np.memmap(index, RECORD, mode="r", offset=HEADER_LENGTH)
+        except OSError:  # some file systems, such as FUSE's with direct I/O, have no memory maps
+            self.records = np.fromfile(index, RECORD, offset=HEADER_LENGTH)
         label, classes = self.records["label"].max(), len(self.manifest.classes)
         if found == "cls" and label >= classes:
             raise UserError(f"{index} has label {label}, but only {classes} classes; {AGAIN}")
