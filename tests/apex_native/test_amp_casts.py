@@ -184,3 +184,19 @@ def test_casts_are_off_in_backward_passes_of_own_functions(device):
     backward(product_with(device, decorated=True)(x, weight).float().mean(), optimizer)
     expected = x.sum(0)[:, None].expand(4, 4) / 32
     torch.testing.assert_close(weight.grad, expected, rtol=0.02, atol=0.01)
+
+
+def test_backward_passes_outside_of_scale_loss_are_cast(device):
+    """Also those of what was computed in fp32, unless the script turns the casts off."""
+    initialize(nn.Linear(1, 1).to(device))
+    x = torch.randn(8, 4, device=device)
+    weight = torch.randn(4, 4, device=device, requires_grad=True)
+    with amp.disable_casts():
+        loss = (x @ weight).square().sum()
+        expected = 2 * x.t() @ (x @ weight.detach())
+    (cast,) = torch.autograd.grad(loss, weight, retain_graph=True)
+    with amp.disable_casts():
+        (exact,) = torch.autograd.grad(loss, weight)
+    torch.testing.assert_close(exact, expected)
+    assert not torch.allclose(cast, expected, rtol=1e-5)
+    torch.testing.assert_close(cast, expected, rtol=0.05, atol=0.5)

@@ -486,3 +486,25 @@ def test_gradients_that_exist_before_initialize_are_cast():
     initialize(model, sgd(model), "O2", cast_model_type=FP16)
     assert model.weight.dtype == model.weight.grad.dtype == FP16
     assert torch.equal(model.weight.grad, torch.ones(1, 2, dtype=FP16))
+
+
+@pytest.mark.parametrize("late", ["before the first step", "after a step"])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_parameters_that_are_unfrozen_later_get_masters(level, late):
+    """As in Apex, which makes them in the first backward pass; after it, they would stay half."""
+    model = Net()
+    first, *others = model.parameters()
+    first.requires_grad_(False)
+    optimizer = sgd(model, lr=1e-4, momentum=0.9)
+    initialize(model, optimizer, level, **({"cast_model_type": FP16} if level == "O2" else {}))
+    start = first.float()
+    if late == "after a step":
+        train(model, optimizer, batches(1))
+        assert first.grad is None and torch.equal(first.float(), start)
+    first.requires_grad_(True)
+    train(model, optimizer, batches(3))
+    master = optimizer.param_groups[0]["params"][0]
+    assert master.dtype == torch.float32 and [*amp.master_params(optimizer)][0] is master
+    assert len([*amp.master_params(optimizer)]) == 1 + len(others)
+    assert not torch.equal(master, master.to(first.dtype).float())
+    assert torch.equal(first, master.to(first.dtype))

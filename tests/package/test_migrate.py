@@ -368,6 +368,14 @@ def test_fused_adam_is_converted_where_half_types_are_not_of_parameters(tmp_path
     assert "torch.optim.AdamW(p, " in code
 
 
+@pytest.mark.parametrize("kind", ["FusedLayerNorm", "FusedRMSNorm"])
+@pytest.mark.parametrize(("line", "is_noted"), [("m.bfloat16()", True), ("m.float()", False)])
+def test_norms_that_may_get_half_input_are_noted(tmp_path, kind, line, is_noted):
+    script = f"from apex.normalization import {kind}\n{line}\nn = {kind}(8)\n"
+    _, report = migrate(tmp_path, script)
+    assert ("takes input of the type of its weights only" in report) == is_noted
+
+
 @pytest.mark.parametrize(
     ("arguments", "is_kept"),
     [

@@ -248,7 +248,7 @@ def _binary_cross_entropy(
 
 
 def disable_casts() -> torch.autocast:
-    """Run the body without the casts of O1 and O4. The backward pass needs no such block."""
+    """Run the body without the casts of O1 and O4. ``scale_loss`` does so in the backward pass."""
     return torch.autocast(_amp_state.device_type, enabled=False)
 
 

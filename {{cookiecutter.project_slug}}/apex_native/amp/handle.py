@@ -91,7 +91,7 @@ def scale_loss(
             f"amp.initialize prepared models on the CPU, and the loss is on {loss.device}: move "
             "the models there first, then call amp.initialize."
         )
-    stashes = _stashes_of(optimizers)
+    stashes = _stashes_of(optimizers, level.master_weights)
     scaler, factor = _scaler_for(stashes, loss_id)
     # The gradients' types were settled in the forward pass: the backward pass runs without casts.
     if not (scaler.dynamic or level.master_weights) and factor == 1.0:
@@ -115,14 +115,26 @@ def scale_loss(
         _check_overflow(stashes, scaler, reduce(torch.maximum, found))
 
 
-def _stashes_of(optimizers: Optimizer | list[Optimizer]) -> list[AmpStash]:
+def _stashes_of(optimizers: Optimizer | list[Optimizer], master_weights: bool) -> list[AmpStash]:
     """Return amp's state of each optimizer. Raises RuntimeError if one has none."""
     given: list[Any] = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
     if not given:
         raise RuntimeError("amp.scale_loss was given no optimizer.")
     if not all(hasattr(optimizer, "_amp_stash") for optimizer in given):
         raise RuntimeError("amp.scale_loss needs optimizers that amp.initialize returned.")
+    if master_weights:
+        for optimizer in given:
+            _adopt_unfrozen(optimizer)
     return [optimizer._amp_stash for optimizer in given]
+
+
+def _adopt_unfrozen(optimizer: Any) -> None:
+    """Replace half parameters that were frozen until now, too, by masters."""
+    stash: AmpStash = optimizer._amp_stash
+    if any(p.requires_grad and p.dtype in HALF_TYPES for p in stash.plain):
+        stash.plain.clear()
+        for group in optimizer.param_groups:
+            _adopt(optimizer, group, master_weights=True)
 
 
 def _scaler_for(stashes: list[AmpStash], loss_id: int) -> tuple[LossScaler, Tensor | float]:
@@ -228,7 +240,10 @@ def prepare_optimizer(optimizer: Any, master_weights: bool) -> None:
 def _adopt(optimizer: Any, group: dict, master_weights: bool) -> None:
     """Record the parameters of `group`, replacing half parameters by masters."""
     stash: AmpStash = optimizer._amp_stash
+    masters = set(stash.masters.values())
     for index, parameter in enumerate(group["params"]):
+        if parameter in masters:
+            continue
         if master_weights and parameter.requires_grad and parameter.dtype in HALF_TYPES:
             master = make_master(parameter)
             group["params"][index] = master

@@ -22,6 +22,9 @@ from .tree import STATEMENTS
 from .usage import Usage
 
 HALF_MOMENTS = "the script uses half types; torch's moments of half parameters are not fp32"
+HALF_INPUT = (
+    "torch's takes input of the type of its weights only, Apex's also half with fp32 weights"
+)
 REFERENCED = "the file uses {} without calling it, as isinstance() does; torch's is another class"
 CASTS = "forward passes that compute no scaled loss, as in validation, run in float32; outputs of "
 CASTS += "the others may be half after the loss, where nothing casts them: call .float() if needed"
@@ -132,6 +135,8 @@ class Rewrite(cst.CSTTransformer):
             self._changed(call, NOTES[name])
         if self.usage.has_load and name == "apex.optimizers.FusedAdam":
             self._changed(call, OLD_STATES)
+        if self.usage.has_half and name.endswith(("FusedLayerNorm", "FusedRMSNorm")):
+            self._changed(call, HALF_INPUT)
         for part in self.usage.compared & parts:
             if part[0].isupper():
                 self._changed(call, COMPARED.format(part))
