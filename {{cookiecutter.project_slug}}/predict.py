@@ -18,11 +18,10 @@ import torch
 from torch import nn
 
 import task
-from engine import UserError, cli, distributed
+from engine import OutageError, UserError, cli, distributed
 from engine.checkpoint import format as checkpoint_format
 from engine.checkpoint.archive import security_warning
 from engine.checkpoint.restore import build_with
-from engine.data.files import OutageError
 from engine.data.folders import list_images
 from engine.export import export_model
 from engine.monitoring.meter import NanCounter

@@ -22,7 +22,7 @@ import task
 import template_task_contrastive as task_contrastive
 import template_task_segmentation as task_segmentation
 import torch
-from engine import UserError, open_regular
+from engine import OutageError, UserError, open_regular
 from engine.data import SeededDataset, files, images, masks, packing, verify
 from engine.data import skipping as skipping_module
 from engine.data.files import FileError, read_file
@@ -414,7 +414,7 @@ def test_file_is_read_again_if_its_disk_does_not_answer(folder, monkeypatch, cap
     errors += [OSError(number, os.strerror(number))] * 3
     is_damage = number == errno.EIO  # possibly; --skip-broken skips it
     with pytest.raises(
-        FileError if is_damage else files.OutageError,
+        FileError if is_damage else OutageError,
         match=f"1.png can't be read .*{os.strerror(number)}",
     ) as error:
         images.read_image(path)
@@ -434,9 +434,9 @@ def test_outage_is_no_error_of_a_file(folder):
     """Otherwise a pack leaves the file out."""
     path = folder / "1.png"
     options = packing.Options(short_side=64, quality=90, shard_size=2**20)
-    with pytest.raises(files.OutageError, match=r"1.png can't be read \(Host is down\)"):
+    with pytest.raises(OutageError, match=r"1.png can't be read \(Host is down\)"):
         packing.encode(0, packing.Source(str(path), [0], b""), options)
-    with pytest.raises(files.OutageError):
+    with pytest.raises(OutageError):
         skipping(folder, 3).read(0)
     assert not (folder.parent / "run" / RECORD).exists()
     (message,) = verify.find_broken([partial(images.read_image, path)], 1)

@@ -20,7 +20,7 @@ from unittest.mock import Mock
 import pytest
 import task
 import torch
-from engine import UserError, cli
+from engine import OutageError, UserError, cli
 from engine.data import (
     ResumableDistributedSampler,
     SeededDataset,
@@ -261,6 +261,18 @@ def test_refused_files_of_other_layouts_count_as_absent(server, tmp_path, run_pa
 
 
 @needs_nginx
+def test_files_of_a_mirror_are_not_written_again(server, packed, tmp_path):
+    """Other processes read them meanwhile, and not every disk replaces a file at once."""
+    folder = RemoteFolder(f"{server.url}/packed", tmp_path / "cache", MANY)
+    times = []
+    for _ in range(2):
+        datasets(RemoteFolder(folder.url, folder.cache_dir, MANY))
+        files = sorted(path for path in folder.cache_dir.rglob("*.json"))
+        times.append([(path, path.stat().st_mtime_ns, path.stat().st_ino) for path in files])
+    assert len(files) == 4 and times[0] == times[1]
+
+
+@needs_nginx
 def test_damaged_index_in_the_cache_is_downloaded_again(server, packed, tmp_path):
     mirror = RemoteFolder(f"{server.url}/packed", tmp_path / "cache", MANY).mirror
     index = mirror / "train" / "index.bin"
@@ -317,14 +329,14 @@ def test_server_that_stays_away_is_an_error_after_a_limited_number_of_attempts(
 ):
     proxy = FaultyProxy(server.port, ["error"] * 100)
     data = RemoteFolder(f"{proxy.url}/packed", tmp_path / "cache", MANY)
-    with pytest.raises(UserError, match=r"pack.json can't be read \(503 Busy; attempts: 7\)"):
+    with pytest.raises(OutageError, match=r"pack.json can't be read \(503 Busy; attempts: 7\)"):
         datasets(data)
     assert len(proxy.faults) == 100 - store.ATTEMPTS
     log = capsys.readouterr().err
     assert log.count("pack.json: attempt ") == store.ATTEMPTS - 1
     assert "pack.json: attempt 1 of 7 failed (503 Busy)" in log
     proxy.close()
-    with pytest.raises(UserError, match=r"127.0.0.1.* attempts: 7\)"):
+    with pytest.raises(OutageError, match=r"127.0.0.1.* attempts: 7\)"):
         datasets(RemoteFolder(f"{proxy.url}/packed", tmp_path / "cache", MANY))
 
 
@@ -398,8 +410,9 @@ def s3_error(code: str) -> OSError:
     ],
 )
 def test_unusable_url_is_an_error(server, tmp_path, path, message):
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=message) as caught:
         datasets(RemoteFolder(f"{server.url}/{path}", tmp_path / "cache", MANY))
+    assert caught.value.status == 2  # another start would not help
 
 
 def test_nothing_is_read_by_url_before_the_data(tmp_path):

@@ -49,6 +49,12 @@ class PeerError(UserError):
     status = 1
 
 
+class OutageError(UserError):
+    """The disk or server of the data does not answer: the job may be restarted."""
+
+    status = 1
+
+
 def log_line(text: str) -> None:
     """Print a line on standard error, unless that fails, as on a full disk: a run goes on."""
     with suppress(OSError):

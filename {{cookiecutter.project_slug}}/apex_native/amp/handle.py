@@ -91,7 +91,7 @@ def scale_loss(
             f"amp.initialize prepared models on the CPU, and the loss is on {loss.device}: move "
             "the models there first, then call amp.initialize."
         )
-    stashes = _stashes_of(optimizers, level.master_weights)
+    stashes = _stashes_of(optimizers, bool(level.master_weights))
     scaler, factor = _scaler_for(stashes, loss_id)
     # The gradients' types were settled in the forward pass: the backward pass runs without casts.
     if not (scaler.dynamic or level.master_weights) and factor == 1.0:

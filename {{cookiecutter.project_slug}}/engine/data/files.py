@@ -10,7 +10,7 @@ from functools import lru_cache, partial
 from io import BufferedReader, BytesIO, FileIO
 from typing import TypeVar
 
-from engine import DAMAGE, PAUSES_S, UserError, log_line, open_regular
+from engine import DAMAGE, PAUSES_S, OutageError, UserError, log_line, open_regular
 from engine.data.remote import open_mirror
 from engine.text import printable
 
@@ -33,12 +33,6 @@ class FileError(UserError):
     def __init__(self, message: str, path: str = "") -> None:
         super().__init__(printable(message) if path else message)
         self.path = path
-
-
-class OutageError(UserError):
-    """The disk of the data does not answer: unlike after a mistake, the job may be restarted."""
-
-    status = 1
 
 
 @contextmanager

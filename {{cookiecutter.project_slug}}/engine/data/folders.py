@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from engine import UserError, distributed, summarize
+from engine import OutageError, UserError, distributed, summarize
 from engine.data import shards
-from engine.data.files import LASTING, OutageError, try_again
+from engine.data.files import LASTING, try_again
 from engine.text import printable
 
 LISTS = (*shards.CLASS_FILES, "captions.tsv")

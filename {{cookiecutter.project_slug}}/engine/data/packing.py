@@ -21,9 +21,9 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional
 from tqdm import tqdm
 
-from engine import SUFFIX, UserError, log_line, read_text, regular_only, replacing
+from engine import SUFFIX, OutageError, UserError, log_line, read_text, regular_only, replacing
 from engine.data import shards
-from engine.data.files import OutageError, naming_errors, read_file
+from engine.data.files import naming_errors, read_file
 from engine.data.images import read_image, read_labels, trim
 from engine.data.loading import prepare_worker
 from engine.data.shards import BLOCK, INDEX, MANIFEST, PROGRESS, TIMES, Manifest, Shard

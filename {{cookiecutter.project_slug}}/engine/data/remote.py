@@ -81,8 +81,7 @@ class RemoteFolder:
             for name, data in files.items():
                 path = mirror / name
                 path.parent.mkdir(parents=True, exist_ok=True)
-                with replacing(path) as temporary:
-                    temporary.write_bytes(data)
+                _write(path, data)
                 if path.name == MANIFEST:
                     self._complete(store, path.parent)
         return mirror
@@ -128,8 +127,7 @@ class RemoteFolder:
                 size, expected = manifest.index_size, manifest.index_sha256
                 store.download(name, file, size, expected)
         source = {"url": f"{self.url}/{folder.name}", "cache_size": self.cache_size}
-        with replacing(folder / REMOTE) as temporary:
-            temporary.write_text(json.dumps(source))
+        _write(folder / REMOTE, json.dumps(source).encode())
 
     def _check(self, manifest: Manifest) -> None:
         """Check that the cache has room for what is used at a time, and that the order is mixed."""
@@ -291,6 +289,13 @@ def _is_locked(path: Path) -> bool:
         except OSError:
             return True
     return False
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Write a file of a mirror, unless it is there: others may read it, as it is, meanwhile."""
+    if not path.is_file() or path.read_bytes() != data:
+        with replacing(path) as temporary:
+            temporary.write_bytes(data)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from hashlib import sha256
 from http import HTTPStatus
 from typing import Any, BinaryIO
 
-from engine import MAX_BYTES, UserError, log_line
+from engine import MAX_BYTES, OutageError, UserError, log_line
 from engine.text import printable, redact_addresses
 
 PIECE = 8 * 2**20  # bytes of a range request for a part of a shard
@@ -77,7 +77,8 @@ class Store:
         Raises:
             FileNotFoundError: if there is no such file.
             RefusedError: if the server forbids the access (403).
-            UserError: if it refuses the request or ignores its range, or all attempts fail.
+            OutageError: if all attempts fail.
+            UserError: if it refuses the request or ignores its range.
         """
         path = f"{self.url}/{name}"
         delay = FIRST_DELAY_S
@@ -91,7 +92,8 @@ class Store:
                 if _is_behind_end(error):
                     return b""
                 if attempt == ATTEMPTS or _is_final(error):
-                    kind = RefusedError if _is_forbidden(error) else UserError
+                    kind = UserError if _is_final(error) else OutageError
+                    kind = RefusedError if _is_forbidden(error) else kind
                     raise kind(
                         f"{path} can't be read ({_reason(error)}; attempts: {attempt}); check the "
                         "server and the credentials, and continue with --resume auto"

@@ -18,8 +18,8 @@ from torch import Tensor
 from torchvision.datasets.folder import IMG_EXTENSIONS
 from tqdm import tqdm
 
-from engine import UserError, cli, distributed
-from engine.data.files import FileError, OutageError
+from engine import OutageError, UserError, cli, distributed
+from engine.data.files import FileError
 from engine.data.folders import list_images
 from engine.data.images import read_image
 from engine.data.masks import odd_sizes, read_classes, read_mask
