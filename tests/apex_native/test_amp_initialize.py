@@ -508,3 +508,25 @@ def test_parameters_that_are_unfrozen_later_get_masters(level, late):
     assert len([*amp.master_params(optimizer)]) == 1 + len(others)
     assert not torch.equal(master, master.to(first.dtype).float())
     assert torch.equal(first, master.to(first.dtype))
+
+
+@pytest.mark.parametrize(
+    "make", [*OPTIMIZERS.values(), lambda model: torch.optim.Adam(model.parameters())]
+)
+def test_loaded_states_of_parameters_that_are_unfrozen_later_become_fp32(make):
+    saved = None
+    for is_frozen in (False, True):
+        model = Net()
+        first = next(model.parameters())
+        first.requires_grad_(not is_frozen)
+        optimizer = make(model)
+        initialize(model, optimizer, "O5")
+        if saved:
+            optimizer.load_state_dict(saved)
+        first.requires_grad_(True)
+        train(model, optimizer, batches(2))
+        saved = optimizer.state_dict()
+    state = optimizer.state[optimizer.param_groups[0]["params"][0]]
+    assert state and all(
+        value.dtype == torch.float32 for value in state.values() if isinstance(value, torch.Tensor)
+    )

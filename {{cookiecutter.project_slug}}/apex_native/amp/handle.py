@@ -250,7 +250,8 @@ def _adopt(optimizer: Any, group: dict, master_weights: bool) -> None:
             stash.masters[parameter] = master
             stash.new.append(parameter)
             if parameter in optimizer.state:
-                optimizer.state[master] = optimizer.state.pop(parameter)
+                state = optimizer.state.pop(parameter).items()
+                optimizer.state[master] = {name: _to_fp32(value) for name, value in state}
         else:
             stash.plain.append(parameter)
     inner = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
@@ -260,6 +261,11 @@ def _adopt(optimizer: Any, group: dict, master_weights: bool) -> None:
             f"{type(optimizer).__name__} steps its parameters by an optimizer of its own, which "
             "does not train the fp32 masters: use it at opt_level O1 or O4."
         )
+
+
+def _to_fp32(value: Any) -> Any:
+    is_half = isinstance(value, Tensor) and value.dtype in HALF_TYPES
+    return value.float() if is_half else value
 
 
 @contextlib.contextmanager

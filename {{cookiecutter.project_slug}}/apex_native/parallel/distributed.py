@@ -4,7 +4,6 @@ import contextlib
 import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import torch
@@ -22,8 +21,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     Parameters and their masters are broadcast from rank 0 once, here; buffers never are. As in Apex
     there is no ``device_ids``: the module is on its device already. This is torch's own class with
-    Apex's arguments, so ``no_sync()`` is available too. It averages in one backward pass after each
-    forward pass, and a second one is a RuntimeError.
+    Apex's arguments, so ``no_sync()`` is available too.
 
     Args:
         module: on the device of this process, after ``amp.initialize``.
@@ -80,9 +78,6 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         self._in_no_sync = False
         self.is_unsynced = False  # whether the last forward pass was in no_sync()
         self.is_due = False  # from a synced forward pass until the next block of amp.scale_loss
-        # Whether the last forward pass has had its backward pass; None if that averages nothing.
-        self._is_averaged: bool | None = None
-        self._register_hook()
         self._averager: GradientAverager | None = None
         self.averages_at_once = False
         # torch divides before it sums; fp16 gradients overflow where Apex's do only the other way.
@@ -98,23 +93,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         """Register the communication hook, which copy and pickle leave behind."""
         super().__setstate__(state)
         _amp_state.parallel_models.add(self)
-        self._register_hook()
         if self._hook is not None:
             super().register_comm_hook(self._hook.args[0], self._hook.func)
-
-    def _register_hook(self) -> None:
-        """Have one parameter tell of each backward pass: a hook of each would take time."""
-        for parameter in islice(self._trained.values(), 1):
-            parameter.register_post_accumulate_grad_hook(self._require_forward_pass)
-
-    def _require_forward_pass(self, _: Tensor) -> None:
-        """Raise RuntimeError, as Apex does, in a second backward pass, which averages nothing."""
-        if self._is_averaged and self.require_backward_grad_sync:
-            raise RuntimeError(
-                "This is a second backward pass after a forward pass of DistributedDataParallel, "
-                "and its gradients would not be averaged: add the losses and call backward() once."
-            )
-        self._is_averaged = None if self._is_averaged is None else True
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -143,8 +123,9 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         """Average all gradients of a type at once, after each backward pass from now on.
 
         For compiled models of CUDA graphs (see GradientAverager). The next pass overwrites the
-        gradients, communication hooks get a Bucket, ``join()`` is not supported. A parameter
-        without a gradient, or with a sparse one, is a RuntimeError in a backward pass.
+        gradients, communication hooks get a Bucket, ``join()`` is not supported. If two forward
+        passes come before their backward passes, only the first of these averages, as in torch. A
+        parameter without a gradient, or with a sparse one, is a RuntimeError in a backward pass.
         """
         self._averager = GradientAverager(self._trained, self._hook)
         self.averages_at_once = True
@@ -160,7 +141,6 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         """Call the module. Raises RuntimeError if the last backward pass left parameters out."""
         if torch.is_grad_enabled():  # an evaluation changes nothing
             self.is_unsynced = self._in_no_sync
-            self._is_averaged = False if self.require_backward_grad_sync else None
             if self.require_backward_grad_sync:
                 self.is_due = True
                 if self._averager is not None:
