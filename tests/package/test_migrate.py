@@ -522,6 +522,15 @@ def test_missing_casts_are_reported(tmp_path, level):
     assert ("may be half after the loss" in report) == (level != "O0")
 
 
+@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
+@pytest.mark.parametrize("base", ["torch.autograd.Function", "nn.Module"])
+def test_backward_passes_without_casts_are_reported(tmp_path, level, base):
+    train = TRAIN.replace("LEVEL", level)
+    own = f"class Own({base}):\n    pass\n\n\n"
+    report = migrate(tmp_path, f"{START}{own}optimizer = {OPTIMIZERS[0]}{train}")[1]
+    assert ("torch.amp.custom_fwd" in report) == (level != "O0" and "Function" in base)
+
+
 @pytest.mark.parametrize("level", ["O1", "O4"])
 def test_casts_without_gradients_are_not_reused(tmp_path, level):
     no_grad = "    with torch.no_grad():\n        y = model(x).argmax(1)\n    output ="

@@ -231,6 +231,8 @@ class Analysis(Optimizers):
 
     def visit_ClassDef(self, node: cst.ClassDef) -> None:
         self.classes.add(node.name.value)
+        bases = [source(base.value).rpartition(".")[2] for base in node.bases]
+        self.usage.has_function |= "Function" in bases
 
     def visit_Assign(self, node: cst.Assign) -> None:
         self.assigned += pairs(node)

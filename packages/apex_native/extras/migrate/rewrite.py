@@ -28,6 +28,8 @@ HALF_INPUT = (
 REFERENCED = "the file uses {} without calling it, as isinstance() does; torch's is another class"
 CASTS = "forward passes that compute no scaled loss, as in validation, run in float32; outputs of "
 CASTS += "the others may be half after the loss, where nothing casts them: call .float() if needed"
+FUNCTIONS = "nothing casts in the backward passes of the file's autograd.Function, where Apex casts: "
+FUNCTIONS += "decorate its methods with torch.amp.custom_fwd and custom_bwd"
 NO_CASTS = "the model, its inputs and its outputs are no longer cast to float32"
 HALF_LEVEL = "amp, which is left, may cast its parameters; torch's moments would be half"
 # Of checkpoints that the script saved before; the documentation has the conversion.
@@ -231,6 +233,8 @@ class Rewrite(cst.CSTTransformer):
             what = f"{self.usage.ignored_level} is not read: the level is {self.usage.level}"
             self._changed(small, what)
         self._changed(small, CASTS if self.usage.has_autocast else NO_CASTS)
+        if self.usage.has_autocast and self.usage.has_function:
+            self._changed(small, FUNCTIONS)
         if not self.usage.scaled and "dynamic" in source(small.value):
             self._changed(small, "steps with inf or nan in their gradients are no longer skipped")
         if original is self.usage.start:

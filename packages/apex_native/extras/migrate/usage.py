@@ -26,6 +26,7 @@ class Usage:
 
     level: str = ""
     has_allreduce: bool = False  # a method of Apex's DDP without an equivalent is used
+    has_function: bool = False  # a class is derived from autograd.Function
     has_half: bool = False  # half types are used other than by autocast and amp
     has_load: bool = False  # the state of something is loaded
     may_cast: bool = False  # amp.initialize, if it is left, may leave parameters half
