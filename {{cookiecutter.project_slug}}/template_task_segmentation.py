@@ -350,7 +350,7 @@ class Predictor:
         self.device = next(model.parameters()).device
         is_alike = not metadata["data"] and self.classes == [*Digits.classes]
         is_digits = is_alike and is_validation_set(Digits(train=False), metadata)
-        # SIZE of the training; of an earlier version, or of anyone's text: the present one.
+        # SIZE of the training; the present SIZE if the checkpoint has none, or an invalid one.
         trained = metadata.get("fingerprints", {}).get("val", {}).get("image size", "")
         size = int(trained) if trained in map(str, range(1, MAX_SIZE + 1)) else SIZE
         self.side = Digits.side if is_digits else size

@@ -427,6 +427,23 @@ def test_second_backward_pass_is_not_averaged(two_processes, at_once, together):
     assert (first == second) == together
 
 
+def on_each_rank_unfreeze(again):
+    layer = nn.Linear(2, 1)
+    layer.weight.requires_grad_(False)
+    model = DistributedDataParallel(layer)
+    layer.weight.requires_grad_(True)
+    if again:
+        model = DistributedDataParallel(layer)
+    model(torch.full((1, 2), 1.0 + dist.get_rank())).sum().backward()
+    return grads_of(model)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_unfrozen_parameters_are_averaged_after_wrapping_again(two_processes, again):
+    first, second = two_processes(on_each_rank_unfreeze, again)
+    assert (first == second) == again
+
+
 def on_each_rank_wrap_a_frozen_module():
     with pytest.raises(RuntimeError, match="DistributedDataParallel is not needed") as caught:
         DistributedDataParallel(nn.Linear(1, 1).requires_grad_(False))

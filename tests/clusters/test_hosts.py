@@ -633,7 +633,7 @@ def test_elastic_run_reaches_the_accuracy_of_an_undisturbed_one(hosts, project, 
 
 @pytest.mark.slow
 def test_run_survives_an_outage_of_the_network_of_a_few_seconds(hosts, project, whole, tmp_path):
-    """As of a switch that takes over from another: the next probe finds the other host."""
+    """A switch that takes over from another causes one; a later probe finds the other host."""
     flags = (*SMALL, "--save-every", 4, "--output")
     runs = [host.start(project, *flags, tmp_path / f"{host.number}") for host in hosts[:2]]
     with all_of(*runs):
@@ -641,6 +641,7 @@ def test_run_survives_an_outage_of_the_network_of_a_few_seconds(hosts, project, 
         hosts[1].unplug()
         time.sleep(6.5)
         hosts[1].come_back()
+        assert all(one.ranks() for one in runs)
         ends_well(*runs)
     assert_same_run(tmp_path / "0", whole)
 

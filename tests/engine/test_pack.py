@@ -252,7 +252,7 @@ def test_pack_that_another_process_continues_before_the_lock_is_kept(folder, tmp
 
 
 def test_disk_needs_no_memory_maps(folder, tmp_path, run_pack, monkeypatch):
-    """As of FUSE with direct I/O."""
+    """FUSE with direct I/O has none."""
     assert run_pack(folder, tmp_path / "packed") == 0
     whole = shards.Pack(tmp_path / "packed" / "train")
     refused = OSError(errno.ENODEV, os.strerror(errno.ENODEV))

@@ -255,6 +255,11 @@ LEFT = [
             "def build(dtype=torch.bfloat16):\n    return Net(dtype)",
             "torch.set_default_dtype(torch.half)",
             "from torch import bfloat16\nm = Net(bfloat16)",
+            "m.type('torch.cuda.HalfTensor')",
+            "from torch import half\nm.to(half)",
+            "m.to(getattr(torch, 'half'))",
+            "torch.set_default_tensor_type('torch.cuda.HalfTensor')",
+            "import torch as th\nm = Net(th.half)",
         )
     ),
     (
@@ -358,7 +363,9 @@ def test_imports_alone_are_removed(tmp_path):
     [
         "with torch.autocast('cuda', dtype=torch.bfloat16):\n    y = m(x)",
         "from torch.cuda.amp import autocast\nwith autocast(dtype=torch.float16):\n    y = m(x)",
+        "with torch.autocast('cuda', dtype=torch.half):\n    y = m(x)",
         "images = images.astype(np.float16)",
+        "images = images.astype('float16')",
         "half = len(images) // 2",
     ],
 )
@@ -366,14 +373,6 @@ def test_fused_adam_is_converted_where_half_types_are_not_of_parameters(tmp_path
     script = f"from apex.optimizers import FusedAdam\n{line}\no = FusedAdam(p)\n"
     code, _ = migrate(tmp_path, script)
     assert "torch.optim.AdamW(p, " in code
-
-
-@pytest.mark.parametrize("kind", ["FusedLayerNorm", "FusedRMSNorm"])
-@pytest.mark.parametrize(("line", "is_noted"), [("m.bfloat16()", True), ("m.float()", False)])
-def test_norms_that_may_get_half_input_are_noted(tmp_path, kind, line, is_noted):
-    script = f"from apex.normalization import {kind}\n{line}\nn = {kind}(8)\n"
-    _, report = migrate(tmp_path, script)
-    assert ("takes input of the type of its weights only" in report) == is_noted
 
 
 @pytest.mark.parametrize(

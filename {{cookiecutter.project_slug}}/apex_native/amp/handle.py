@@ -129,7 +129,7 @@ def _stashes_of(optimizers: Optimizer | list[Optimizer], master_weights: bool) -
 
 
 def _adopt_unfrozen(optimizer: Any) -> None:
-    """Replace half parameters that were frozen until now, too, by masters."""
+    """Replace half parameters that have been unfrozen by masters."""
     stash: AmpStash = optimizer._amp_stash
     if any(p.requires_grad and p.dtype in HALF_TYPES for p in stash.plain):
         stash.plain.clear()

@@ -158,7 +158,7 @@ class Pack:
         self.records: np.ndarray
         try:
             self.records = np.memmap(index, RECORD, mode="r", offset=HEADER_LENGTH)
-        except OSError:  # some file systems, such as FUSE's with direct I/O, have no memory maps
+        except OSError:  # FUSE with direct I/O has no memory maps: a copy in each process
             self.records = np.fromfile(index, RECORD, offset=HEADER_LENGTH)
         label, classes = self.records["label"].max(), len(self.manifest.classes)
         if found == "cls" and label >= classes:

@@ -346,7 +346,7 @@ def run(main: Callable[[], None]) -> None:
     The process exits without Python's usual clean-up, in which a process group or a data loader
     can wait for processes that will never answer. It exits, too, when its launcher does.
     """
-    if isinstance(sys.stdout, TextIOWrapper):  # neither closed, nor a notebook's
+    if isinstance(sys.stdout, TextIOWrapper):  # not None, nor a notebook's
         sys.stdout.reconfigure(errors="replace")  # not all terminals have all characters
     end_with_launcher()
     os.environ[IN_RANK] = "1"

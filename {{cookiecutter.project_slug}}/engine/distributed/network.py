@@ -29,7 +29,7 @@ ELSEWHERE = f"the job has failed on another host, which logs why: {RESUME}"
 RETRY_S = 0.5  # between two attempts to reach a server
 NAME_WAIT_S = 60  # for the name of this host: Kubernetes' DNS may learn that of a pod late
 STORE_TIMEOUT = timedelta(seconds=20)  # for an answer of a store
-# A host that does not answer for 10 s is lost. Few probes could all fall into a shorter outage.
+# A host that does not answer for 10 s is lost. A probe each second finds it after a short outage.
 KEEP_ALIVE = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 9, "TCP_USER_TIMEOUT": 10_000}
 
 

@@ -53,10 +53,16 @@ STASHED = re.compile(
     r"_(prepare|post)_amp_backward"
 )
 REGISTERED = ("register_float_function", "register_half_function", "register_promote_function")
-# Names of half types, and of functions that cast to them. Variables may be named "half", too.
-HALF = re.compile(r"b?float16|(BFloat16|Half)Tensor|network_to_half|convert_network|FP16Model")
-# Calls whose half types are not those of parameters.
-CASTING = re.compile(r"(.*\.)?autocast|apex\.amp\..*")
+# A cast to half.
+CAST = re.compile(r"\.half\(|\.(to|type)\(.*(float16|half)", re.I)
+# Half types, and functions that cast to them. Variables may be named "half", too.
+HALF = re.compile(
+    r"b?float16|(torch|th)\.half|(torch\.(cuda\.)?)?(BFloat16|Half)Tensor|"
+    r"network_to_half|convert_network|FP16Model"
+)
+# Calls and arguments whose half types are not those of parameters.
+CASTING = re.compile(r"(.*\.)?(autocast|custom_fwd|astype)|(np|numpy)\..*")
+AMP_TYPES = re.compile(r"cast_model_(type|outputs) *=")
 # A call that looks for a module, with the name of Apex.
 PROBED = re.compile(
     r".*(find|spec|import|module|package|install|avail|exist|version|distribution|require)\w*"
@@ -114,7 +120,7 @@ class Analysis(Optimizers):
         name = self.name(node.func)
         attribute = node.func.attr.value if isinstance(node.func, cst.Attribute) else ""
         self.calls.append((attribute or source(node.func), node))
-        self.usage.has_half |= attribute == "half"
+        self.usage.has_half |= bool(CAST.search(source(node)))
         self.usage.has_load |= attribute == "load_state_dict"
         self._find_steps(node, attribute)
         if name.startswith("apex.amp."):
@@ -152,7 +158,7 @@ class Analysis(Optimizers):
     def visit_Attribute(self, node: cst.Attribute) -> None:
         """Find amp's state, which scripts read and set directly, amp as a value, and gradients."""
         self._check_value(node)
-        self.usage.has_half |= source(node) == "torch.half"
+        self._find_half(node, source(node))
         self.usage.has_allreduce |= node.attr.value in ("disable_allreduce", "enable_allreduce")
         self._check_stashed(node.attr.value)
         parent = self.parent(node)
@@ -193,9 +199,12 @@ class Analysis(Optimizers):
     def _find_half(self, node: cst.CSTNode, name: str) -> None:
         """Find half types by `name`, but for those of autocast, amp and NumPy."""
         if HALF.fullmatch(name) and not source(self.parent(node)).startswith(("np.", "numpy.")):
-            calls = (each.func for each in self.parents(node) if isinstance(each, cst.Call))
             self.usage.has_half |= not any(
-                CASTING.fullmatch(self.name(each) or source(each)) for each in calls
+                isinstance(each, cst.Call)
+                and CASTING.fullmatch(source(each.func))
+                or isinstance(each, cst.Arg)
+                and AMP_TYPES.match(source(each))
+                for each in self.parents(node)
             )
 
     def _add_probe(self, node: cst.CSTNode) -> None:

@@ -22,13 +22,10 @@ from .tree import STATEMENTS
 from .usage import Usage
 
 HALF_MOMENTS = "the script uses half types; torch's moments of half parameters are not fp32"
-HALF_INPUT = (
-    "torch's takes input of the type of its weights only, Apex's also half with fp32 weights"
-)
 REFERENCED = "the file uses {} without calling it, as isinstance() does; torch's is another class"
 CASTS = "forward passes that compute no scaled loss, as in validation, run in float32; outputs of "
 CASTS += "the others may be half after the loss, where nothing casts them: call .float() if needed"
-FUNCTIONS = "nothing casts in the backward passes of the file's autograd.Function, where Apex casts: "
+FUNCTIONS = "the backward pass of the file's autograd.Function runs without casts, unlike Apex's: "
 FUNCTIONS += "decorate its methods with torch.amp.custom_fwd and custom_bwd"
 NO_CASTS = "the model, its inputs and its outputs are no longer cast to float32"
 HALF_LEVEL = "amp, which is left, may cast its parameters; torch's moments would be half"
@@ -137,8 +134,6 @@ class Rewrite(cst.CSTTransformer):
             self._changed(call, NOTES[name])
         if self.usage.has_load and name == "apex.optimizers.FusedAdam":
             self._changed(call, OLD_STATES)
-        if self.usage.has_half and name.endswith(("FusedLayerNorm", "FusedRMSNorm")):
-            self._changed(call, HALF_INPUT)
         for part in self.usage.compared & parts:
             if part[0].isupper():
                 self._changed(call, COMPARED.format(part))
