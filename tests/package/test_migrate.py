@@ -371,8 +371,9 @@ def test_imports_alone_are_removed(tmp_path):
 )
 def test_fused_adam_is_converted_where_half_types_are_not_of_parameters(tmp_path, line):
     script = f"from apex.optimizers import FusedAdam\n{line}\no = FusedAdam(p)\n"
-    code, _ = migrate(tmp_path, script)
+    code, report = migrate(tmp_path, script)
     assert "torch.optim.AdamW(p, " in code
+    assert "keep Apex's class if another file makes them half" in report
 
 
 @pytest.mark.parametrize(
