@@ -427,21 +427,25 @@ def test_second_backward_pass_is_not_averaged(two_processes, at_once, together):
     assert (first == second) == together
 
 
-def on_each_rank_unfreeze(again):
+def on_each_rank_unfreeze(at_once):
     layer = nn.Linear(2, 1)
     layer.weight.requires_grad_(False)
-    model = DistributedDataParallel(layer)
+    model = wrap(layer, at_once)
     layer.weight.requires_grad_(True)
-    if again:
-        model = DistributedDataParallel(layer)
-    model(torch.full((1, 2), 1.0 + dist.get_rank())).sum().backward()
+    x = torch.full((1, 2), 1.0 + dist.get_rank())
+    with pytest.raises(RuntimeError, match=r"not be averaged: weight\. Wrap the module anew"):
+        model(x)
+    with torch.no_grad():
+        model(x)
+    model = wrap(layer, at_once)
+    model(x).sum().backward()
     return grads_of(model)
 
 
-@pytest.mark.parametrize("again", [False, True])
-def test_unfrozen_parameters_are_averaged_after_wrapping_again(two_processes, again):
-    first, second = two_processes(on_each_rank_unfreeze, again)
-    assert (first == second) == again
+@pytest.mark.parametrize("at_once", [False, True])
+def test_unfrozen_parameters_are_averaged_after_wrapping_again(two_processes, at_once):
+    first, second = two_processes(on_each_rank_unfreeze, at_once)
+    assert first == second and len(first) == 2
 
 
 def on_each_rank_wrap_a_frozen_module():

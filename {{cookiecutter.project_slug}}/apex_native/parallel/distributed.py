@@ -74,6 +74,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         _amp_state.parallel_models.add(self)
         _broadcast_masters(module)
         self._trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        self._frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad}
         self._hook: partial | None = None
         self._in_no_sync = False
         self.is_unsynced = False  # whether the last forward pass was in no_sync()
@@ -138,8 +139,18 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             self._averager.hook = self._hook
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Call the module. Raises RuntimeError if the last backward pass left parameters out."""
+        """Call the module.
+
+        Raises RuntimeError if the last backward pass left parameters out, or if parameters have
+        been unfrozen that this one would not average.
+        """
         if torch.is_grad_enabled():  # an evaluation changes nothing
+            unfrozen = [name for name, p in self._frozen.items() if p.requires_grad]
+            if unfrozen and dist.get_world_size() > 1:
+                raise RuntimeError(
+                    "These parameters were unfrozen after the model was wrapped, so that their "
+                    f"gradients would not be averaged: {', '.join(unfrozen)}. Wrap the module anew."
+                )
             self.is_unsynced = self._in_no_sync
             if self.require_backward_grad_sync:
                 self.is_due = True
