@@ -60,9 +60,9 @@ HALF = re.compile(
     r"b?float16|(torch|th)\.half|(torch\.(cuda\.)?)?(BFloat16|Half)Tensor|"
     r"network_to_half|convert_network|FP16Model"
 )
-# Calls and arguments whose half types are not those of parameters.
+# Calls, and arguments of amp.initialize, whose half types are not those of parameters.
 CASTING = re.compile(r"(.*\.)?(autocast|custom_fwd|astype)|(np|numpy)\..*")
-AMP_TYPES = re.compile(r"cast_model_(type|outputs) *=")
+AMP_TYPES = ("cast_model_type", "cast_model_outputs")
 # A call that looks for a module, with the name of Apex.
 PROBED = re.compile(
     r".*(find|spec|import|module|package|install|avail|exist|version|distribution|require)\w*"
@@ -84,6 +84,13 @@ def _leaves_half(parts: tuple[list[cst.Arg], dict[str, cst.Arg]] | str) -> bool:
     if level in ("O2", "O5"):
         return given.get("master_weights", "None") not in ("True", "None")
     return level not in ("O0", "O1", "O4") or given.get("cast_model_type", "None") != "None"
+
+
+def _casts_no_parameter(node: cst.CSTNode) -> bool:
+    """Return whether half types in `node` are those of autocast, of amp or of NumPy."""
+    if isinstance(node, cst.Arg):
+        return node.keyword is not None and node.keyword.value in AMP_TYPES
+    return isinstance(node, cst.Call) and bool(CASTING.fullmatch(source(node.func)))
 
 
 def _line(node: cst.CSTNode) -> str:
@@ -158,7 +165,8 @@ class Analysis(Optimizers):
     def visit_Attribute(self, node: cst.Attribute) -> None:
         """Find amp's state, which scripts read and set directly, amp as a value, and gradients."""
         self._check_value(node)
-        self._find_half(node, source(node))
+        if node.attr.value == "half":
+            self._find_half(node, source(node))
         self.usage.has_allreduce |= node.attr.value in ("disable_allreduce", "enable_allreduce")
         self._check_stashed(node.attr.value)
         parent = self.parent(node)
@@ -199,13 +207,7 @@ class Analysis(Optimizers):
     def _find_half(self, node: cst.CSTNode, name: str) -> None:
         """Find half types by `name`, but for those of autocast, amp and NumPy."""
         if HALF.fullmatch(name) and not source(self.parent(node)).startswith(("np.", "numpy.")):
-            self.usage.has_half |= not any(
-                isinstance(each, cst.Call)
-                and CASTING.fullmatch(source(each.func))
-                or isinstance(each, cst.Arg)
-                and AMP_TYPES.match(source(each))
-                for each in self.parents(node)
-            )
+            self.usage.has_half |= not any(map(_casts_no_parameter, self.parents(node)))
 
     def _add_probe(self, node: cst.CSTNode) -> None:
         self.usage.probes.add(node)
