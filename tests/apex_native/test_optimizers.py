@@ -435,6 +435,16 @@ def test_layouts_are_compared_without_memory(monkeypatch, layout):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_learning_rate_may_be_a_tensor(device, kind):
+    runs = []
+    for lr in (0.25, torch.tensor(0.25), torch.tensor(0.25, device=device)):
+        runs.append(parameters(device=device))
+        steps(kind(runs[-1], lr=lr, weight_decay=0.1), gradients(3))
+    assert same(runs[0], runs[1]) and same(runs[0], runs[2])
+    assert not same(runs[0], parameters(device=device))
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_moments_of_another_shape_are_rejected(kind):
     """The fused kernels would write behind them. torch itself does not compare the shapes."""
     optimizer = kind(parameters(), lr=0.1)

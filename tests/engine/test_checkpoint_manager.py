@@ -932,6 +932,7 @@ def best_after_a_failed_write(folder: str) -> tuple[float, float, list[str], str
     manager.finish()
     dist.barrier()
     best = torch.load(Path(folder, "best.pt"), weights_only=True)
+    del best["metadata"]["files"]
     return best["best"], manager.state.progress.best, manager.logger, str(best["metadata"])
 
 
@@ -1699,6 +1700,7 @@ def test_resume_compares_classes_samples_and_opt_level(
         resumed_on_other_data, str(tmp_path), is_evaluation
     ):
         assert labels == [1, 0, 1, 0, 1, 1, 0]
+        assert "engine/checkpoint/manager.py" in metadata.pop("files")
         assert metadata == {
             "classes": ["b", "a"],  # those of the next checkpoint, too
             "opt_level": "O2",
@@ -1761,6 +1763,32 @@ def test_data_with_other_labels_is_a_warning(
         else:  # rank 0 logs one about best.pt, too
             assert (len(said), scores) == (4 - rank, (-float("inf"), []))
             assert "the validation data has changed; its scores are not compared" in said[1]
+
+
+def resumed_after_an_edit(folder: str, is_evaluation: bool) -> list[str]:
+    """Return the messages of a run whose task.py is another than that of its checkpoint."""
+    before, after = (
+        {"main.py": "0", "task.py": "1", "old.py": "2"},
+        {"main.py": "0", "task.py": "3"},
+    )
+    with mock.patch("engine.distributed.consistency.file_digests", return_value=before):
+        save_and_finish(manager_of(folder))
+    with mock.patch("engine.distributed.consistency.file_digests", return_value=after):
+        again = manager_of(folder)
+    again.resume(Path(folder, "last.pt"), 10, required=is_evaluation)
+    return list(again.logger)
+
+
+@pytest.mark.parametrize("is_evaluation", [False, True])
+def test_resuming_with_edited_files_is_a_warning(
+    two_processes: Processes, tmp_path: Path, is_evaluation: bool
+) -> None:
+    """As a job that is restarted while the user prepares the next experiment."""
+    path = tmp_path / "last.pt"
+    warning = f"warning: --resume {path}: edited since that run was started: task.py"
+    for said in two_processes(resumed_after_an_edit, str(tmp_path), is_evaluation):
+        assert said.count(warning) == (not is_evaluation)
+        assert len(said) == 1 + (not is_evaluation)
 
 
 def resumed_while_it_is_replaced(folder: str) -> str:

@@ -230,15 +230,16 @@ class FusedAdagrad(FusedOptimizer):
         super().__init__(params, set_grad_none, lr=lr, eps=eps, weight_decay=weight_decay)
 
     def _update(self, group: dict, values: Tensors, grads: Tensors, states: list[dict]) -> None:
-        decay, sums = group["weight_decay"], [state["sum"] for state in states]
+        decay, lr = group["weight_decay"], float(group["lr"])
+        sums = [state["sum"] for state in states]
         if decay and not self.adagrad_w_mode:
             grads = torch._foreach_add(grads, values, alpha=decay)
         torch._foreach_addcmul_(sums, grads, grads)
         denominators = torch._foreach_sqrt(sums)
         torch._foreach_add_(denominators, group["eps"])
         if decay and self.adagrad_w_mode:
-            torch._foreach_mul_(values, 1 - group["lr"] * decay)
-        torch._foreach_addcdiv_(values, grads, denominators, -group["lr"])
+            torch._foreach_mul_(values, 1 - lr * decay)
+        torch._foreach_addcdiv_(values, grads, denominators, -lr)
 
 
 class FusedAdam(FusedOptimizer):

@@ -198,6 +198,16 @@ def require_same_frozen(path: Path, saved: Mapping[str, Any], own: Mapping[str, 
         )
 
 
+def warn_of_changed_files(
+    path: Path, saved: Mapping[str, Any], own: Mapping[str, Any], warn: Callable[[str], None]
+) -> None:
+    """Warn if files of the project have been edited since a checkpoint's run was started."""
+    there, here = saved.get("files", {}), own["files"]
+    changed = [name for name in here if there.get(name, here[name]) != here[name]]
+    if changed:
+        warn(f"--resume {path}: edited since that run was started: {summarize(changed)}")
+
+
 def describe_difference(
     saved: list[str],
     own: list[str],

@@ -34,7 +34,7 @@ from engine.checkpoint.selection import (
 )
 from engine.checkpoint.writer import CheckpointWriter
 from engine.data import get_rng_state
-from engine.distributed import all_gather
+from engine.distributed import all_gather, consistency
 from engine.distributed.watchdog import StopSignals, Watchdog
 from engine.monitoring import lock
 from engine.monitoring.console import LINE_S
@@ -78,6 +78,7 @@ class CheckpointManager:
     def __post_init__(self) -> None:
         self.metadata |= compatibility.describe_data(self.data_sets)
         self.metadata["optimizer"] = optimizer_name(self.state.optimizer)
+        self.metadata["files"] = consistency.file_digests()
         if frozen := frozen_parameters(unwrap(self.state.model)):
             self.metadata["frozen"] = frozen
         if not validation.is_metadata(self.metadata):  # no run could resume from it
@@ -138,6 +139,9 @@ class CheckpointManager:
         if not required:
             format.require_own_format(source.path, entries, is_own)
             compatibility.require_same_frozen(source.path, saved, self.metadata)
+            compatibility.warn_of_changed_files(
+                source.path, saved, self.metadata, self.logger.warning
+            )
         notes = compatibility.compare_metadata(
             source.path, saved, self.metadata, self.data_sets, self.logger.warning
         )

@@ -228,6 +228,7 @@ def is_metadata(value: object) -> bool:
         and all(map(_is_count, samples.values()))
         and isinstance(options, dict)
         and is_image_spec(options.get("image", {}))
+        and isinstance(value.get("files", {}), dict)
         and isinstance(fingerprints, dict)
         and all(isinstance(one, dict) for one in fingerprints.values())
         and all(isinstance(text, str) for one in fingerprints.values() for text in one.values())

@@ -51,15 +51,22 @@ def collect_facts(device: torch.device, settings: dict[str, object], backend_nam
     for name, value in settings.items():
         if name not in HOST_SETTINGS:
             facts[f"--{name.replace('_', '-')}"] = str(value)
+    return facts | file_digests()
+
+
+def file_digests() -> Facts:
+    """Return the digests of the project's files that this process has loaded, by their paths."""
     project = Path(__file__).parent.parent.parent
     files = {Path(getattr(module, "__file__", None) or "/") for module in sys.modules.values()}
     names = ("run.sh", "main.py", "task.py", "engine/launch.py")  # --check's ranks import none
     files |= {project / name for name in names if (project / name).exists()}
+    digests = {}
     for path in sorted(files):
         # The environment may be in the project's folder, too.
         if path.is_relative_to(project) and "site-packages" not in path.parts:
-            facts[str(path.relative_to(project))] = hashlib.sha1(path.read_bytes()).hexdigest()[:10]
-    return facts
+            digest = hashlib.sha1(path.read_bytes()).hexdigest()[:10]
+            digests[str(path.relative_to(project))] = digest
+    return digests
 
 
 def store_facts(store: dist.Store, rank: int, facts: Facts) -> None:
