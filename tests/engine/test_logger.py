@@ -422,6 +422,15 @@ def test_row_of_an_unfinished_epoch_is_replaced(logger):
 
 
 @pytest.mark.usefixtures("no_curves")
+@pytest.mark.parametrize(("throughput", "text"), [(0.0375, "0.0375"), (12345.6, "12346")])
+def test_throughput_is_logged_with_four_digits(logger, capsys, throughput, text):
+    """Large models on few processors train less than an image a second."""
+    logger.log_epoch(row(1, images_per_second=throughput))
+    logger.close()
+    assert f", {text} images/s; " in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("no_curves")
 def test_epoch_without_a_step_has_no_throughput(logger, capsys):
     """A resumed run had only its validation left."""
     logger.log_epoch(row(1, images_per_second=0.0))

@@ -21,6 +21,11 @@ def one_message(text: object) -> str:
     return line if len(line) <= MAX_MESSAGE else f"{line[:half]} […] {line[-half:]}"
 
 
+def short_number(value: float) -> str:
+    """Return `value` with four digits, or without decimals from 1,000 on."""
+    return f"{value:.4g}" if value < 1000 else f"{value:.0f}"
+
+
 def json_line(value: object) -> str:
     """Return `value` as JSON in one line, with escapes for what would control a terminal."""
     text = json.dumps(value, ensure_ascii=False, default=float)  # tensors and the like

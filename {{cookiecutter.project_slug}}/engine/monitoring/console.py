@@ -12,7 +12,7 @@ from typing import Any
 from tqdm import tqdm
 
 from engine.distributed.watchdog import time_limit
-from engine.text import one_message
+from engine.text import one_message, short_number
 
 LINE_S = 60.0  # seconds between progress lines where there is no terminal
 FIRST_LINE_S = 10.0  # the same, before the first line of a phase
@@ -112,9 +112,7 @@ class Console:
 
     def print_row(self, row: dict[str, Any], columns: Sequence[str]) -> None:
         """Print a row of the table, and what is not in its `columns` below it."""
-        texts = {
-            name: f"{value:.4g}" if value < 1000 else f"{value:.0f}" for name, value in row.items()
-        }
+        texts = {name: short_number(value) for name, value in row.items()}
         self._print_cells({name: texts.get(name, "") for name in columns})
         further = " ".join(f"{name}={text}" for name, text in texts.items() if name not in columns)
         margin = " " * 6

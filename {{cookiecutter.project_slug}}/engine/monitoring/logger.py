@@ -32,6 +32,7 @@ from engine.monitoring.metric import COLUMNS, MonitoredMetric
 from engine.monitoring.run_files import CONFIG, POSITION, TABLE
 from engine.monitoring.trackers import TENSORBOARD
 from engine.monitoring.tracking import Tracking
+from engine.text import short_number
 
 if TYPE_CHECKING:
     from engine.checkpoint.format import Progress
@@ -267,9 +268,10 @@ class Logger(Console):
         """
         record = meter.record(step, lr, loss_scale)
         if record:
+            throughput = short_number(record.images_per_second)
             text = (
-                f"step {record.step}, loss {record.train_loss:.4f}, "
-                f"{record.images_per_second:.0f} images/s, loss scale {record.loss_scale:g}"
+                f"step {record.step}, loss {record.train_loss:.4f}, {throughput} images/s, "
+                f"loss scale {record.loss_scale:g}"
             )
             bar.set_postfix_str(text, refresh=has_terminal())
         return record
@@ -436,7 +438,7 @@ class Logger(Console):
                 facts.append(f"best.pt has {self.monitored.value(best):.4f} from {origin}")
         facts.append(f"took {timedelta(seconds=round(time.monotonic() - self.started_at))}")
         if self.throughputs:
-            facts.append(f"{statistics.median(self.throughputs):.0f} images/s")
+            facts.append(f"{short_number(statistics.median(self.throughputs))} images/s")
         self.info(f"{', '.join(facts)}; checkpoints, {TABLE} and {PICTURE} are in {self.output}")
 
 
