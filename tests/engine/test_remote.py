@@ -452,7 +452,8 @@ class Hostile(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.encodings.add(self.headers["Accept-Encoding"])
         kind = self.path.split("/")[1]
-        target = {"loop": self.path, "file": "file:///" + "a" * 5000}.get(kind)
+        signed = "ftp://host/pack.json?key=me&signature=SECRET"
+        target = {"loop": self.path, "file": "file:///" + "a" * 5000, "signed": signed}.get(kind)
         self.send_response(302 if target else 206 if kind in ("range", "other") else 200)
         if target:
             self.send_header("Location", target)
@@ -488,6 +489,7 @@ def hostile():
         ("gzip", (), r"pack.json: the server compresses it \(gzip\)"),
         ("gzip", (5, 100), r"pack.json: the server compresses it \(gzip\)"),
         ("loop", (), r"pack.json can't be read \(too many redirects; attempts: 1\)"),
+        ("signed", (), r"pack.json can't be read \(ftp://host/pack.json\?…; attempts: 1\)"),
         ("file", (), r"pack.json can't be read \(file:///a{192}; attempts: 1\)"),
     ],
 )

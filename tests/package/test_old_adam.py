@@ -5,6 +5,7 @@ import torch
 from apex_native import optimizers
 from apex_native.extras import contrib_adam, old_adam
 from apex_native.extras.fused_fp16_optimizer import FP16_Optimizer
+from apex_native.extras.multi_tensor import multi_tensor_applier
 from torch import nn
 
 SHAPES = ((3, 4), (5,), (2, 1, 3))
@@ -146,3 +147,59 @@ def test_grad_scaler_unscales_before_gradients_are_clipped(kind):
             scaler.update()
         results.append([value.detach(), optimizer.state[value]["exp_avg"]])
     torch.testing.assert_close(*results)
+
+
+class OwnStep(old_adam.FusedAdam):
+    """As fairseq's, which steps by the kernel of the class that it extends."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            parameters = group["params"]
+            for parameter in parameters:
+                for name in ("exp_avg", "exp_avg_sq"):
+                    self.state[parameter].setdefault(name, torch.zeros_like(parameter))
+            moments = [
+                [self.state[p][name] for p in parameters] for name in ("exp_avg", "exp_avg_sq")
+            ]
+            multi_tensor_applier(
+                self.multi_tensor_adam,
+                self._dummy_overflow_buf,
+                [[p.grad for p in parameters], parameters, *moments],
+                group["lr"],
+                *group["betas"],
+                group["eps"],
+                group["step"],
+                self.adam_w_mode,
+                1 if group["bias_correction"] else 0,
+                group["weight_decay"],
+            )
+
+
+@pytest.mark.parametrize("adam_w_mode", [True, False])
+def test_subclass_steps_by_the_kernel_of_fused_adam(device, adam_w_mode):
+    options = {"lr": 0.1, "weight_decay": 0.1, "adam_w_mode": adam_w_mode}
+    own, usual = trained(OwnStep, device, **options), trained(old_adam.FusedAdam, device, **options)
+    torch.testing.assert_close(own, usual)
+    assert not torch.equal(own[0], tensors(0)[0].to(device))
+
+
+def own_steps(resumes):
+    """Return the parameters after steps, before each of which the state may be loaded anew."""
+    parameters = [nn.Parameter(tensor) for tensor in tensors(0)]
+    optimizer = OwnStep(parameters, lr=0.1)
+    for step in range(STEPS):
+        if resumes:
+            state = optimizer.state_dict()
+            assert state["param_groups"][0].get("step", 0) == step
+            parameters = [nn.Parameter(parameter.detach()) for parameter in parameters]
+            optimizer = OwnStep(parameters, lr=0.1)
+            optimizer.load_state_dict(state)
+        for parameter, grad in zip(parameters, tensors(step + 1), strict=True):
+            parameter.grad = grad
+        optimizer.step()
+    return parameters
+
+
+def test_subclass_with_a_step_of_its_own_resumes():
+    assert all(map(torch.equal, own_steps(resumes=True), own_steps(resumes=False)))

@@ -1,4 +1,4 @@
-"""FusedAdam of ``apex.optimizers`` with the argument that it had until August 2019."""
+"""FusedAdam of ``apex.optimizers`` as old scripts and subclasses of it expect it."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,6 +7,8 @@ import torch
 from apex_native import optimizers
 from apex_native.optimizers.elementwise import FusedOptimizer, Tensors
 from torch import Tensor
+
+from .multi_tensor_optimizers import multi_tensor_adam
 
 
 class GroupClipping(FusedOptimizer):
@@ -37,7 +39,12 @@ class FusedAdam(GroupClipping, optimizers.FusedAdam):
     Scripts of that time pass it together with FP16_Optimizer: the gradients of each group are
     clipped to this norm. Without bias correction, as BERT is fine-tuned, its results are those of
     that time; with it, the eps and the weight decay are today's.
+
+    Subclasses with a ``step`` of their own, such as fairseq's, find ``multi_tensor_adam`` and
+    ``_dummy_overflow_buf``, as in Apex.
     """
+
+    multi_tensor_adam = staticmethod(multi_tensor_adam)
 
     def __init__(
         self, params: Iterable, *args: Any, max_grad_norm: float = 0.0, **kwargs: Any
@@ -46,3 +53,7 @@ class FusedAdam(GroupClipping, optimizers.FusedAdam):
         self.defaults["max_grad_norm"] = max_grad_norm
         for group in self.param_groups:
             group.setdefault("max_grad_norm", max_grad_norm)
+
+    @property
+    def _dummy_overflow_buf(self) -> Tensor:
+        return torch.zeros(1, dtype=torch.int, device=self.param_groups[0]["params"][0].device)

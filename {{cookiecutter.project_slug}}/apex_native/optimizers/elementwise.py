@@ -306,15 +306,17 @@ class FusedAdam(FusedOptimizer):
         saved = super().state_dict()
         for group in saved["param_groups"]:
             states = [saved["state"][index] for index in group["params"] if index in saved["state"]]
+            # Subclasses with a step of their own, such as fairseq's, count in the group.
+            steps = [int(state.get("step", 0)) for state in states]
             if states:
-                group["step"] = max(int(state["step"]) for state in states)
+                group["step"] = max(*steps, group.get("step", 0))
         return saved
 
     def load_state_dict(self, state_dict: dict) -> None:
         """Load the state of this class, of Apex's FusedAdam, or of torch's Adam and AdamW."""
         super().load_state_dict(state_dict)
         for group in self.param_groups:
-            group_step = group.pop("step", None)
+            group_step = group.get("step")
             for name, default in self.defaults.items():
                 group.setdefault(name, default)
             parameters = [parameter for parameter in group["params"] if parameter in self.state]
@@ -323,5 +325,7 @@ class FusedAdam(FusedOptimizer):
                 # Apex counts in the group alone, torch for the parameters alone; either saves the
                 # other counts again as it had loaded them.
                 steps = [group_step] * len(steps)
+            if steps:
+                group["step"] = int(max(steps))
             for parameter, step in zip(parameters, steps, strict=True):
                 self.state[parameter]["step"] = torch.tensor(float(step), device=parameter.device)

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 import random
+import re
 import time
 import weakref
 from collections.abc import Callable
@@ -261,4 +262,5 @@ def _reason(error: Exception) -> str:
     if status == 0:
         return "too many redirects"
     message = getattr(error, "message", "") or str(error) or type(error).__name__
+    message = re.sub(r"(://[^\s?]*\?)[^\s)]+", r"\1…", message)  # a redirect's may be a signature
     return printable(redact_addresses(f"{status} {message}".strip())[:MAX_REASON])
