@@ -129,14 +129,16 @@ def test_folder_that_was_removed_is_locked_once_the_disk_answers_again(logger, m
         patch.setattr(os, "open", fail)
         logger.log_epoch(row(1))
     logger.lock_again()
-    assert logger.folder_lock._holds(logger.output / ".lock")
+    assert logger.folder_lock._is_locked(logger.output / ".lock")
 
 
 @pytest.mark.usefixtures("no_curves")
 def test_folder_that_does_not_answer_for_a_moment_costs_a_warning(logger, monkeypatch, capsys):
     """Such as a network's disk; the lock is held all the same."""
     with monkeypatch.context() as patch:
-        patch.setattr(logger.folder_lock, "_holds", mock.Mock(side_effect=OSError(116, "Stale")))
+        patch.setattr(
+            logger.folder_lock, "_is_locked", mock.Mock(side_effect=OSError(116, "Stale"))
+        )
         logger.lock_again()
         logger.log_epoch(row(1))
     logger.log_epoch(row(2))
@@ -767,6 +769,30 @@ def test_output_folder_is_locked(tmp_path):
     assert logger.folder_lock.file
 
 
+def lock_of_another_process(folder):
+    """Return the status of another process that locks the folder for a moment; 0 if it can."""
+    script = HOLDER.replace("LOCK_EX", "LOCK_EX | fcntl.LOCK_NB").replace("60", "0")
+    command = [sys.executable, "-c", script, str(folder / ".lock")]
+    return subprocess.run(command, capture_output=True).returncode
+
+
+def test_lost_lock_is_taken_again_at_the_next_save(logger, tmp_path):
+    """main.py copies the folder, and closes another descriptor of the locked file."""
+    shutil.copytree(logger.output, tmp_path / "backup")
+    assert lock_of_another_process(logger.output) == 0
+    logger.lock_again()
+    assert lock_of_another_process(logger.output) == 1
+    shutil.copytree(logger.output, tmp_path / "another")
+    command = [sys.executable, "-c", HOLDER, str(logger.output / ".lock")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
+        try:
+            with pytest.raises(UserError, match="another run is writing to"):
+                logger.lock_again()
+        finally:
+            other.kill()
+
+
 @pytest.mark.parametrize(("lease_s", "error"), [(30.0, None), (0.3, UserError)])
 def test_restart_waits_for_the_lock_of_a_lost_host(tmp_path, monkeypatch, capsys, lease_s, error):
     """The server of a shared disk keeps it for minutes."""
@@ -793,7 +819,7 @@ def test_lock_is_taken_of_the_file_at_that_path(tmp_path, monkeypatch):
     output.mkdir()
     logger = Logger(output, 0, ACCURACY)
     lockf = fcntl.lockf
-    moves = iter([True, False, False])
+    moves = iter([True, False, False, False])
 
     def locking_late(file, flags):
         if next(moves):
@@ -804,7 +830,7 @@ def test_lock_is_taken_of_the_file_at_that_path(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "lockf", locking_late)
     logger.lock()
     assert os.path.samestat(os.fstat(logger.folder_lock.file.fileno()), (output / ".lock").stat())
-    logger.lock()  # is held
+    logger.lock()  # of the same file
     shutil.rmtree(output)
     logger.open({}, None, Progress())
     assert os.path.samestat(os.fstat(logger.folder_lock.file.fileno()), (output / ".lock").stat())

@@ -40,31 +40,45 @@ class FolderLock:
     def acquire(self) -> None:
         """Lock the folder, if there is one; create it again if it was removed since it was locked.
 
-        A process that replaces a lost one waits for its lock. Raises UserError if another run holds
-        the lock, or the folder was replaced.
+        Raises UserError if another run holds the lock, or the folder was replaced.
         """
         path = self.folder / ".lock"
-        if self.file and not self._holds(path):
+        if self.file and self._is_locked(path):
+            # The lock ends if this process closes any descriptor of the file, as a copy of the
+            # folder does, or if the disk's server forgets it.
+            self._lock(self.file)
+            return
+        if self.file:
             self._check_replaced()
         # A link would lead to another file, and to open a FIFO could take for ever.
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-        while self.folder.exists() and not self._holds(path):
+        while self.folder.exists() and not self._is_locked(path):
             file = os.fdopen(os.open(path, flags, 0o666), "wb", 0)
             try:
-                self._lock(file, wait_limit() if self.file is None else 0.0)
-            except (BlockingIOError, PermissionError):
+                self._lock(file)
+            except UserError:
                 file.close()  # closed later, it would end a lock that this process has got by then
-                fix = "wait until it ends, or add --output with another folder"
-                raise UserError(f"another run is writing to {self.folder}: {fix}") from None
-            except OSError as error:  # a file system without locks
-                problem = f"{self.folder} can't be locked ({error.strerror})"
-                self._warning(f"{problem}: start no other run there")
+                raise
             self.file = file
 
         if self.file and self._directory < 0:
             self._directory = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
 
-    def _lock(self, file: FileIO, wait_s: float) -> None:
+    def _lock(self, file: FileIO) -> None:
+        """Lock the file. Raises UserError if another run holds the lock.
+
+        A process that replaces a lost one waits for its lock.
+        """
+        try:
+            self._retry_lock(file, wait_limit() if self.file is None else 0.0)
+        except (BlockingIOError, PermissionError):
+            fix = "wait until it ends, or add --output with another folder"
+            raise UserError(f"another run is writing to {self.folder}: {fix}") from None
+        except OSError as error:  # a file system without locks
+            problem = f"{self.folder} can't be locked ({error.strerror})"
+            self._warning(f"{problem}: start no other run there")
+
+    def _retry_lock(self, file: FileIO, wait_s: float) -> None:
         """Lock the file; retry for `wait_s` seconds if another process holds the lock."""
         for attempt in itertools.count():
             try:
@@ -87,8 +101,8 @@ class FolderLock:
         os.close(self._directory)
         self._directory = directory
 
-    def _holds(self, path: Path) -> bool:
-        """Return whether the file at `path` is locked, and not one that it has replaced."""
+    def _is_locked(self, path: Path) -> bool:
+        """Return whether the file that was locked is at `path`, and not one that replaced it."""
         if self.file is None:
             return False
         try:
