@@ -530,3 +530,19 @@ def test_loaded_states_of_parameters_that_are_unfrozen_later_become_fp32(make):
     assert state and all(
         value.dtype == torch.float32 for value in state.values() if isinstance(value, torch.Tensor)
     )
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_groups_hold_masters_after_initialize(level):
+    """A group is found by its index: Apex makes masters in the first backward pass only."""
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    groups = [{"params": layer.parameters()} for layer in net]
+    net, optimizer = amp.initialize(
+        net, torch.optim.SGD(groups, lr=0.1), opt_level=level, verbosity=0
+    )
+    own = [{id(parameter) for parameter in layer.parameters()} for layer in net]
+    held = [{id(parameter) for parameter in group["params"]} for group in optimizer.param_groups]
+    assert (held == own) == (level == "O1")
+    if level != "O1":
+        masters = optimizer._amp_stash.masters
+        assert held == [{id(masters[p]) for p in layer.parameters()} for layer in net]

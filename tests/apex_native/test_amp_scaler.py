@@ -19,7 +19,7 @@ from amp_helpers import (
     weights,
 )
 from apex_native import amp
-from apex_native.optimizers import FusedAdagrad, FusedLAMB, FusedNovoGrad, FusedSGD
+from apex_native.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -190,7 +190,46 @@ def test_static_scale_never_skips(capsys, level):
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.parametrize(
+    ("level", "loss_scale", "counted"),
+    [("O0", 128.0, 3), ("O2", 128.0, 3), ("O5", 1.0, 3), ("O0", 1.0, 0), ("O3", 1.0, 0)],
+)
+def test_steps_at_a_static_scale_are_counted(level, loss_scale, counted):
+    """Scripts step the learning rate if the scaler's `_unskipped` is not 0.
+
+    At scale 1 without masters, Apex does not count.
+    """
+    model, optimizer = prepare(level, loss_scale=loss_scale)
+    for _ in range(3):
+        loss = model(torch.randn(4, 4)).sum()
+        with amp.scale_loss(loss / 2, optimizer, delay_unscale=True) as scaled_loss:
+            scaled_loss.backward(retain_graph=True)
+        backward(loss / 2, optimizer)
+        optimizer.step()
+    assert amp._amp_state.loss_scalers[0]._unskipped == counted
+    saved = amp.state_dict()
+    assert saved["loss_scaler0"]["unskipped"] == counted
+    prepare(level, loss_scale=loss_scale)
+    amp.load_state_dict(saved)
+    assert amp.state_dict() == saved
+
+
+class OwnStep(FusedAdam):
+    """Without the kernel that skips on the device, which the class that it extends has."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data -= group["lr"] * parameter.grad
+
+
+class OwnStepOfTorchs(torch.optim.AdamW):
+    step = OwnStep.step
+
+
 ALL_OPTIMIZERS = OPTIMIZERS | {
+    "own step": lambda model: OwnStep(model.parameters(), lr=0.1),
+    "own step of torch's": lambda model: OwnStepOfTorchs(model.parameters(), fused=True),
     "fused SGD": lambda model: sgd(model, momentum=0.9, fused=True),
     "FusedSGD": lambda model: FusedSGD(model.parameters(), lr=0.1, momentum=0.9),
     "FusedLAMB": lambda model: FusedLAMB(model.parameters(), lr=0.1),

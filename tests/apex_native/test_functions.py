@@ -44,6 +44,35 @@ def test_decorated_function_is_cast_at_o4_only(decorate, given, expected):
     assert function(tensor) == [given]
 
 
+@pytest.mark.parametrize(
+    ("decorate", "given", "expected"),
+    [
+        (amp.half_function, torch.float32, HALF),
+        (amp.float_function, HALF, torch.float32),
+        (amp.promote_function, HALF, HALF),
+    ],
+)
+def test_casts_without_initialize_are_those_of_torchs_autocast(
+    monkeypatch, decorate, given, expected
+):
+    """As in a package whose main file has been migrated, and others not."""
+    monkeypatch.setattr(amp._amp_state, "opt_properties", None)
+    tensor = torch.ones(2, dtype=given)
+    with torch.autocast("cpu", HALF):
+        assert decorate(seen)(tensor) == [expected]
+        assert decorate(torch.is_autocast_enabled)("cpu") is False
+        with amp.disable_casts():
+            assert not torch.is_autocast_enabled("cpu")
+            assert decorate(seen)(tensor) == [given]
+        assert torch.is_autocast_enabled("cpu")
+    torch.set_autocast_enabled("cuda", True)  # which torch.autocast does on a GPU only
+    try:
+        with amp.disable_casts():
+            assert not torch.is_autocast_enabled("cuda")
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+
+
 def test_promote_function_uses_the_widest_type():
     amp.initialize(nn.Linear(1, 1), opt_level="O4", verbosity=0)
     function = amp.promote_function(lambda tensors, other: seen(*tensors, other))

@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 from amp_helpers import BF16, FP16, FP32, same
+from apex_native import amp
 from apex_native.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 from torch import nn
 
@@ -250,6 +251,37 @@ def test_resume_is_bit_identical(form, dtype):
         steps(one, data[3:])
     assert same(own, resumed)
     assert other.state_dict()["param_groups"][0]["step"] == 6
+
+
+def test_groups_have_the_count_of_steps():
+    """Schedulers read it, such as those of NVIDIA's BERT."""
+    own = parameters()
+    groups = [{"params": own[:2]}, {"params": own[2:]}]
+    optimizer = FusedAdam(groups)
+    for count in range(1, 4):
+        steps(optimizer, gradients(1))
+        assert [group["step"] for group in optimizer.param_groups] == [count, count]
+    for other in (FusedAdam(copy.deepcopy(groups)), copy.deepcopy(optimizer)):
+        other.load_state_dict(optimizer.state_dict())
+        steps(other, gradients(1))
+        assert [group["step"] for group in other.param_groups] == [4, 4]
+
+
+@pytest.mark.parametrize("level", ["O0", "O5"])
+def test_groups_do_not_count_skipped_steps(device, level):
+    model = nn.Linear(2, 2).to(device)
+    optimizer = FusedAdam(model.parameters())
+    options = {"opt_level": level, "loss_scale": "dynamic", "verbosity": 0}
+    model, optimizer = amp.initialize(model, optimizer, **options)
+    for factor, count in ((1, 1), (torch.inf, 1), (1, 2), (1, 3)):
+        with amp.scale_loss(
+            model(torch.ones(1, 2, device=device)).sum() * factor, optimizer
+        ) as loss:
+            loss.backward()
+        optimizer.step()
+        assert optimizer.param_groups[0]["step"] == count
+        assert optimizer.state_dict()["param_groups"][0]["step"] == count
+        optimizer.zero_grad()
 
 
 def test_step_count_of_a_state_continued_by_apex():

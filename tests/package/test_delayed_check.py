@@ -102,6 +102,8 @@ def test_stash_lists_half_parameters_and_masters_and_whether_the_step_is_skipped
     assert list(map(id, stash.all_fp16_params)) == list(map(id, model.parameters()))
     masters = list(map(id, stash.all_fp32_from_fp16_params))
     assert masters == list(map(id, amp.master_params(optimizer)))
+    assert [stash.all_fp16_params] == stash.fp16_groups
+    assert list(map(id, *stash.fp32_from_fp16_groups)) == masters
     assert amp._amp_state.loss_scalers[0]._has_overflow is stash.already_patched is False
     with amp.scale_loss(model(torch.ones(2, 6, device=DEVICE)).sum() * math.inf, optimizer) as loss:
         loss.backward()

@@ -1,5 +1,7 @@
 """FusedAdam with the arguments and the formula that it had until August 2019."""
 
+import inspect
+
 import pytest
 import torch
 from apex_native import optimizers
@@ -203,3 +205,8 @@ def own_steps(resumes):
 
 def test_subclass_with_a_step_of_its_own_resumes():
     assert all(map(torch.equal, own_steps(resumes=True), own_steps(resumes=False)))
+
+
+def test_arguments_that_inspect_finds_are_apexs():
+    found = [inspect.signature(kind) for kind in (old_adam.FusedAdam, optimizers.FusedAdam)]
+    assert found[0] == found[1]

@@ -4,9 +4,10 @@
     python -m apex_native [--fill] -m old.package [its arguments]
     torchrun --nproc-per-node 4 -m apex_native old_script.py [its arguments]
 
-``import apex`` then finds this package, in every module that the script imports and in processes of
-its ``multiprocessing``; after ``--fill``, in the installable package, only for what an installed
-Apex lacks. A ``--local_rank`` is passed where the launcher, such as torchrun, sets LOCAL_RANK only.
+``import apex`` then finds this package, in every module that the script imports and in processes
+that it starts by ``multiprocessing``. ``--fill`` (of the package apex-native) keeps an installed
+Apex, and adds only the names that it lacks. A ``--local_rank`` is passed where the launcher, such
+as torchrun, sets LOCAL_RANK only.
 """
 
 import atexit

@@ -37,7 +37,7 @@ class UnclippedAdam(FusedOptimizer):
         rates = []
         for state in states:
             state["step"] += 1
-            rate = group["lr"]
+            rate = float(group["lr"])
             if group["bias_correction"]:
                 rate *= (1 - beta2 ** state["step"]) ** 0.5 / (1 - beta1 ** state["step"])
             rates.append(-rate)

@@ -1,5 +1,6 @@
 """FusedAdam of ``apex.optimizers`` as old scripts and subclasses of it expect it."""
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -46,6 +47,7 @@ class FusedAdam(GroupClipping, optimizers.FusedAdam):
 
     multi_tensor_adam = staticmethod(multi_tensor_adam)
 
+    @functools.wraps(optimizers.FusedAdam.__init__)  # scripts read the arguments by inspect
     def __init__(
         self, params: Iterable, *args: Any, max_grad_norm: float = 0.0, **kwargs: Any
     ) -> None:
@@ -57,3 +59,11 @@ class FusedAdam(GroupClipping, optimizers.FusedAdam):
     @property
     def _dummy_overflow_buf(self) -> Tensor:
         return torch.zeros(1, dtype=torch.int, device=self.param_groups[0]["params"][0].device)
+
+    def state_dict(self) -> dict:
+        """Return the state, with the count of a subclass that has a step of its own."""
+        saved = super().state_dict()
+        if type(self).step.__module__ != FusedOptimizer.step.__module__:
+            for group, own in zip(saved["param_groups"], self.param_groups, strict=True):
+                group["step"] = int(own.get("step", 0))
+        return saved

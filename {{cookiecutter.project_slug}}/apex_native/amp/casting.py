@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from .state import _amp_state, properties
+from .state import _amp_state
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
 SEARCHED = (tuple, list, dict, OrderedDict, defaultdict, PackedSequence)  # whose ids stay integers
@@ -248,8 +248,19 @@ def _binary_cross_entropy(
 
 
 def disable_casts() -> torch.autocast:
-    """Run the body without the casts of O1 and O4. ``scale_loss`` does so in the backward pass."""
-    return torch.autocast(_amp_state.device_type, enabled=False)
+    """Run the body without the casts of O1 and O4, or of torch's autocast without amp.
+
+    ``scale_loss`` does so in the backward pass.
+    """
+    return torch.autocast(_cast_device(), enabled=False)
+
+
+def _cast_device() -> str:
+    """Return the type of the devices on which functions are cast, by amp or torch's autocast.
+
+    In a package whose main file uses torch's, others may still have amp's decorators.
+    """
+    return "cuda" if torch.is_autocast_enabled("cuda") else _amp_state.device_type
 
 
 def half_function(function: Callable) -> Callable:
@@ -257,7 +268,7 @@ def half_function(function: Callable) -> Callable:
 
     Inside, casts are off: the types of the arguments decide. The same holds for the other three.
     """
-    return _cast(function, lambda _: properties().function_type)
+    return _cast(function, lambda _: torch.get_autocast_dtype(_cast_device()))
 
 
 def bfloat16_function(function: Callable) -> Callable:
@@ -292,11 +303,11 @@ def _cast(function: Callable, dtype_for: Callable[[tuple], torch.dtype]) -> Call
     @functools.wraps(function)
     def wrapper(*args: object, **kwargs: object) -> object:
         level = _amp_state.opt_properties
-        is_cast = level is not None and level.patch_torch_functions
-        if not (is_cast and torch.is_autocast_enabled(_amp_state.device_type)):
+        is_cast = level is None or level.patch_torch_functions
+        device_type = _cast_device()  # as in Apex, which casts tensors on GPUs only
+        if not (is_cast and torch.is_autocast_enabled(device_type)):
             return function(*args, **kwargs)
         dtype = dtype_for((args, tuple(kwargs.values())))
-        device_type = _amp_state.device_type  # as in Apex, which casts tensors on GPUs only
         cast_kwargs = cast_tensors(kwargs, dtype, device_type)
         with disable_casts():
             return function(*cast_tensors(args, dtype, device_type), **cast_kwargs)

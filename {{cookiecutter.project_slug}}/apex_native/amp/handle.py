@@ -43,6 +43,8 @@ class AmpStash:
         lambda self: list(self.masters) or [p for p in self.plain if p.dtype in HALF_TYPES]
     )
     all_fp32_from_fp16_params = property(lambda self: list(self.masters.values()))
+    fp16_groups = property(lambda self: [list(self.masters)])
+    fp32_from_fp16_groups = property(lambda self: [list(self.masters.values())])
     already_patched = property(lambda self: bool(self.found_inf))  # the next step is skipped
 
 
@@ -113,6 +115,8 @@ def scale_loss(
         scaler._overflow_buf = reduce(torch.maximum, found).int().reshape(1)
     elif scaler.dynamic:
         _check_overflow(stashes, scaler, reduce(torch.maximum, found))
+    elif not delay_overflow_check:
+        scaler._unskipped += 1  # as Apex, whose scripts read it after a step
 
 
 def _stashes_of(optimizers: Optimizer | list[Optimizer], master_weights: bool) -> list[AmpStash]:
@@ -342,7 +346,9 @@ def _skips_on_device(optimizer: Optimizer) -> bool:
         ready = [_prepare_sgd(optimizer, group) for group in optimizer.param_groups]
         if not all(ready):
             return False
-    return getattr(optimizer, "_step_supports_amp_scaling", False)
+    # A subclass may have a step of its own, which the attribute does not describe.
+    is_library = type(optimizer).step.__module__.startswith(("apex_native.", "torch."))
+    return is_library and getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
 def _prepare_sgd(optimizer: torch.optim.SGD, group: dict) -> bool:

@@ -143,11 +143,12 @@ class LossScaler:
 
     def load_state_dict(self, state: dict[str, float | int]) -> None:
         """Restore a dynamic scale; a static one keeps the value given to ``initialize``."""
+        unskipped = state["unskipped"]
         if isinstance(self.factor, Tensor):
             restored = torch.full_like(self.factor, state["loss_scale"])
             self.factor = restored.clamp_(*self.limits)
-            # Apex counts for a static scale too, past where a dynamic one would have doubled.
-            self._unskipped.fill_(state["unskipped"] % self.window)
+            unskipped %= self.window  # that of a static scale passes where a dynamic one doubles
+        self._unskipped.fill_(unskipped)
 
 
 class AmpState:

@@ -285,6 +285,13 @@ class FusedAdam(FusedOptimizer):
         step = torch.zeros((), dtype=torch.float32, device=parameter.device)
         return {"step": step, **super()._new_state(parameter)}
 
+    def _before_step(self) -> None:
+        """Count the step in the groups, where schedulers read it; a tensor if it may be skipped."""
+        super()._before_step()
+        found_inf = getattr(self, "found_inf", None)
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + (1 if found_inf is None else 1 - found_inf)
+
     def _update(self, group: dict, values: Tensors, grads: Tensors, states: list[dict]) -> None:
         steps = counted = [state["step"] for state in states]
         if not group["bias_correction"]:  # after so many steps it is a factor of one
@@ -306,10 +313,9 @@ class FusedAdam(FusedOptimizer):
         saved = super().state_dict()
         for group in saved["param_groups"]:
             states = [saved["state"][index] for index in group["params"] if index in saved["state"]]
-            # Subclasses with a step of their own, such as fairseq's, count in the group.
-            steps = [int(state.get("step", 0)) for state in states]
+            group.pop("step", None)
             if states:
-                group["step"] = max(*steps, group.get("step", 0))
+                group["step"] = max(int(state.get("step", 0)) for state in states)
         return saved
 
     def load_state_dict(self, state_dict: dict) -> None:
@@ -325,7 +331,6 @@ class FusedAdam(FusedOptimizer):
                 # Apex counts in the group alone, torch for the parameters alone; either saves the
                 # other counts again as it had loaded them.
                 steps = [group_step] * len(steps)
-            if steps:
-                group["step"] = int(max(steps))
+            group["step"] = int(max(steps, default=0))
             for parameter, step in zip(parameters, steps, strict=True):
                 self.state[parameter]["step"] = torch.tensor(float(step), device=parameter.device)

@@ -97,7 +97,7 @@ class FusedLAMB(LayerwiseOptimizer):
             lengths = torch.stack(torch._foreach_norm(updates))
             ratios = torch.where((sizes > 0) & (lengths > 0), sizes / lengths, 1.0)
             torch._foreach_mul_(updates, list(ratios.unbind()))
-        torch._foreach_add_(values, updates, alpha=-group["lr"])
+        torch._foreach_add_(values, updates, alpha=-float(group["lr"]))
 
 
 class FusedNovoGrad(LayerwiseOptimizer):
@@ -180,4 +180,4 @@ class FusedNovoGrad(LayerwiseOptimizer):
         if not self.reg_inside_moment:
             torch._foreach_div_(updates, denominators)
             torch._foreach_add_(updates, values, alpha=decay)
-        torch._foreach_add_(values, updates, alpha=-group["lr"])
+        torch._foreach_add_(values, updates, alpha=-float(group["lr"]))

@@ -174,7 +174,8 @@ def sync_batch_norm(call: cst.Call) -> cst.Call | str:
 # What the report says of a call beside its new name.
 OF_THEIR_TYPE = "have the type of the parameters: keep Apex's class if another file makes them half"
 NOTES = {
-    "apex.optimizers.FusedAdam": f"the moments {OF_THEIR_TYPE}",
+    "apex.optimizers.FusedAdam": "param_groups have no step, which some schedulers read; the "
+    f"moments {OF_THEIR_TYPE}",
     "apex.optimizers.FusedSGD": "zero_grad() drops the gradients, where FusedSGD's zeroes them: "
     f"parameters that a step does not use keep their values; momentum buffers {OF_THEIR_TYPE}",
 }
