@@ -413,6 +413,23 @@ def test_unsure_case_is_left_below_a_comment(tmp_path, script, why):
     assert migrate(tmp_path, code, status=1)[0] == code  # a second time, nothing changes
 
 
+def test_comments_are_those_of_the_latest_migration(tmp_path):
+    script = """# of the script
+import torch
+from apex import amp
+from apex.optimizers import FusedAdam
+
+optimizer = FusedAdam(model.parameters())
+# of the line
+model, optimizer = amp.initialize(model, optimizer, opt_level=level)
+"""
+    code, _ = migrate(tmp_path, script, status=1)
+    assert code.count("\n# apex-native migrate: ") == 2
+    code, _ = migrate(tmp_path, code, "--opt-level", "O0")
+    assert "apex" not in code
+    assert code.startswith("# of the script\nimport torch\n")
+
+
 def test_scaled_loss_that_is_used_later_is_left(tmp_path):
     train = TRAIN.replace("LEVEL", "O1").replace("print(loss.item())", "print(scaled_loss.item())")
     code, report = migrate(tmp_path, f"{START}optimizer = {OPTIMIZERS[0]}{train}", status=1)
@@ -660,7 +677,11 @@ for x in data:
     ("content", "message"),
     [
         ("print 1\n", "is not valid Python 3"),
-        ("x = 1\n", "does not import Apex"),
+        ("x = 1\n", "does not import apex; nothing to migrate"),
+        (
+            "from apex_native import amp\n",
+            "does not import apex (imports of apex_native are not converted); nothing to migrate",
+        ),
         ("# coding: nonsense\nx = 1\n", "unknown encoding"),
         (f"x = {'(' * 50_000}1{')' * 50_000}\n", "too many nested parentheses"),
         (f"x = {'-' * 2000}1\n", "nested too deeply"),
@@ -672,6 +693,7 @@ for x in data:
     ids=[
         "python_2",
         "no_apex",
+        "apex_native",
         "encoding",
         "parentheses",
         "signs",
@@ -702,7 +724,7 @@ def test_name_of_the_script_is_escaped(run, tmp_path):
     (tmp_path / "a\x1b[2J.py").write_text("x = 1\n")
     done = run(*COMMAND, "migrate", "a\x1b[2J.py")
     assert (done.returncode, "\x1b" in done.stderr) == (2, False)
-    assert "a\\x1b[2J.py does not import Apex" in done.stderr
+    assert "a\\x1b[2J.py does not import apex" in done.stderr
 
 
 def test_literals_of_the_script_are_escaped(run, tmp_path):

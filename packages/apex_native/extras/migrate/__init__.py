@@ -12,9 +12,10 @@ import warnings
 from pathlib import Path
 from shlex import quote
 
-from .report import Report
+from .report import PREFIX, Report
 
 USAGE = "apex-native migrate SCRIPT.py [--opt-level O1] [--loss-scale dynamic] [--write]"
+MARK = f"{PREFIX}earlier"
 EPILOG = """Exit status: 0 all calls were rewritten; 1 some were left, each below a comment;
 2 nothing was done (usage, no such file, invalid Python, no Apex in it)."""
 
@@ -28,6 +29,7 @@ def migrate(code: bytes, level: str = "", loss_scale: str = "") -> tuple[bytes, 
     nested too deeply, and ValueError if the result would be invalid.
     """
     import libcst as cst
+    from libcst import matchers
     from libcst.metadata import MetadataWrapper, PositionProvider
 
     from .amp import Analysis
@@ -37,7 +39,15 @@ def migrate(code: bytes, level: str = "", loss_scale: str = "") -> tuple[bytes, 
 
     _parse(code)  # libcst crashes on deep nesting, which Python refuses
     report = Report()
-    wrapper = MetadataWrapper(cst.parse_module(code))
+    # Comments of an earlier migration keep their lines until the report is complete.
+    is_earlier = matchers.MatchIfTrue(lambda text: text.startswith(PREFIX))
+    earlier = matchers.EmptyLine(comment=matchers.Comment(is_earlier))
+    marked = matchers.EmptyLine(comment=matchers.Comment(MARK))
+    tree = matchers.replace(
+        cst.parse_module(code), earlier, cst.EmptyLine(comment=cst.Comment(MARK))
+    )
+    assert isinstance(tree, cst.Module)
+    wrapper = MetadataWrapper(tree)
     analysis = Analysis(level, loss_scale)
     wrapper.visit(analysis)
     references = References(analysis.usage.fallbacks)
@@ -55,6 +65,7 @@ def migrate(code: bytes, level: str = "", loss_scale: str = "") -> tuple[bytes, 
         module = note_imports(module, silent)
     elif not report.changed and not report.left:
         report.changed += [(line, "import removed: nothing uses it") for line in lines.values()]
+    module = matchers.replace(module, marked, cst.RemovalSentinel.REMOVE)
     try:
         _parse(module.bytes)
     except SyntaxError as error:
@@ -120,7 +131,8 @@ def main(arguments: list[str]) -> int:
     except ValueError as error:
         return _fail(f"{args.script}: {error}; it is unchanged")
     if not report.changed and not report.left:
-        return _fail(f"{args.script} does not import Apex; nothing to migrate")
+        ours = " (imports of apex_native are not converted)" if b"apex_native" in old else ""
+        return _fail(f"{args.script} does not import apex{ours}; nothing to migrate")
     if args.write:
         try:
             write(args.script, new)

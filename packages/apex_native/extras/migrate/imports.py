@@ -73,7 +73,7 @@ def apex_imports(module: cst.CSTNode) -> dict[tuple[str, ...], cst.CSTNode]:
 
 
 class _Note(cst.CSTTransformer):
-    """Adds a comment above each of these imports of Apex, unless an earlier migration did."""
+    """Adds a comment above each of these imports of Apex."""
 
     def __init__(self, imports: set[tuple[str, ...]]) -> None:
         self.imports = imports
@@ -83,12 +83,8 @@ class _Note(cst.CSTTransformer):
     ) -> Any:
         if not self.imports & set(apex_imports(original_node)):
             return updated_node
-        lines = [*_without_note(updated_node.leading_lines), cst.EmptyLine(comment=NOTE)]
+        lines = [*updated_node.leading_lines, cst.EmptyLine(comment=NOTE)]
         return updated_node.with_changes(leading_lines=lines)
-
-
-def _without_note(lines: Sequence[cst.EmptyLine]) -> list[cst.EmptyLine]:
-    return [line for line in lines if not (line.comment and line.comment.value == NOTE.value)]
 
 
 class _Remove(cst.CSTTransformer):
@@ -169,8 +165,7 @@ def _is_harmless(line: cst.CSTNode) -> bool:
 
 def note_imports(module: cst.Module, imports: set[tuple[str, ...]]) -> cst.Module:
     """Return `module` with a comment above each of these imports of Apex."""
-    # The comments above the first statement are the module's.
-    return module.with_changes(header=_without_note(module.header)).visit(_Note(imports))
+    return module.visit(_Note(imports))
 
 
 def clean(module: cst.Module) -> cst.Module:

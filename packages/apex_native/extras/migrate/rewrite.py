@@ -60,7 +60,7 @@ class Rewrite(cst.CSTTransformer):
             notes = self.notes.get(original_node, [])
             comments = [PREFIX + " ".join(note.split()) for note in notes]  # each is one line
             lines = [cst.EmptyLine(comment=cst.Comment(comment)) for comment in comments]
-            if lines and isinstance(result, STATEMENTS) and PREFIX not in source(original_node):
+            if lines and isinstance(result, STATEMENTS):
                 result = result.with_changes(leading_lines=[*result.leading_lines, *lines])
             if original_node in self.usage.unscale and not self.usage.reasons:
                 result = self._after(self._unscale(original_node), result)
