@@ -3,7 +3,7 @@
 python tools/flags.py            prints the page
 python tools/flags.py --write    writes it
 
-It generates a project for each task and runs its `parse_args` up to the point of parsing.
+It generates a project for each of PROJECTS and runs its `parse_args` up to the point of parsing.
 """
 
 import contextlib
@@ -17,7 +17,8 @@ from cookiecutter.main import cookiecutter
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "reference" / "flags.md"
-TASKS = ("classification", "segmentation", "contrastive")
+# Answers of projects with other flags than the default project.
+PROJECTS = ("task=segmentation", "task=contrastive", "fused_adam=no", "ddp=dataparallel")
 INTRODUCTION = """# Flags
 
 `./run.sh [flags]` accepts these flags; `./run.sh --help` prints those of your project, whose
@@ -53,11 +54,15 @@ main.parse_args()
 """
 
 
-def read_flags(task: str) -> dict[str, list]:
-    """Return the flags of a project with this task and the defaults, by group."""
+def read_flags(answer: str = "") -> dict[str, list]:
+    """Return the flags of a project with this answer, and else the defaults, by group."""
     sys.path.insert(0, str(ROOT / "tests"))
     from fresh import copy_template
 
+    name, _, value = answer.partition("=")
+    context = {name: value} if answer else {}
+    if value == "dataparallel":
+        context["sync_bn"] = "no"  # as it requires
     with tempfile.TemporaryDirectory() as folder:
         template, output = Path(folder, "template"), Path(folder, "output")
         template.mkdir()
@@ -67,7 +72,7 @@ def read_flags(task: str) -> dict[str, list]:
                 no_input=True,
                 default_config=True,
                 output_dir=str(output),
-                extra_context={"task": task},
+                extra_context=context,
             )
         command = [sys.executable, "-c", READER]
         done = subprocess.run(command, cwd=project, stdout=subprocess.PIPE, text=True, check=True)
@@ -86,28 +91,29 @@ def table(flags: list) -> str:
     return "\n".join(lines)
 
 
+def flag_names(groups: dict[str, list]) -> set[str]:
+    """Return the names of the flags, without the forms that begin with --no-."""
+    names = {name for flags in groups.values() for names, *_ in flags for name in names}
+    return {name for name in names if not name.startswith("--no-")}
+
+
 def page() -> str:
-    """Return the page: the default project's groups, then what other tasks have in addition."""
-    first, *others = (read_flags(task) for task in TASKS)
+    """Return the page: the default project's groups, and what differs with other answers."""
+    default = read_flags()
     parts = [INTRODUCTION]
     parts += [
         f"## {title[0].upper()}{title[1:]}\n\n{table(flags)}\n"
-        for title, flags in first.items()
+        for title, flags in default.items()
         if table(flags).count("\n") > 1
     ]
-    known = [flag for flags in first.values() for flag in flags]
-    for task, groups in zip(TASKS[1:], others, strict=True):
-        own = [flag for flags in groups.values() for flag in flags if flag not in known]
-        parts.append(f"## Different with task={task}\n\n{table(own)}\n")
-    missing = {
-        name
-        for names, *_ in known
-        for name in names
-        for groups in others
-        if name not in {name for flags in groups.values() for names, *_ in flags for name in names}
-    }
-    names = ", ".join(f"`{name}`" for name in sorted(missing) if not name.startswith("--no-"))
-    parts.append(f"Only classification has {names}.\n")
+    known = [flag for flags in default.values() for flag in flags]
+    for answer in PROJECTS:
+        groups = read_flags(answer)
+        parts.append(f"## Different with {answer}\n")
+        if own := [flag for flags in groups.values() for flag in flags if flag not in known]:
+            parts.append(f"{table(own)}\n")
+        if missing := sorted(flag_names(default) - flag_names(groups)):
+            parts.append(f"It has no {', '.join(f'`{name}`' for name in missing)}.\n")
     return "\n".join(parts)
 
 

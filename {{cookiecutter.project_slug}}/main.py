@@ -55,7 +55,7 @@ from engine.monitoring.logger import Logger
 from engine.monitoring.meter import Meter, NanCounter
 from engine.monitoring.metric import AVERAGE, MonitoredMetric
 
-DDP = "«ddp»"  # how the code below averages gradients: flags are checked for it; change both
+DDP = "«ddp»"  # flags are validated for it: change it with the wrapper in wrap_model
 OUTPUT = Path("runs/«project_slug»")
 DUMMY_STEPS = 100  # per epoch of --dummy
 
@@ -105,7 +105,7 @@ def parse_args() -> argparse.Namespace:
 
     args = parser.parse_args()
     flags.complete_arguments(parser, args, DDP, OUTPUT)
-    with time_limit("reading the flags", args.timeout):  # the task may look at --data
+    with time_limit("reading the flags", args.timeout):  # the task may read --data
         task.check_arguments(parser, args)
     return args
 
@@ -347,7 +347,7 @@ def build_optimizer(
 def wrap_model(
     args: argparse.Namespace, backend: Backend, model: nn.Module, optimizer: Optimizer
 ) -> tuple[nn.Module, Optimizer]:
-    """Apply mixed precision, then what must see the parameters after casting, such as DDP."""
+    """Apply mixed precision, then compilation and DDP, which need the cast parameters."""
     apex = backend.apex
     # % if task == "contrastive"
     _, optimizer = apex.amp.initialize(
@@ -484,8 +484,8 @@ def train_step(run: Run, batches: list[list[Tensor]], meter: Meter) -> object:
         with run.backend.gradient_sync(run.model, enabled=is_last):
             # The output has no name, so that its memory is free during the backward pass.
             loss = task.criterion(run.model(inputs), targets, run.args.label_smoothing)
-            scaled = amp.scale_loss(loss / len(batches), run.optimizer, delay_unscale=not is_last)
-            with scaled as scaled_loss:
+            scaling = amp.scale_loss(loss / len(batches), run.optimizer, delay_unscale=not is_last)
+            with scaling as scaled_loss:
                 scaled_loss.backward()
         meter.update(loss)
     run.audit.check_gradients()  # of the first step, or the first one without an overflow
@@ -495,7 +495,7 @@ def train_step(run: Run, batches: list[list[Tensor]], meter: Meter) -> object:
     run.optimizer.zero_grad()  # here, so that validation can use the gradients' memory
     if run.ema:
         weights = run.backend.fp32_state_dict(run.model, run.optimizer)
-        run.ema.update(weights, run.progress.step)  # the steps before this one, for its warm-up
+        run.ema.update(weights, run.progress.step)  # the completed steps decide its warm-up
     return inputs
 
 
@@ -567,11 +567,11 @@ def join_forward(run: Run) -> None:
 
 # % endif
 @torch.no_grad()
-@rng_preserved()  # of the training, which goes on as without a validation
+@rng_preserved()  # the training's random numbers are those without a validation
 def evaluate(run: Run, batches: Sequence | DataLoader) -> dict[str, float]:
-    """Return the task's metrics, each sample counted once, with --ema of the average too.
+    """Return the task's metrics over all samples; with --ema, those of the average, too.
 
-    They are nan if a model's outputs hold nan.
+    Each sample counts once. The metrics are nan if a model's outputs hold nan.
     """
     for suffix, model in run.eval_models.items():
         distributed.broadcast_buffers(model)  # batch norm's statistics may differ between processes
@@ -582,7 +582,7 @@ def evaluate(run: Run, batches: Sequence | DataLoader) -> dict[str, float]:
     # % if ddp == "fsdp"
     until_stopped = run.checkpoints.until_stopped(bar, partial(join_forward, run))
     # % else
-    # No DDP wrapper runs: it would wait for all processes, whose shards may differ in length.
+    # No model has its DDP wrapper, which would wait for all processes: some have more batches.
     until_stopped = run.checkpoints.until_stopped(bar)
     # % endif
     results: dict[str, float] = {}
@@ -648,8 +648,9 @@ def validate_epoch(run: Run) -> None:
     progress.pending_row = {}
     progress.scores.append(logger.monitored.best(results).score)
     run.checkpoints.save(results)  # as best.pt too, if the metric is the best yet
-    if progress.samples:  # --steps ended within the epoch, which gets a score once it is complete
-        progress.scores = progress.scores[:-1]
+    # --steps ended within the epoch: its score is for this checkpoint, until it is complete.
+    if progress.samples:
+        progress.scores.pop()
 
 
 def train(run: Run, resumed: Path | None) -> None:
@@ -660,7 +661,7 @@ def train(run: Run, resumed: Path | None) -> None:
         logger.info(
             "nothing is left to train: --epochs, --steps and --patience count from the beginning"
         )
-        if run.args.resume != Path("auto"):  # it may be an earlier one: keep the later rows
+        if run.args.resume != Path("auto"):  # an earlier checkpoint: keep the later rows
             return
     run.audit = first_step.FirstStepAudit(
         run.model, run.optimizer, run.backend, run.data.train_loader, logger

@@ -32,7 +32,8 @@ def parse_args() -> argparse.Namespace:
     """Return the flags."""
     parser = cli.ArgumentParser(description="Run inference with a trained model on image files.")
     add = parser.add_argument
-    add("checkpoint", type=cli.path, help="with --ema, the better weights are used")
+    help = "of a run, such as best.pt; with --ema, the better weights are used"
+    add("checkpoint", type=cli.path, help=help)
     add("images", type=cli.local_path, nargs="*", metavar="FILE|FOLDER", help="images to predict")
     add = parser.group("inference").add_argument
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU, if any")
@@ -45,6 +46,7 @@ def parse_args() -> argparse.Namespace:
     if args.export and args.export.resolve() == args.checkpoint.resolve():
         parser.error(f"--export {args.export} is the checkpoint itself; name another file")
     if args.export:
+        # The defaults: other values would have no effect.
         alone = vars(parser.parse_args([str(args.checkpoint), f"--export={args.export}"]))
         others = sorted(name for name, value in vars(args).items() if value != alone[name])
         if flags := ", ".join(f"--{name.replace('_', '-')}" for name in others):
@@ -74,7 +76,7 @@ def load_model(path: Path) -> tuple[nn.Module, dict]:
     metadata = state["metadata"]
     if not {"metric", "arch", "data"} <= metadata.keys():
         raise UserError(
-            f"{path}: it does not say of which model and classes it is; resume it for an epoch "
+            f"{path}: it has no metadata of its model and classes; resume it for an epoch "
             f"(./run.sh --resume {path} --epochs N), and use the checkpoint that this saves"
         )
     if metadata["metric"] != task.METRIC:
@@ -133,7 +135,7 @@ def main() -> None:
     for file in args.images:
         try:
             found = predict(file)
-        except OutageError:  # reading the others would take seconds for each
+        except OutageError:  # a UserError, too; reading the other files would take seconds for each
             raise
         except UserError as error:
             print(f"error: {one_message(error)}", file=sys.stderr)

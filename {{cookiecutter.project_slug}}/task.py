@@ -1,7 +1,7 @@
 """Image classification: model, data, loss and metrics. Replace this file to train something else.
 
-main.py and predict.py use the constants, functions and classes below that the documentation lists
-("The functions of task.py"), and of the flags `args.arch` and `args.flip_tta`.
+main.py and predict.py use the constants, functions and classes that the page "The functions of
+task.py" of the documentation lists, and the flags `args.arch` and `args.flip_tta`.
 """
 
 from __future__ import annotations
@@ -80,12 +80,13 @@ def add_arguments(parser: cli.ArgumentParser) -> None:
     add("--mixup", type=alpha, default=0.0, metavar="ALPHA", help=help)
     help = "paste parts of images, such as 1.0 (default: 0, not at all)"
     add("--cutmix", type=alpha, default=0.0, metavar="ALPHA", help=help)
-    add("--random-erasing", type=cli.probability, default=0.0, metavar="P", help="probability")
-    add("--hflip", type=cli.probability, default=0.5, metavar="P", help="probability, for --data")
+    help = "probability that a part of an image is erased"
+    add("--random-erasing", type=cli.probability, default=0.0, metavar="P", help=help)
+    help = "probability that an image is mirrored, for --data"
+    add("--hflip", type=cli.probability, default=0.5, metavar="P", help=help)
     add("--auto-augment", choices=augmentation.POLICIES, help="torchvision's policy, for --data")
-    parser.group("run").add_argument(
-        "--report", action="store_true", help="write figures of each class and a confusion matrix"
-    )
+    help = "write precision, recall and F1 of each class, a confusion matrix and the top-5 accuracy"
+    parser.group("run").add_argument("--report", action="store_true", help=help)
     parser.group("run").add_argument("--flip-tta", action="store_true", help=FLIP_TTA_HELP)
 
 
@@ -111,7 +112,7 @@ def check_arguments(parser: cli.ArgumentParser, args: argparse.Namespace) -> Non
 
 
 def default_image(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the fields of the ImageSpec that IMAGES and the data set; the flags override them."""
+    """Return the fields of the ImageSpec by IMAGES and --data, which the flags override."""
     changes = IMAGES.changes()
     if idx.is_idx(args.data):
         size = idx.image_size(args.data)
@@ -120,7 +121,7 @@ def default_image(args: argparse.Namespace) -> dict[str, Any]:
         return changes
     if args.arch.startswith(models.PREFIX):
         return changes | {"size": Digits.SIZE}
-    return changes if args.image_size else {}  # nothing: the digits have Digits.SIZE
+    return changes if args.image_size else {}  # the digits' own size, Digits.SIZE
 
 
 def build_model(arch: str, num_classes: int, **options: Any) -> nn.Module:
@@ -271,7 +272,9 @@ class Metrics:
         dist.all_reduce(self.totals)
         loss, correct, count = self.totals.tolist()
         results = {"val_loss": loss / count, "val_accuracy": correct / count}
-        return results | self.report.compute() if self.report else results
+        if self.report:
+            results |= self.report.compute()
+        return results
 
 
 def random_crop(height: int, width: int, spec: ImageSpec = IMAGES, hflip: float = 0.5) -> Crop:
@@ -374,7 +377,7 @@ class Predictor:
 
 
 def dummy_batch(batch_size: int, device: torch.device, **options: Any) -> list[Tensor]:
-    """Return one batch in the shape of --data's for a model with these options, on the device."""
+    """Return one synthetic batch on the device, of the shape that these options of a model set."""
     size = ImageSpec(**options.get("image", {})).size
     pixels = torch.randn(batch_size, 3, size, size, device=device)
     return [pixels, torch.randint(DUMMY_CLASSES, (batch_size,), device=device)]

@@ -1,7 +1,7 @@
 """Contrastive image-text training, as CLIP does. Replace this file to train something else.
 
-main.py and predict.py use the constants, functions and classes below that the documentation lists
-("The functions of task.py"), and of the flags `args.arch`.
+main.py and predict.py use the constants, functions and classes that the page "The functions of
+task.py" of the documentation lists, and the flag `args.arch`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Semantic segmentation: model, data, loss and metrics. Replace this file for something else.
 
-main.py and predict.py use the constants, functions and classes below that the documentation lists
-("The functions of task.py"), and of the flags `args.arch`.
+main.py and predict.py use the constants, functions and classes that the page "The functions of
+task.py" of the documentation lists, and the flag `args.arch`.
 """
 
 from __future__ import annotations

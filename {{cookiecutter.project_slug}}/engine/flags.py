@@ -88,7 +88,8 @@ def add_optimization_arguments(parser: cli.ArgumentParser, warmup_epochs: float)
     help = "factor of the learning rate from each layer to the one before it, such as 0.75"
     add("--layer-decay", type=cli.factor, metavar="FACTOR", help=help)
     schedules = ("cosine", "step", "none")
-    add("--schedule", choices=schedules, default="cosine", help="step: ÷ 10 at 1/3 and 2/3")
+    help = "of the learning rate, over --epochs: to 0, or ÷ 10 after 1/3 and 2/3, or constant"
+    add("--schedule", choices=schedules, default="cosine", help=help)
     help = "epochs of linear warm-up"
     add("--warmup-epochs", type=cli.non_negative_float, default=warmup_epochs, help=help)
     add("--accumulate", type=cli.positive_int, default=1, help="gradient accumulation steps")
@@ -127,12 +128,12 @@ def add_run_arguments(parser: cli.ArgumentParser, output: Path) -> None:
     )
     help = "a checkpoint, or 'auto' for the newest in --output, if any"
     add("--resume", type=cli.local_path, help=help)
-    help = "steps or minutes between checkpoints (default: one after each epoch)"
+    help = "save every N steps or minutes, too (default: after each epoch only)"
     add("--save-every", type=cli.interval, help=help)
     add("--eval-every", type=cli.positive_int, default=1, help="epochs between validations")
     help = "early stopping: stop after N validations without a better metric"
     add("--patience", type=cli.positive_int, help=help)
-    add("--keep", type=cli.positive_int, default=2, help="how many checkpoints to keep")
+    add("--keep", type=cli.positive_int, default=2, help="checkpoints to keep, besides best.pt")
     help = "steps between records and log lines (default: 10, and a line each minute)"
     add("--log-every", type=cli.positive_int, help=help)
     add(

@@ -22,7 +22,10 @@ On several GPUs: torchrun --nproc-per-node 4 -m apex_native [--fill] SCRIPT.py [
 def main() -> None:
     """Run the subcommand that the command line names."""
     command = sys.argv[1] if len(sys.argv) > 1 else ""
-    if command == "run":
+    asks_for_help = command != "migrate" and {"-h", "--help"} & {*sys.argv[1:3]}
+    if asks_for_help:
+        print(USAGE, end="")
+    elif command == "run":
         del sys.argv[1]
         runner.main()
     elif command == "migrate":
@@ -31,8 +34,6 @@ def main() -> None:
         sys.exit(migrate(sys.argv[2:]))
     elif command == "--version":
         print(f"apex-native {VERSION}")
-    elif command in ("-h", "--help"):
-        print(USAGE, end="")
     else:
         wrong = f"apex-native: no command {command!r}\n" if command else ""
         sys.stderr.write(wrong + USAGE)

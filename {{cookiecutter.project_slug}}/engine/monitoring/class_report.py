@@ -1,4 +1,4 @@
-"""Report on a classification: figures of each class, confusion matrix, top-5 accuracy."""
+"""Report on a classification: precision, recall and F1, confusion matrix, top-5 accuracy."""
 
 from __future__ import annotations
 
