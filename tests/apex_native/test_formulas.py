@@ -199,7 +199,9 @@ def test_larc(device, clip, trust_coefficient):
 def test_larc_ignores_zero_norms():
     parameter = nn.Parameter(torch.zeros(3))
     parameter.grad = torch.ones(3)
-    LARC(torch.optim.SGD([parameter], lr=0.1, weight_decay=0.5)).step()
+    larc = LARC(torch.optim.SGD([parameter], lr=9.0))
+    larc.param_groups = [larc.param_groups[0] | {"lr": 0.1, "weight_decay": 0.5}]
+    larc.step()
     torch.testing.assert_close(parameter.detach(), torch.full((3,), -0.1))
 
 

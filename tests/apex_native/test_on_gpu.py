@@ -36,6 +36,17 @@ def o1(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("o1")
+def test_device_is_that_of_the_optimizer_where_there_is_no_model():
+    """As in scripts that optimize images, such as DeepInversion."""
+    images = torch.ones(2, 3, device="cuda", requires_grad=True)
+    optimizer = torch.optim.SGD([images], lr=0.1)
+    _, optimizer = amp.initialize([], optimizer, opt_level="O1", loss_scale=128.0, verbosity=0)
+    assert amp._amp_state.device_type == "cuda"
+    with amp.scale_loss(images.sum(), optimizer) as loss:
+        assert loss.device.type == "cuda"
+
+
+@pytest.mark.usefixtures("o1")
 def test_loss_on_another_gpu_is_scaled(request):
     """Of a model on several GPUs, whose scaler is on the first one."""
     if "imitated" not in request.node.name and torch.cuda.device_count() < 2:

@@ -93,6 +93,19 @@ def test_update_after_a_delayed_check_uses_the_gradients_of_its_block():
         optimizer.zero_grad()
 
 
+def test_changed_masters_are_copied_to_the_model():
+    """As in block-momentum training, which averages the masters of processes."""
+    model, optimizer = prepare()
+    options = {"cast_model_type": torch.float16, "verbosity": 0}
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", **options)
+    for master in amp.master_params(optimizer):
+        master.data.fill_(0.1)
+        master.grad = torch.ones_like(master)
+    optimizer._master_params_to_model_params()
+    assert all(torch.equal(p, torch.full_like(p, 0.1)) for p in model.parameters())
+    assert all(master.grad is not None for master in amp.master_params(optimizer))
+
+
 def test_stash_lists_half_parameters_and_masters_and_whether_the_step_is_skipped():
     model, optimizer = prepare()
     options = {"cast_model_type": torch.float16, "loss_scale": "dynamic", "verbosity": 0}

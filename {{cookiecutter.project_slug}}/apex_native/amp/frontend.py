@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from .casting import cast_model, cast_output, check_models, half_type, set_function_casts
 from .handle import check_optimizers, prepare_optimizer
-from .state import LossScaler, _amp_state, log_if_verbose
+from .state import LossScaler, _amp_state, log_if_verbose, master_params
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,7 @@ def initialize(  # noqa: PLR0913, Apex's signature
     check_models(model_list)
     check_optimizers(optimizer_list)
     tensors = [tensor for model in model_list for tensor in model.parameters()]
+    tensors += [tensor for each in optimizer_list for tensor in master_params(each)]
     device = tensors[0].device if tensors else torch.device("cpu")
     if cast_model_type is None or properties.patch_torch_functions:
         if any(hasattr(tensor, "placements") for tensor in tensors):  # a DTensor: slow to import

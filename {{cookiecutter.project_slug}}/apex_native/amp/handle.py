@@ -4,7 +4,7 @@ import contextlib
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -239,6 +239,9 @@ def prepare_optimizer(optimizer: Any, master_weights: bool) -> None:
     optimizer.add_param_group = types.MethodType(add_param_group, optimizer)
     # Scripts call this before they load an optimizer, because Apex creates masters late.
     optimizer._lazy_init_maybe_master_weights = optimizer._amp_lazy_init = lambda: None
+    if master_weights:  # scripts that change the masters call it
+        masters = optimizer._amp_stash.masters
+        optimizer._master_params_to_model_params = partial(_copy_masters, masters)
 
 
 def _adopt(optimizer: Any, group: dict, master_weights: bool) -> None:
@@ -404,13 +407,14 @@ def _step(optimizer: Any, plain_step: types.MethodType, closure: object) -> obje
             result = plain_step()
     if stash.masters:
         _copy_masters(stash.masters)
+    for master in stash.masters.values():
+        master.grad = None  # the user's model.zero_grad() would not reach it
     return result
 
 
 @torch.no_grad()
 def _copy_masters(masters: dict[Tensor, Tensor]) -> None:
-    """Copy the masters to the model, and drop their gradients."""
+    """Copy the masters to the model."""
     torch._foreach_copy_(list(masters), list(masters.values()))
-    for parameter, master in masters.items():
+    for parameter in masters:
         mark_up_to_date(parameter)
-        master.grad = None  # the user's model.zero_grad() would not reach it

@@ -44,6 +44,14 @@ class LARC(Optimizer):
             raise AttributeError(name)
         return getattr(self.optim, name)
 
+    @property
+    def param_groups(self) -> list[dict]:  # type: ignore[override]
+        return self.optim.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict]) -> None:
+        self.optim.param_groups = groups
+
     def __getstate__(self) -> dict:
         return self.__dict__.copy()
 
