@@ -46,6 +46,33 @@ def close(actual, expected, tolerance):
         )
 
 
+@pytest.mark.parametrize(
+    ("kind", "function"),
+    [
+        (norm_functions.FusedLayerNormFunction, "fused_layer_norm"),
+        (norm_functions.FusedLayerNormAffineFunction, "fused_layer_norm_affine"),
+        (
+            norm_functions.FusedLayerNormAffineMixedDtypesFunction,
+            "mixed_dtype_fused_layer_norm_affine",
+        ),
+        (norm_functions.FusedRMSNormFunction, "fused_rms_norm"),
+        (norm_functions.FusedRMSNormAffineFunction, "fused_rms_norm_affine"),
+        (
+            norm_functions.FusedRMSNormAffineMixedDtypesFunction,
+            "mixed_dtype_fused_rms_norm_affine",
+        ),
+    ],
+)
+def test_functions_as_apply_of_a_class(kind, function):
+    """As Apex's autograd functions, which copies of its modules call."""
+    x, weight, bias = torch.randn(4, *SHAPE), torch.rand(SHAPE), torch.randn(SHAPE)
+    parameters = [] if not function.endswith("affine") else [weight, bias]
+    if "rms_norm" in function:
+        del parameters[1:]
+    output = kind.apply(x, *parameters, torch.Size(SHAPE), 1e-6)
+    assert torch.equal(output, call(function, x, weight, bias, eps=1e-6))
+
+
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("input_type", TOLERANCES)
 @pytest.mark.parametrize("weight_type", TOLERANCES)

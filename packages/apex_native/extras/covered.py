@@ -76,7 +76,10 @@ COVERED: dict[str, dict[str, str]] = {
     },
     "apex.normalization.fused_layer_norm": {
         "normalization": "FusedLayerNorm FusedRMSNorm MixedFusedLayerNorm MixedFusedRMSNorm",
-        "extras.norm_functions": "fused_layer_norm fused_layer_norm_affine fused_rms_norm "
+        "extras.norm_functions": "FusedLayerNormAffineFunction "
+        "FusedLayerNormAffineMixedDtypesFunction FusedLayerNormFunction FusedRMSNormAffineFunction "
+        "FusedRMSNormAffineMixedDtypesFunction FusedRMSNormFunction "
+        "fused_layer_norm fused_layer_norm_affine fused_rms_norm "
         "fused_rms_norm_affine manual_rms_norm mixed_dtype_fused_layer_norm_affine "
         "mixed_dtype_fused_rms_norm_affine",
     },

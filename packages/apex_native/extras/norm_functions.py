@@ -114,3 +114,39 @@ def _normalize(
     widest = torch.promote_types(torch.promote_types(input.dtype, parameters[0].dtype), torch.float)
     own = [parameter.to(widest) for parameter in parameters]
     return function(input.to(widest), shape, *own, eps).to(dtype)
+
+
+class FusedLayerNormFunction:
+    """The function `fused_layer_norm` as ``apply``."""
+
+    apply = staticmethod(fused_layer_norm)
+
+
+class FusedLayerNormAffineFunction:
+    """The function `fused_layer_norm_affine` as ``apply``."""
+
+    apply = staticmethod(fused_layer_norm_affine)
+
+
+class FusedLayerNormAffineMixedDtypesFunction:
+    """The function `mixed_dtype_fused_layer_norm_affine` as ``apply``."""
+
+    apply = staticmethod(mixed_dtype_fused_layer_norm_affine)
+
+
+class FusedRMSNormFunction:
+    """The function `fused_rms_norm` as ``apply``."""
+
+    apply = staticmethod(fused_rms_norm)
+
+
+class FusedRMSNormAffineFunction:
+    """The function `fused_rms_norm_affine` as ``apply``."""
+
+    apply = staticmethod(fused_rms_norm_affine)
+
+
+class FusedRMSNormAffineMixedDtypesFunction:
+    """The function `mixed_dtype_fused_rms_norm_affine` as ``apply``."""
+
+    apply = staticmethod(mixed_dtype_fused_rms_norm_affine)
