@@ -1828,14 +1828,14 @@ def resumed_with_seed(folder: str, samples: int, seed: int) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("samples", "seed", "is_warned"), [(0, 2, False), (2, 1, False), (2, 2, True)]
+    ("samples", "seed", "is_warned"), [(0, 1, False), (0, 2, True), (2, 1, False), (2, 2, True)]
 )
-def test_another_seed_in_mid_epoch_is_a_warning(
+def test_another_seed_is_a_warning(
     two_processes: Processes, tmp_path: Path, samples: int, seed: int, is_warned: bool
 ) -> None:
     warnings = two_processes(resumed_with_seed, str(tmp_path), samples, seed)[0]
     assert len(warnings) == is_warned
-    assert not is_warned or "may repeat or leave out samples" in warnings[0]
+    assert ("may repeat or leave out samples" in "".join(warnings)) == (is_warned and samples > 0)
 
 
 def resume_to(folder: str, choice: Path) -> None:
@@ -1940,7 +1940,7 @@ def test_a_restart_without_a_checkpoint_starts_over(
     for choice in (None, Path("auto")):
         for path, [said] in two_processes(resumed_after_restart, str(tmp_path), choice):
             assert path is None
-            assert said == f"{tmp_path} has no checkpoint: the run starts over"
+            assert said == f"{tmp_path} has no checkpoint: the run starts from the beginning"
 
 
 def discarded_by_going_back(folder: str) -> list[int]:
@@ -2036,10 +2036,15 @@ def test_a_restart_in_the_folder_of_another_run_is_an_error(
 ) -> None:
     two_processes(saved_once, str(tmp_path), 3)
     (tmp_path / "config.json").write_text(json.dumps(SETTINGS))
-    with pytest.raises(AssertionError, match="holds another run, of lr 0.1 and not 0.2: add"):
+    with pytest.raises(AssertionError, match="holds a run with lr 0.1 and not 0.2: add"):
         two_processes(resumed_after_restart, str(tmp_path), None, lr=0.2)
-    for path, _ in two_processes(resumed_after_restart, str(tmp_path), Path("auto"), lr=0.2):
+    for path, said in two_processes(resumed_after_restart, str(tmp_path), Path("auto"), lr=0.2):
         assert path == tmp_path / "last.pt"
+        assert said[0] == f"warning: the run in {tmp_path} was started with lr 0.1 and not 0.2"
+    (tmp_path / "config.json").write_text("damaged")
+    for path, said in two_processes(resumed_after_restart, str(tmp_path), Path("auto"), lr=0.2):
+        assert path == tmp_path / "last.pt"
+        assert len(said) == 1
 
 
 def resumed_in_launch(folder: str, variables: dict[str, str], by_rank: bool = False) -> tuple:
@@ -2051,6 +2056,20 @@ def resumed_in_launch(folder: str, variables: dict[str, str], by_rank: bool = Fa
     with mock.patch.dict(os.environ, variables):
         path = manager.resume(None, 10)
     return path, manager.logger.is_restart
+
+
+def resumed_automatically(folder: str) -> tuple:
+    """Return the path and the messages of a run with --resume auto."""
+    manager = manager_of(folder)
+    return manager.resume(Path("auto"), 10), list(manager.logger)
+
+
+def test_automatic_resumption_logs_that_there_is_no_checkpoint(
+    two_processes: Processes, tmp_path: Path
+) -> None:
+    """The folder may be the wrong one."""
+    said = [f"{tmp_path} has no checkpoint: the run starts from the beginning"]
+    assert two_processes(resumed_automatically, str(tmp_path)) == [(None, said)] * 2
 
 
 @pytest.mark.parametrize(
@@ -2426,7 +2445,10 @@ def resumed_where_only_rank_1_has_it(folders: list[Path], path: Path) -> tuple:
 def test_no_checkpoint_on_any_host(two_processes: Processes, tmp_path: Path) -> None:
     folders = [tmp_path / "0", tmp_path / "1"]
     for path, _, step, said, _ in two_processes(resumed_bias, folders, Path("auto")):
-        assert (path, step, said) == ("None", 0, [])
+        assert (path, step) == ("None", 0)
+        assert [line.partition(" has ")[2] for line in said] == [
+            "no checkpoint: the run starts from the beginning"
+        ]
 
 
 def weights_without_an_average(folder: str) -> str:

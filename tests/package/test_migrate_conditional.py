@@ -296,6 +296,15 @@ def test_static_loss_scale_is_replaced_on_request(tmp_path):
     assert "GradScaler" in migrate(tmp_path, script, "--loss-scale", "dynamic")[0]
 
 
+@pytest.mark.parametrize("written", ['"O1" if args.fp16 else "O0"', 'f"O{args.level}"', "LEVEL"])
+def test_expression_in_place_of_which_the_option_stands_is_reported(tmp_path, written):
+    script = f"from apex import amp\nm, o = amp.initialize(m, o, opt_level={written})\n"
+    _, report = migrate(tmp_path, script, "--opt-level", "O0")
+    assert f"{written} is not read: the level is O0" in report
+    _, report = migrate(tmp_path, script, status=1)
+    assert f"opt_level is {written}, known only when the script runs" in report
+
+
 def test_second_name_for_the_scaler(tmp_path):
     code, _ = migrate(tmp_path, f"{START}scaler = None{ENABLED}")
     assert "\ngrad_scaler.update()\n" in code.replace("            ", "")

@@ -295,7 +295,7 @@ def test_restarted_process_resumes_automatically(project, tmp_path):
     # But it leaves a run of other flags alone, and validates what it is told to.
     other = run(project, *flags, "--lr", 0.5, TORCHELASTIC_RESTART_COUNT="1", nproc=0)
     assert other.returncode == 2
-    assert "holds another run, of lr 0.001 and not 0.5: " in other.stderr
+    assert "holds a run with lr 0.001 and not 0.5: " in other.stderr
     given = ("--eval-only", "--resume", tmp_path / "step-11.pt")
     done = run(project, *flags, *given, TORCHELASTIC_RESTART_COUNT="1", nproc=0)
     assert f"resumed {tmp_path / 'step-11.pt'} after 1 epochs" in done.stdout

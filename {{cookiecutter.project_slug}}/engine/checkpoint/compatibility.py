@@ -36,31 +36,50 @@ def was_begun(folder: Path, settings: Mapping[str, Any]) -> bool:
     Without run.sh, a launch has no id: the run is taken for its own. Raises UserError if that has
     other settings.
     """
-    path, ids = folder / CONFIG, distributed.launch_ids()
-    has_id = LAUNCH_ID in ids
+    path = folder / CONFIG
     try:
         theirs = dict(json.loads(read_text(path)))
-        launch = dict(theirs.get(LAUNCH, {}))
+        is_own = _is_of_this_launch(theirs)
     except FileNotFoundError:
-        return not has_id
+        return LAUNCH_ID not in distributed.launch_ids()
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise UserError(
             f"{path} can't be read ({shorten(str(error), 80)}): add --resume auto to continue "
             "the run there, or --output with another folder"
         ) from None
+    if is_own and (changed := _changed_setting(theirs, settings)):
+        raise UserError(
+            f"{folder} holds a run with {changed}: add --resume auto to continue it, or --output "
+            "with another folder"
+        )
+    return is_own
+
+
+def warn_of_changed_settings(
+    folder: Path, settings: Mapping[str, Any], warn: Callable[[str], None]
+) -> None:
+    """Warn if a restart has other settings than its launch, as after an edit of a --config file."""
+    with suppress(OSError, ValueError, TypeError, RecursionError):
+        theirs = dict(json.loads(read_text(folder / CONFIG)))
+        if _is_of_this_launch(theirs) and (changed := _changed_setting(theirs, settings)):
+            warn(f"the run in {folder} was started with {changed}")
+
+
+def _is_of_this_launch(config: Mapping[str, Any]) -> bool:
+    """Return whether this launch wrote the contents of a config.json; without an id, it did."""
+    ids, launch = distributed.launch_ids(), dict(config.get(LAUNCH, {}))
+    has_id = LAUNCH_ID in ids
     if os.environ.get("SLURM_RESTART_COUNT", "0") == "0":  # a job may launch several runs
         ids.pop("SLURM_JOB_ID", None)
-    if has_id and not any(launch.get(name) == value for name, value in ids.items()):
-        return False
+    return not has_id or any(launch.get(name) == value for name, value in ids.items())
+
+
+def _changed_setting(theirs: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+    """Return the first setting that differs, and both of its values; "" if none does."""
     ours = json.loads(json.dumps(settings, default=str))
     compared = (ours.keys() & theirs.keys()).difference(consistency.HOST_SETTINGS, {"steps"})
-    for name in sorted(compared):
-        if theirs[name] != ours[name]:
-            raise UserError(
-                f"{folder} holds another run, of {name} {theirs[name]} and not {ours[name]}: "
-                "add --resume auto to continue it, or --output with another folder"
-            )
-    return True
+    changed = sorted(name for name in compared if theirs[name] != ours[name])
+    return f"{changed[0]} {theirs[changed[0]]} and not {ours[changed[0]]}" if changed else ""
 
 
 def read_discarded(folder: Path) -> list[int]:
@@ -275,14 +294,17 @@ def warn_of_changed_data(
     digests = own["fingerprints"].get("train", {})
     by_shard = own.get("by_shard", False)
     problem = ""
-    if isinstance(seed, int) and seed != own.get("seed", seed):
-        problem = "it has another --seed than this run, which orders the data"
+    has_other_seed = isinstance(seed, int) and seed != own.get("seed", seed)
+    if has_other_seed:
+        problem = f"it has --seed {seed}, which orders and augments the data, and this run another"
     elif known and digests and not known.keys() & digests.keys():  # of a folder and of a pack
         problem = "the order of its data can't be compared with that of this data"
     elif entries["metadata"].get("by_shard", by_shard) != by_shard:
         problem = "data that is read by URL has another order than local data"
-    if problem and entries["samples"] and not is_evaluation:
-        warn(f"--resume {path}: {problem}; the rest of its epoch may repeat or leave out samples")
+    if entries["samples"]:
+        problem += "; the rest of its epoch may repeat or leave out samples" if problem else ""
+    if problem and (entries["samples"] or has_other_seed) and not is_evaluation:
+        warn(f"--resume {path}: {problem}")
 
 
 def compare_scores(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str:

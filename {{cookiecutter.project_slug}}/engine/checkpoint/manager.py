@@ -474,7 +474,9 @@ class CheckpointManager:
     def _find(self, choice: Path | None, required: bool) -> Source | None:
         """Return the checkpoint to resume from, which is the same on all ranks."""
         is_restart = distributed.is_restart() and not required
-        if is_restart and choice != AUTO:
+        if is_restart and choice == AUTO:
+            compatibility.warn_of_changed_settings(self.folder, self.settings, self.logger.warning)
+        elif is_restart:
             self._is_searched = compatibility.was_begun(self.folder, self.settings)
             begun = all_gather(self._is_searched, self._group)
             is_restart = self.logger.is_restart = any(begun)
@@ -490,10 +492,10 @@ class CheckpointManager:
             given = [choice] if is_directly_in(choice, self.folder) else []
         warn = self.logger.warning
         source = find(self.folder, first, warn, self._group, self._is_searched, discarded, given)
-        if source or not is_restart:
+        if source or required or (choice is None and not is_restart):
             return source
         if choice in (AUTO, None):
-            self.logger.info(f"{self.folder} has no checkpoint: the run starts over")
+            self.logger.info(f"{self.folder} has no checkpoint: the run starts from the beginning")
             return None
         return find(self.folder, choice, warn, self._group)
 

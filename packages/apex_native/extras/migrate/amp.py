@@ -328,11 +328,12 @@ class Analysis(Optimizers):
         _, keywords = parts
         stated = keywords.get("opt_level")
         written = source(stated.value) if stated else "O1"
-        level = self.level or written.strip("\"'")
+        is_literal = not stated or isinstance(stated.value, cst.SimpleString)
+        level = self.level or (written.strip("\"'") if is_literal else written)
         if usage.level not in ("", level):
             usage.reasons.append("amp.initialize is called with more than one level")
         usage.level = level
-        if self.level and written.strip("\"'") == written != "O1":
+        if self.level and not is_literal:
             usage.ignored_level = written
         if usage.level in ("O2", "O3", "O5"):
             usage.reasons.append(NO_MASTERS)
