@@ -458,6 +458,31 @@ def test_different_host_is_refused_by_the_launcher(monkeypatch, settings, ahead,
     assert is_refused_early or variables[LAUNCH_ID] == "that of the first host"
 
 
+def test_host_with_other_code_is_refused_before_it_joins_an_elastic_job(
+    monkeypatch, tmp_path
+) -> None:
+    """Its processes would end those of the others, whose job is to outlive hosts."""
+    for name in ("main.py", "task.py", "engine/distributed/network.py", "apex_native/amp.py"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    monkeypatch.setattr(network, "__file__", str(tmp_path / "engine/distributed/network.py"))
+    settings, fixed = network._describe("1:2"), network._describe("2")
+    for name in ("task.py", "apex_native/amp.py"):
+        (tmp_path / name).write_text("x = 1")
+        assert network._describe("2") == fixed == f"NNODES=2, torch {torch.__version__}"
+        assert network._describe("1:2") != settings
+        (tmp_path / name).write_text("")
+    assert network._describe("1:2") == settings
+    monkeypatch.setattr(network, "version", lambda name: "0.0")  # of torchvision
+    server = network.serve_store("127.0.0.1", 0)
+    server.set("settings", settings)
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port), "NODE_RANK": "1"}
+    monkeypatch.setattr(os, "environ", variables)
+    with pytest.raises(UserError, match=r"torchvision 0.0, code .* on .*, but NNODES=1:2, .*code"):
+        network.join_hosts("1:2")
+
+
 def test_name_that_is_resolved_late_is_waited_for(monkeypatch) -> None:
     """As that of a pod, which Kubernetes' DNS may learn after the pod has started."""
     resolve, calls = socket.getaddrinfo, []

@@ -3,12 +3,15 @@
 import contextlib
 import errno
 import fcntl
+import hashlib
 import os
 import socket
 import struct
 import threading
 import time
 from datetime import timedelta
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -167,12 +170,13 @@ def join_hosts(nodes: str) -> tuple[dist.Store | None, dist.Store | None, list[s
         which torchrun uses it.
 
     Raises:
-        UserError: if the host of the store has another NNODES, torch or time.
+        UserError: if the host of the store has another NNODES, torch or time, or other code in an
+            elastic job.
         DistNetworkError: if the store does not answer within NODE_WAIT seconds.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ.get("MASTER_PORT") or 29500)
     rank, wait = os.environ.get("NODE_RANK"), int(os.environ.get("NODE_WAIT") or 600)
-    settings = f"NNODES={nodes}, torch {torch.__version__}"
+    settings = _describe(nodes)
     server = None
     log_line(f"waiting for {nodes} hosts at {address}, port {port}")
     if rank in (None, "", "0"):
@@ -196,6 +200,23 @@ def join_hosts(nodes: str) -> tuple[dist.Store | None, dist.Store | None, list[s
     # Each rendezvous has a store of its own, on the host that has rank 0 then.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     return server, store, [f"--local-addr={local_address(address)}"]
+
+
+def _describe(nodes: str) -> str:
+    """Return what hosts must have in common before they join a job of NNODES=`nodes`."""
+    text = f"NNODES={nodes}, torch {torch.__version__}"
+    if ":" not in nodes:  # the processes compare the rest, and name what differs
+        return text
+    # A host that joins an elastic job restarts it: a difference would end the job of the others.
+    with contextlib.suppress(PackageNotFoundError):
+        text += f", torchvision {version('torchvision')}"
+    project = Path(__file__).parent.parent.parent
+    code = [project / name for name in ("main.py", "task.py")]
+    code += sorted(
+        path for name in ("engine", "apex_native") for path in (project / name).rglob("*.py")
+    )
+    digest = hashlib.sha1(b"".join(path.read_bytes() for path in code)).hexdigest()[:10]
+    return f"{text}, code {digest}"
 
 
 def _wait_for_name(name: str, seconds: float) -> None:
