@@ -567,7 +567,7 @@ class Digits(Dataset):
 
 
 def dummy_batch(batch_size: int, device: torch.device) -> list[Tensor]:
-    """Return one batch in ImageNet's shape with captions of 64 random letters, on the device."""
+    """Return one batch in ImageNet's shape with captions of random letters, on the device."""
     pixels = torch.randn(batch_size, 3, 224, 224, device=device)
-    captions = torch.randint(ord("a"), ord("z") + 1, (batch_size, 64), device=device)
+    captions = torch.randint(ord("a"), ord("z") + 1, (batch_size, min(64, LENGTH)), device=device)
     return [pixels, captions.to(torch.uint8)]

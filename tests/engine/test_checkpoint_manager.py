@@ -2060,8 +2060,18 @@ def resumed_in_launch(folder: str, variables: dict[str, str], by_rank: bool = Fa
 
 def resumed_automatically(folder: str) -> tuple:
     """Return the path and the messages of a run with --resume auto."""
-    manager = manager_of(folder)
+    manager = manager_of(folder, settings=SETTINGS | {"lr": 0.2})
     return manager.resume(Path("auto"), 10), list(manager.logger)
+
+
+def test_automatic_resumption_logs_changed_settings(
+    two_processes: Processes, tmp_path: Path
+) -> None:
+    """Forgotten flags have their defaults."""
+    two_processes(saved_once, str(tmp_path), 3)
+    (tmp_path / "config.json").write_text(json.dumps(SETTINGS))
+    for _, said in two_processes(resumed_automatically, str(tmp_path)):
+        assert said[0] == f"the run in {tmp_path} was started with lr 0.1 and not 0.2"
 
 
 def test_automatic_resumption_logs_that_there_is_no_checkpoint(

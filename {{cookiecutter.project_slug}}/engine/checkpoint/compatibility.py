@@ -47,7 +47,7 @@ def was_begun(folder: Path, settings: Mapping[str, Any]) -> bool:
             f"{path} can't be read ({shorten(str(error), 80)}): add --resume auto to continue "
             "the run there, or --output with another folder"
         ) from None
-    if is_own and (changed := _changed_setting(theirs, settings)):
+    if is_own and (changed := _changed_settings(theirs, settings)):
         raise UserError(
             f"{folder} holds a run with {changed}: add --resume auto to continue it, or --output "
             "with another folder"
@@ -55,14 +55,14 @@ def was_begun(folder: Path, settings: Mapping[str, Any]) -> bool:
     return is_own
 
 
-def warn_of_changed_settings(
-    folder: Path, settings: Mapping[str, Any], warn: Callable[[str], None]
+def log_changed_settings(
+    folder: Path, settings: Mapping[str, Any], log: Callable[[str], None]
 ) -> None:
-    """Warn if a restart has other settings than its launch, as after an edit of a --config file."""
+    """Log settings other than those in the folder, as after an edit of a --config file."""
     with suppress(OSError, ValueError, TypeError, RecursionError):
         theirs = dict(json.loads(read_text(folder / CONFIG)))
-        if _is_of_this_launch(theirs) and (changed := _changed_setting(theirs, settings)):
-            warn(f"the run in {folder} was started with {changed}")
+        if changed := _changed_settings(theirs, settings):
+            log(f"the run in {folder} was started with {changed}")
 
 
 def _is_of_this_launch(config: Mapping[str, Any]) -> bool:
@@ -74,12 +74,12 @@ def _is_of_this_launch(config: Mapping[str, Any]) -> bool:
     return not has_id or any(launch.get(name) == value for name, value in ids.items())
 
 
-def _changed_setting(theirs: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
-    """Return the first setting that differs, and both of its values; "" if none does."""
+def _changed_settings(theirs: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+    """Return the settings that differ, with both values; "" if none do."""
     ours = json.loads(json.dumps(settings, default=str))
     compared = (ours.keys() & theirs.keys()).difference(consistency.HOST_SETTINGS, {"steps"})
     changed = sorted(name for name in compared if theirs[name] != ours[name])
-    return f"{changed[0]} {theirs[changed[0]]} and not {ours[changed[0]]}" if changed else ""
+    return summarize([f"{name} {theirs[name]} and not {ours[name]}" for name in changed])
 
 
 def read_discarded(folder: Path) -> list[int]:

@@ -474,8 +474,9 @@ class CheckpointManager:
     def _find(self, choice: Path | None, required: bool) -> Source | None:
         """Return the checkpoint to resume from, which is the same on all ranks."""
         is_restart = distributed.is_restart() and not required
-        if is_restart and choice == AUTO:
-            compatibility.warn_of_changed_settings(self.folder, self.settings, self.logger.warning)
+        if choice == AUTO and not required:
+            log = self.logger.warning if is_restart else self.logger.info
+            compatibility.log_changed_settings(self.folder, self.settings, log)
         elif is_restart:
             self._is_searched = compatibility.was_begun(self.folder, self.settings)
             begun = all_gather(self._is_searched, self._group)

@@ -32,6 +32,7 @@ T = TypeVar("T")
 MAX_PORT = 2**16 - 1
 CORRECTABLE = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, *FULL_DISK)
 PATIENCE_S = 5.0  # in which a launcher ends all processes of a job that failed
+GLOO_THREADS_S = 0.1  # in which threads of gloo end
 SETTLE_S = 3.0  # in which the peer monitor learns of another process's failure
 
 
@@ -371,6 +372,9 @@ def run(main: Callable[[], None]) -> None:
                 traceback.print_exc()
         exit_process(1)
     if dist.is_initialized():
+        # Threads of gloo that end the last operation need the GIL. In torch 2.6, a group waits for
+        # them with it, for ever.
+        time.sleep(GLOO_THREADS_S)
         dist.destroy_process_group()
     if monitor := peer_monitor():
         monitor.finish()
