@@ -362,7 +362,7 @@ def test_average_that_is_not_asked_for_is_reported_and_not_read(
     in_average = len(manager.state.ema.module.state_dict())
     manager.state.ema = None
     manager.resume(folder, 10, required=True)
-    assert "without its average of the weights (--ema)" in manager.logger[-1]
+    assert "without its average of the weights: add --ema for it" in manager.logger[-1]
     assert len(allocated) == num_tensors - in_average
 
 

@@ -122,7 +122,7 @@ def restore_average(average: dict[str, Tensor] | None, state: TrainingState) -> 
     """Restore the average of the weights, if any; return what to add to the message."""
     ema = state.ema
     if ema is None:
-        return "" if average is None else ", without its average of the weights (--ema)"
+        return "" if average is None else ", without its average of the weights: add --ema for it"
     weights = average or state.backend.fp32_state_dict(state.model, state.optimizer)
     check_like(weights, ema.module.state_dict())
     ema.module.load_state_dict(weights)
