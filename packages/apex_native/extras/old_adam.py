@@ -47,7 +47,8 @@ class FusedAdam(GroupClipping, optimizers.FusedAdam):
 
     multi_tensor_adam = staticmethod(multi_tensor_adam)
 
-    @functools.wraps(optimizers.FusedAdam.__init__)  # scripts read the arguments by inspect
+    # Scripts read the arguments by inspect.
+    @functools.wraps(optimizers.FusedAdam.__init__)  # type: ignore[misc]
     def __init__(
         self, params: Iterable, *args: Any, max_grad_norm: float = 0.0, **kwargs: Any
     ) -> None:

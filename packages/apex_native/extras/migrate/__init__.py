@@ -11,6 +11,7 @@ import tempfile
 import warnings
 from pathlib import Path
 from shlex import quote
+from typing import Any
 
 from .report import PREFIX, Report
 
@@ -40,13 +41,12 @@ def migrate(code: bytes, level: str = "", loss_scale: str = "") -> tuple[bytes, 
     _parse(code)  # libcst crashes on deep nesting, which Python refuses
     report = Report()
     # Comments of an earlier migration keep their lines until the report is complete.
-    is_earlier = matchers.MatchIfTrue(lambda text: text.startswith(PREFIX))
-    earlier = matchers.EmptyLine(comment=matchers.Comment(is_earlier))
-    marked = matchers.EmptyLine(comment=matchers.Comment(MARK))
-    tree = matchers.replace(
-        cst.parse_module(code), earlier, cst.EmptyLine(comment=cst.Comment(MARK))
+    is_earlier: matchers.MatchIfTrue[str] = matchers.MatchIfTrue(
+        lambda text: text.startswith(PREFIX)
     )
-    assert isinstance(tree, cst.Module)
+    earlier = matchers.EmptyLine(comment=matchers.Comment(is_earlier))
+    mark = cst.EmptyLine(comment=cst.Comment(MARK))
+    tree: Any = matchers.replace(cst.parse_module(code), earlier, mark)
     wrapper = MetadataWrapper(tree)
     analysis = Analysis(level, loss_scale)
     wrapper.visit(analysis)
@@ -54,7 +54,7 @@ def migrate(code: bytes, level: str = "", loss_scale: str = "") -> tuple[bytes, 
     wrapper.visit(references)
     analysis.usage.referenced, analysis.usage.compared = references.found, references.compared
     rewrite = Rewrite(analysis.usage, report)
-    module = clean(wrapper.visit(rewrite))
+    module: Any = clean(wrapper.visit(rewrite))
     positions, imports = wrapper.resolve(PositionProvider), apex_imports(wrapper.module)
     # The reports of calls that are left explain the imports of what they call.
     explained = {name for name in imports if name[-1].split(".")[0] in rewrite.left_names}
@@ -65,6 +65,7 @@ def migrate(code: bytes, level: str = "", loss_scale: str = "") -> tuple[bytes, 
         module = note_imports(module, silent)
     elif not report.changed and not report.left:
         report.changed += [(line, "import removed: nothing uses it") for line in lines.values()]
+    marked = matchers.EmptyLine(comment=matchers.Comment(MARK))
     module = matchers.replace(module, marked, cst.RemovalSentinel.REMOVE)
     try:
         _parse(module.bytes)
