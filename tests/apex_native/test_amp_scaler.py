@@ -152,6 +152,17 @@ def test_scale_doubles_after_2000_passes_without_overflow():
     assert scale() == 2048.0
 
 
+def test_window_is_that_which_the_script_has_set():
+    """As NVIDIA's GNMT does."""
+    model = nn.Linear(2, 1)
+    model, optimizer = initialize(model, sgd(model), "O0", loss_scale="dynamic")
+    assert amp._amp_state.loss_scalers[0]._scale_seq_len == 2000
+    amp._amp_state.loss_scalers[0]._scale_seq_len = 2
+    set_scale(1024.0)
+    clean_blocks(4, model, optimizer)
+    assert scale() == 4096.0
+
+
 def test_min_and_max_loss_scale():
     model = nn.Linear(2, 1)
     model, optimizer = initialize(model, sgd(model), "O0", loss_scale="dynamic")

@@ -52,11 +52,14 @@ def test_decorated_function_is_cast_at_o4_only(decorate, given, expected):
         (amp.promote_function, HALF, HALF),
     ],
 )
+@pytest.mark.parametrize("is_disabled", [False, True])
 def test_casts_without_initialize_are_those_of_torchs_autocast(
-    monkeypatch, decorate, given, expected
+    monkeypatch, decorate, given, expected, is_disabled
 ):
     """As in a package whose main file has been migrated, and others not."""
     monkeypatch.setattr(amp._amp_state, "opt_properties", None)
+    if is_disabled:
+        amp.initialize(nn.Linear(1, 1), opt_level="O1", enabled=False, verbosity=0)
     tensor = torch.ones(2, dtype=given)
     with torch.autocast("cpu", HALF):
         assert decorate(seen)(tensor) == [expected]

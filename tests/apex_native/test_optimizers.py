@@ -267,6 +267,19 @@ def test_groups_have_the_count_of_steps():
         assert [group["step"] for group in other.param_groups] == [4, 4]
 
 
+def test_group_without_gradients_keeps_its_count():
+    """torch's functions for sharded checkpoints expect each setting of a group in its state."""
+    optimizer = FusedAdam([{"params": parameters()}, {"params": parameters()}])
+    for _ in range(2):
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    saved = optimizer.state_dict()
+    assert [group["step"] for group in saved["param_groups"]] == [2, 2]
+    optimizer.load_state_dict(saved)
+    assert [group["step"] for group in optimizer.param_groups] == [2, 2]
+
+
 @pytest.mark.parametrize("level", ["O0", "O5"])
 def test_groups_do_not_count_skipped_steps(device, level):
     model = nn.Linear(2, 2).to(device)

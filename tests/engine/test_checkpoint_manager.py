@@ -1767,13 +1767,12 @@ def test_data_with_other_labels_is_a_warning(
 
 def resumed_after_an_edit(folder: str, is_evaluation: bool) -> list[str]:
     """Return the messages of a run whose task.py is another than that of its checkpoint."""
-    before, after = (
-        {"main.py": "0", "task.py": "1", "old.py": "2"},
-        {"main.py": "0", "task.py": "3"},
-    )
-    with mock.patch("engine.distributed.consistency.file_digests", return_value=before):
+    digests = "engine.distributed.consistency.file_digests"
+    before = {"engine/a.py": "0", "main.py": "0", "task.py": "1", "removed.py": "2"}
+    with mock.patch(digests, return_value=before):
         save_and_finish(manager_of(folder))
-    with mock.patch("engine.distributed.consistency.file_digests", return_value=after):
+    after = {"added.py": "4", "engine/a.py": "1", "main.py": "0", "task.py": "3"}
+    with mock.patch(digests, return_value=after):
         again = manager_of(folder)
     again.resume(Path(folder, "last.pt"), 10, required=is_evaluation)
     return list(again.logger)
@@ -1785,7 +1784,9 @@ def test_resuming_with_edited_files_is_a_warning(
 ) -> None:
     """As a job that is restarted while the user prepares the next experiment."""
     path = tmp_path / "last.pt"
-    warning = f"warning: --resume {path}: edited since that run was started: task.py"
+    warning = (
+        f"warning: --resume {path}: files differ from those that saved it: task.py, engine/a.py"
+    )
     for said in two_processes(resumed_after_an_edit, str(tmp_path), is_evaluation):
         assert said.count(warning) == (not is_evaluation)
         assert len(said) == 1 + (not is_evaluation)
@@ -2060,7 +2061,7 @@ def resumed_in_launch(folder: str, variables: dict[str, str], by_rank: bool = Fa
 
 def resumed_automatically(folder: str) -> tuple:
     """Return the path and the messages of a run with --resume auto."""
-    manager = manager_of(folder, settings=SETTINGS | {"lr": 0.2})
+    manager = manager_of(folder, settings=SETTINGS | {"lr": 0.2, "resume": "auto"})
     return manager.resume(Path("auto"), 10), list(manager.logger)
 
 
@@ -2069,7 +2070,7 @@ def test_automatic_resumption_logs_changed_settings(
 ) -> None:
     """Forgotten flags have their defaults."""
     two_processes(saved_once, str(tmp_path), 3)
-    (tmp_path / "config.json").write_text(json.dumps(SETTINGS))
+    (tmp_path / "config.json").write_text(json.dumps(SETTINGS | {"resume": None}))
     for _, said in two_processes(resumed_automatically, str(tmp_path)):
         assert said[0] == f"the run in {tmp_path} was started with lr 0.1 and not 0.2"
 

@@ -777,7 +777,7 @@ def lock_of_another_process(folder):
 
 
 def test_lost_lock_is_taken_again_at_the_next_save(logger, tmp_path):
-    """main.py copies the folder, and closes another descriptor of the locked file."""
+    """A copy of the folder by the same process closes another descriptor of the locked file."""
     shutil.copytree(logger.output, tmp_path / "backup")
     assert lock_of_another_process(logger.output) == 0
     logger.lock_again()

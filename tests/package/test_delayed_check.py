@@ -104,6 +104,10 @@ def test_changed_masters_are_copied_to_the_model():
     optimizer._master_params_to_model_params()
     assert all(torch.equal(p, torch.full_like(p, 0.1)) for p in model.parameters())
     assert all(master.grad is not None for master in amp.master_params(optimizer))
+    model, optimizer = prepare()  # without half parameters, there are no masters
+    options["cast_model_type"] = torch.float32
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", **options)
+    optimizer._master_params_to_model_params()
 
 
 def test_stash_lists_half_parameters_and_masters_and_whether_the_step_is_skipped():

@@ -413,6 +413,25 @@ def test_unsure_case_is_left_below_a_comment(tmp_path, script, why):
     assert migrate(tmp_path, code, status=1)[0] == code  # a second time, nothing changes
 
 
+@pytest.mark.parametrize(
+    ("imports", "is_added"),
+    [
+        ("import torch\n", False),
+        ("import torch.nn as nn\nimport torch.optim\n", False),
+        ("import torch.nn as nn\n", True),
+        ("if True:\n    import torch\n", True),
+        ("print(torch)\nimport torch\n", True),
+    ],
+)
+def test_import_of_torch_stays_below_what_comes_before_it(tmp_path, imports, is_added):
+    """Such as a number of threads in the environment."""
+    before = 'import os\nos.environ["OMP_NUM_THREADS"] = "1"\n'
+    apex = "from apex.parallel import convert_syncbn_model\nm = convert_syncbn_model(m)\n"
+    code, _ = migrate(tmp_path, before + imports + apex)
+    assert "m = torch.nn.SyncBatchNorm.convert_sync_batchnorm(m)" in code
+    assert code.startswith(before + imports) != is_added
+
+
 def test_comments_are_those_of_the_latest_migration(tmp_path):
     script = """# of the script
 import torch

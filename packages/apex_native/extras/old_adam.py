@@ -1,7 +1,7 @@
 """FusedAdam of ``apex.optimizers`` as old scripts and subclasses of it expect it."""
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -45,8 +45,6 @@ class FusedAdam(GroupClipping, optimizers.FusedAdam):
     ``_dummy_overflow_buf``, as in Apex.
     """
 
-    multi_tensor_adam = staticmethod(multi_tensor_adam)
-
     # Scripts read the arguments by inspect.
     @functools.wraps(optimizers.FusedAdam.__init__)  # type: ignore[misc]
     def __init__(
@@ -56,15 +54,20 @@ class FusedAdam(GroupClipping, optimizers.FusedAdam):
         self.defaults["max_grad_norm"] = max_grad_norm
         for group in self.param_groups:
             group.setdefault("max_grad_norm", max_grad_norm)
+        devices = [p.device for group in self.param_groups for p in group["params"]]
+        self._dummy_overflow_buf = torch.zeros(1, dtype=torch.int, device=devices[0])
+        self.counts_in_groups = False
 
     @property
-    def _dummy_overflow_buf(self) -> Tensor:
-        return torch.zeros(1, dtype=torch.int, device=self.param_groups[0]["params"][0].device)
+    def multi_tensor_adam(self) -> Callable[..., None]:
+        """Apex's kernel, for a subclass with a step of its own, which counts in the groups."""
+        self.counts_in_groups = True
+        return multi_tensor_adam
 
     def state_dict(self) -> dict:
         """Return the state, with the count of a subclass that has a step of its own."""
         saved = super().state_dict()
-        if type(self).step.__module__ != FusedOptimizer.step.__module__:
+        if self.counts_in_groups:
             for group, own in zip(saved["param_groups"], self.param_groups, strict=True):
                 group["step"] = int(own.get("step", 0))
         return saved

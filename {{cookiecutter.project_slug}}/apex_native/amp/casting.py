@@ -256,19 +256,23 @@ def disable_casts() -> torch.autocast:
 
 
 def _cast_device() -> str:
-    """Return the type of the devices on which functions are cast, by amp or torch's autocast.
+    """Return the type of the devices on which functions are cast: amp's, or torch's without amp.
 
-    In a package whose main file uses torch's, others may still have amp's decorators.
+    In a package whose main file uses torch's autocast, others may still have amp's decorators.
     """
-    return "cuda" if torch.is_autocast_enabled("cuda") else _amp_state.device_type
+    level = _amp_state.opt_properties
+    if level is None or not level.enabled:
+        return "cuda" if torch.is_autocast_enabled("cuda") else "cpu"
+    return _amp_state.device_type
 
 
 def half_function(function: Callable) -> Callable:
     """Make `function` run on half tensors at O1 (bfloat16 at O4), and unchanged elsewhere.
 
-    Inside, casts are off: the types of the arguments decide. The same holds for the other three.
+    Inside, casts are off: the types of the arguments decide. Without amp, torch's autocast takes
+    the place of O1, and its type that of half. The same holds for the other three.
     """
-    return _cast(function, lambda _: torch.get_autocast_dtype(_cast_device()))
+    return _cast(function, lambda _: _half_type())
 
 
 def bfloat16_function(function: Callable) -> Callable:
@@ -303,7 +307,7 @@ def _cast(function: Callable, dtype_for: Callable[[tuple], torch.dtype]) -> Call
     @functools.wraps(function)
     def wrapper(*args: object, **kwargs: object) -> object:
         level = _amp_state.opt_properties
-        is_cast = level is None or level.patch_torch_functions
+        is_cast = level is None or not level.enabled or level.patch_torch_functions
         device_type = _cast_device()  # as in Apex, which casts tensors on GPUs only
         if not (is_cast and torch.is_autocast_enabled(device_type)):
             return function(*args, **kwargs)
@@ -313,6 +317,13 @@ def _cast(function: Callable, dtype_for: Callable[[tuple], torch.dtype]) -> Call
             return function(*cast_tensors(args, dtype, device_type), **cast_kwargs)
 
     return wrapper
+
+
+def _half_type() -> torch.dtype:
+    level = _amp_state.opt_properties
+    if level is None or not level.enabled:
+        return torch.get_autocast_dtype(_cast_device())
+    return level.function_type
 
 
 def _widest_type(values: object) -> torch.dtype:

@@ -21,6 +21,8 @@ from .casting import (
 )
 from .state import LossScaler, _amp_state
 
+PACKAGE = __name__.removesuffix("amp.handle")
+
 
 @dataclass(eq=False)
 class AmpStash:
@@ -350,8 +352,8 @@ def _skips_on_device(optimizer: Optimizer) -> bool:
         if not all(ready):
             return False
     # A subclass may have a step of its own, which the attribute does not describe.
-    is_library = type(optimizer).step.__module__.startswith(("apex_native.", "torch."))
-    return is_library and getattr(optimizer, "_step_supports_amp_scaling", False)
+    is_known = type(optimizer).step.__module__.startswith((PACKAGE, "torch."))
+    return is_known and getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
 def _prepare_sgd(optimizer: torch.optim.SGD, group: dict) -> bool:
@@ -405,8 +407,7 @@ def _step(optimizer: Any, plain_step: types.MethodType, closure: object) -> obje
                 del optimizer.grad_scale, optimizer.found_inf
         elif not found_inf.item():  # the CPU waits here, as it does in torch.amp.GradScaler.step
             result = plain_step()
-    if stash.masters:
-        _copy_masters(stash.masters)
+    _copy_masters(stash.masters)
     for master in stash.masters.values():
         master.grad = None  # the user's model.zero_grad() would not reach it
     return result
@@ -414,7 +415,9 @@ def _step(optimizer: Any, plain_step: types.MethodType, closure: object) -> obje
 
 @torch.no_grad()
 def _copy_masters(masters: dict[Tensor, Tensor]) -> None:
-    """Copy the masters to the model."""
+    """Copy the masters to the model, if there are any."""
+    if not masters:
+        return
     torch._foreach_copy_(list(masters), list(masters.values()))
     for parameter in masters:
         mark_up_to_date(parameter)

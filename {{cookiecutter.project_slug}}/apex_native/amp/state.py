@@ -56,6 +56,14 @@ class LossScaler:
         self._overflow_buf = self._unskipped.new_zeros(1)  # for `update_scale`; scripts set it
         self._pending: list[tuple[torch.cuda.Event | None, Tensor]] = []
 
+    @property
+    def _scale_seq_len(self) -> int:
+        return self.window
+
+    @_scale_seq_len.setter
+    def _scale_seq_len(self, value: int) -> None:  # scripts for Apex set it
+        self.window = value
+
     def loss_scale(self) -> float:
         """Return the scale as a number. Waits for the device if the scale is dynamic."""
         return float(self.factor)

@@ -289,8 +289,9 @@ class FusedAdam(FusedOptimizer):
         """Count the step in the groups, where schedulers read it; a tensor if it may be skipped."""
         super()._before_step()
         found_inf = getattr(self, "found_inf", None)
+        taken = 1 if found_inf is None else 1 - found_inf
         for group in self.param_groups:
-            group["step"] = group.get("step", 0) + (1 if found_inf is None else 1 - found_inf)
+            group["step"] = group.get("step", 0) + taken
 
     def _update(self, group: dict, values: Tensors, grads: Tensors, states: list[dict]) -> None:
         steps = counted = [state["step"] for state in states]
@@ -313,9 +314,9 @@ class FusedAdam(FusedOptimizer):
         saved = super().state_dict()
         for group in saved["param_groups"]:
             states = [saved["state"][index] for index in group["params"] if index in saved["state"]]
-            group.pop("step", None)
-            if states:
-                group["step"] = max(int(state.get("step", 0)) for state in states)
+            steps = [state["step"] for state in states if "step" in state]
+            if steps or "step" in group:
+                group["step"] = int(max(steps, default=group.get("step")))
         return saved
 
     def load_state_dict(self, state_dict: dict) -> None:
@@ -331,6 +332,6 @@ class FusedAdam(FusedOptimizer):
                 # Apex counts in the group alone, torch for the parameters alone; either saves the
                 # other counts again as it had loaded them.
                 steps = [group_step] * len(steps)
-            group["step"] = int(max(steps, default=0))
+            group["step"] = int(max(steps, default=group_step or 0))
             for parameter, step in zip(parameters, steps, strict=True):
                 self.state[parameter]["step"] = torch.tensor(float(step), device=parameter.device)

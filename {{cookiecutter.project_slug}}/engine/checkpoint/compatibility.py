@@ -77,7 +77,8 @@ def _is_of_this_launch(config: Mapping[str, Any]) -> bool:
 def _changed_settings(theirs: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
     """Return the settings that differ, with both values; "" if none do."""
     ours = json.loads(json.dumps(settings, default=str))
-    compared = (ours.keys() & theirs.keys()).difference(consistency.HOST_SETTINGS, {"steps"})
+    ignored = {*consistency.HOST_SETTINGS, "steps", "resume"}
+    compared = (ours.keys() & theirs.keys()) - ignored
     changed = sorted(name for name in compared if theirs[name] != ours[name])
     return summarize([f"{name} {theirs[name]} and not {ours[name]}" for name in changed])
 
@@ -220,11 +221,12 @@ def require_same_frozen(path: Path, saved: Mapping[str, Any], own: Mapping[str, 
 def warn_of_changed_files(
     path: Path, saved: Mapping[str, Any], own: Mapping[str, Any], warn: Callable[[str], None]
 ) -> None:
-    """Warn if files of the project have been edited since a checkpoint's run was started."""
+    """Warn if the project's files are not those with which a checkpoint was saved."""
     there, here = saved.get("files", {}), own["files"]
     changed = [name for name in here if there.get(name, here[name]) != here[name]]
+    changed.sort(key=lambda name: "/" in name)  # the owner's files first
     if changed:
-        warn(f"--resume {path}: edited since that run was started: {summarize(changed)}")
+        warn(f"--resume {path}: files differ from those that saved it: {summarize(changed)}")
 
 
 def describe_difference(

@@ -372,8 +372,8 @@ def run(main: Callable[[], None]) -> None:
                 traceback.print_exc()
         exit_process(1)
     if dist.is_initialized():
-        # Threads of gloo that end the last operation need the GIL. In torch 2.6, a group waits for
-        # them with it, for ever.
+        # In torch 2.6, a group that is destroyed waits with the GIL for gloo's threads, which may
+        # need it to end the last operation: this gives them time for it.
         time.sleep(GLOO_THREADS_S)
         dist.destroy_process_group()
     if monitor := peer_monitor():

@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import fcntl
-import hashlib
 import os
 import socket
 import struct
@@ -11,7 +10,6 @@ import threading
 import time
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -170,8 +168,7 @@ def join_hosts(nodes: str) -> tuple[dist.Store | None, dist.Store | None, list[s
         which torchrun uses it.
 
     Raises:
-        UserError: if the host of the store has another NNODES, torch or time, or other code in an
-            elastic job.
+        UserError: if the host of the store has another NNODES, torch, torchvision or time.
         DistNetworkError: if the store does not answer within NODE_WAIT seconds.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ.get("MASTER_PORT") or 29500)
@@ -203,20 +200,15 @@ def join_hosts(nodes: str) -> tuple[dist.Store | None, dist.Store | None, list[s
 
 
 def _describe(nodes: str) -> str:
-    """Return what hosts must have in common before they join a job of NNODES=`nodes`."""
-    text = f"NNODES={nodes}, torch {torch.__version__}"
-    if ":" not in nodes:  # the processes compare the rest, and name what differs
-        return text
-    # A host that joins an elastic job restarts it: a difference would end the job of the others.
-    with contextlib.suppress(PackageNotFoundError):
-        text += f", torchvision {version('torchvision')}"
-    project = Path(__file__).parent.parent.parent
-    code = [project / name for name in ("main.py", "task.py")]
-    code += sorted(
-        path for name in ("engine", "apex_native") for path in (project / name).rglob("*.py")
-    )
-    digest = hashlib.sha1(b"".join(path.read_bytes() for path in code)).hexdigest()[:10]
-    return f"{text}, code {digest}"
+    """Return what hosts must have in common before they join a job of NNODES=`nodes`.
+
+    One that joins an elastic job restarts the others: if it failed, it would end them, too.
+    """
+    try:
+        torchvision = version("torchvision")
+    except PackageNotFoundError:
+        torchvision = "missing"
+    return f"NNODES={nodes}, torch {torch.__version__}, torchvision {torchvision}"
 
 
 def _wait_for_name(name: str, seconds: float) -> None:

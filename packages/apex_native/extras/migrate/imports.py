@@ -168,12 +168,30 @@ def note_imports(module: cst.Module, imports: set[tuple[str, ...]]) -> cst.Modul
     return module.visit(_Note(imports))
 
 
+def _has_torch(module: cst.Module) -> bool:
+    """Return whether the module imports torch before it uses it.
+
+    libcst looks at the first block of imports only; a line before torch's may set the environment.
+    """
+    for statement in module.body:
+        for line in statement.body if isinstance(statement, cst.SimpleStatementLine) else ():
+            names = line.names if isinstance(line, cst.Import) else ()
+            bound = {one.evaluated_alias or one.evaluated_name.split(".")[0] for one in names}
+            if "torch" in bound:
+                return True
+        used = _Used()
+        statement.visit(used)
+        if "torch" in used.names:
+            return False
+    return False
+
+
 def clean(module: cst.Module) -> cst.Module:
     """Return `module` without unused imports of Apex, and with ``import torch``."""
     used = _Used()
     module.visit(used)
     module = module.visit(_Remove(used.names))
-    if "torch" not in used.names:
+    if "torch" not in used.names or _has_torch(module):
         return module
     context = CodemodContext()
     AddImportsVisitor.add_needed_import(context, "torch")
