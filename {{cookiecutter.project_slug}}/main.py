@@ -650,7 +650,7 @@ def validate_epoch(run: Run) -> None:
     run.checkpoints.save(results)  # as best.pt too, if the metric is the best yet
     # --steps ended within the epoch: its score is for this checkpoint, until it is complete.
     if progress.samples:
-        progress.scores.pop()
+        progress.scores = progress.scores[:-1]
 
 
 def train(run: Run, resumed: Path | None) -> None:

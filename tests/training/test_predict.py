@@ -251,7 +251,7 @@ def truncate(path: Path) -> None:
         ),
         (
             lambda model, path: model.save(path, {}, metadata={}),
-            "it does not say of which model and classes it is",
+            "it has no metadata of its model and classes",
         ),
         (
             lambda model, path: model.save(path, {}, metadata={"metric": 1}),

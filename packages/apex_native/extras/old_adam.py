@@ -55,7 +55,7 @@ class FusedAdam(GroupClipping, optimizers.FusedAdam):
         for group in self.param_groups:
             group.setdefault("max_grad_norm", max_grad_norm)
         devices = [p.device for group in self.param_groups for p in group["params"]]
-        self._dummy_overflow_buf = torch.zeros(1, dtype=torch.int, device=devices[0])
+        self._dummy_overflow_buf = torch.zeros(1, dtype=torch.int, device=(devices or [None])[0])
         self.counts_in_groups = False
 
     @property
