@@ -364,3 +364,11 @@ def test_invalid_candidate_captions_are_errors(tmp_path, text, words):
         UserError, match="--captions: predict.py can't read those of https://host/pairs"
     ):
         task.candidates(None, "https://host/pairs")
+
+
+@pytest.mark.parametrize(("length", "expected"), [(32, 32), (256, 64)])
+def test_synthetic_captions_fit_the_text_encoder(monkeypatch, length, expected):
+    """--export and --dummy use them, also after an edit of LENGTH."""
+    monkeypatch.setattr(task, "LENGTH", length)
+    _, captions = task.dummy_batch(2, torch.device("cpu"))
+    assert captions.shape == (2, expected)
