@@ -334,15 +334,22 @@ def test_the_loss_scale_is_restored_only_if_both_are_dynamic(
     assert amp.state_dict()["loss_scaler0"]["loss_scale"] == resumed
 
 
-def test_a_static_loss_scale_of_real_apex_is_not_overwritten(whole: Path) -> None:
-    """Its load_state_dict accepts any scale."""
-    checkpoint.write(whole, entries_of(*amp.initialize(*small(), opt_level="O1", verbosity=0)))
+@pytest.mark.parametrize(
+    ("saved", "is_loaded"), [("dynamic", False), (128.0, True), (256.0, False)]
+)
+def test_a_static_loss_scale_of_real_apex_is_not_overwritten(
+    whole: Path, saved: object, is_loaded: bool
+) -> None:
+    """Its load_state_dict accepts any scale; the count of steps is restored."""
+    options = {"opt_level": "O1", "loss_scale": saved, "verbosity": 0}
+    checkpoint.write(whole, entries_of(*amp.initialize(*small(), **options)))
     amp_state = mock.Mock(loss_scalers=[mock.Mock(dynamic=False)])
     amp_state.opt_properties.master_weights = False
     apex = mock.Mock(amp=mock.Mock(_amp_state=amp_state))
+    apex.amp.state_dict.return_value = {"loss_scaler0": {"loss_scale": 128.0, "unskipped": 0}}
     real = backend.ApexBackend(apex, "")
     restore(whole, checkpoint.load(whole), TrainingState(*small(), real))
-    assert not apex.amp.load_state_dict.called
+    assert apex.amp.load_state_dict.called == is_loaded
 
 
 def test_a_truncated_file_is_rejected(whole: Path) -> None:

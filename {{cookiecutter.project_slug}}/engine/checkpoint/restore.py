@@ -14,7 +14,7 @@ from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.optim import Optimizer
 
 from engine import UserError
-from engine.backend import unwrap
+from engine.backend import Backend, unwrap
 from engine.checkpoint.format import TrainingState
 from engine.checkpoint.validation import check_like, is_number
 from engine.data import mix_seeds, seed_everything, set_rng_state
@@ -61,12 +61,7 @@ def restore(
         if is_evaluation:
             return ""
         _restore_optimizer_if_own(state.optimizer, entries)
-        # A static scale is this run's own, and is no value to start a dynamic scale with.
-        scalers = entries.get("amp", {})
-        were_static = all(scaler["loss_scale"] == 1.0 for scaler in scalers.values())
-        was_dynamic = entries.get("scale_is_dynamic", not were_static)
-        if was_dynamic and state.backend.has_dynamic_loss_scale():
-            state.backend.apex.amp.load_state_dict(scalers)
+        _restore_scalers(entries, state.backend)
     except ERRORS as error:  # altered values raise many kinds
         reason = shorten(str(error), 160)
         arch = f"--arch {entries.get('metadata', {}).get('arch', '')}".rstrip()
@@ -170,6 +165,19 @@ def _check_optimizer(path: Path, saved: str, optimizer: Optimizer) -> None:
             f"--resume {path}: its optimizer was {printable(saved)} and is {own} now; "
             f"start a new run with --weights {path}"
         )
+
+
+def _restore_scalers(entries: dict[str, Any], backend: Backend) -> None:
+    """Restore the loss scalers, unless one scale is static and the other dynamic or another."""
+    scalers, own = entries.get("amp", {}), backend.apex.amp.state_dict()
+    scales, own_scales = (
+        {name: scaler["loss_scale"] for name, scaler in each.items()} for each in (scalers, own)
+    )
+    were_static = all(scale == 1.0 for scale in scales.values())
+    was_dynamic = entries.get("scale_is_dynamic", not were_static)
+    is_dynamic = backend.has_dynamic_loss_scale()
+    if was_dynamic == is_dynamic and (is_dynamic or scales == own_scales):
+        backend.apex.amp.load_state_dict(scalers)
 
 
 def _restore_optimizer_if_own(optimizer: Optimizer, entries: dict[str, Any]) -> None:
