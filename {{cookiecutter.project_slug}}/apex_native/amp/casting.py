@@ -256,14 +256,16 @@ def disable_casts() -> torch.autocast:
 
 
 def _cast_device() -> str:
-    """Return the type of the devices on which functions are cast: amp's, or torch's without amp.
+    """Return the type of the devices on which amp casts, or torch's autocast without amp."""
+    if _level():
+        return _amp_state.device_type
+    return "cuda" if torch.is_autocast_enabled("cuda") else "cpu"
 
-    In a package whose main file uses torch's autocast, others may still have amp's decorators.
-    """
+
+def _level() -> Any:
+    """Return the properties of the level; None without amp, as beside a migrated main file."""
     level = _amp_state.opt_properties
-    if level is None or not level.enabled:
-        return "cuda" if torch.is_autocast_enabled("cuda") else "cpu"
-    return _amp_state.device_type
+    return level if level and level.enabled else None
 
 
 def half_function(function: Callable) -> Callable:
@@ -306,8 +308,8 @@ register_promote_function = functools.partial(_register, promote_function)
 def _cast(function: Callable, dtype_for: Callable[[tuple], torch.dtype]) -> Callable:
     @functools.wraps(function)
     def wrapper(*args: object, **kwargs: object) -> object:
-        level = _amp_state.opt_properties
-        is_cast = level is None or not level.enabled or level.patch_torch_functions
+        level = _level()
+        is_cast = level is None or level.patch_torch_functions
         device_type = _cast_device()  # as in Apex, which casts tensors on GPUs only
         if not (is_cast and torch.is_autocast_enabled(device_type)):
             return function(*args, **kwargs)
@@ -320,10 +322,8 @@ def _cast(function: Callable, dtype_for: Callable[[tuple], torch.dtype]) -> Call
 
 
 def _half_type() -> torch.dtype:
-    level = _amp_state.opt_properties
-    if level is None or not level.enabled:
-        return torch.get_autocast_dtype(_cast_device())
-    return level.function_type
+    level = _level()
+    return level.function_type if level else torch.get_autocast_dtype(_cast_device())
 
 
 def _widest_type(values: object) -> torch.dtype:

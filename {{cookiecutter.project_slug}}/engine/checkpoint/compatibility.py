@@ -27,6 +27,7 @@ from engine.monitoring.run_files import CONFIG, DISCARDED, LAUNCH
 from engine.text import printable
 
 DataSets = Mapping[str, SizedDataset]  # by name, such as "train"
+UNREADABLE = (OSError, ValueError, TypeError, RecursionError)  # of a damaged config.json
 NO_MODEL = ("image", "drop_rate", "drop_path")  # model_options that a trained model does not show
 
 
@@ -36,16 +37,15 @@ def was_begun(folder: Path, settings: Mapping[str, Any]) -> bool:
     Without run.sh, a launch has no id: the run is taken for its own. Raises UserError if that has
     other settings.
     """
-    path = folder / CONFIG
     try:
-        theirs = dict(json.loads(read_text(path)))
+        theirs = _read_config(folder)
         is_own = _is_of_this_launch(theirs)
     except FileNotFoundError:
         return LAUNCH_ID not in distributed.launch_ids()
-    except (OSError, ValueError, TypeError, RecursionError) as error:
+    except UNREADABLE as error:
         raise UserError(
-            f"{path} can't be read ({shorten(str(error), 80)}): add --resume auto to continue "
-            "the run there, or --output with another folder"
+            f"{folder / CONFIG} can't be read ({shorten(str(error), 80)}): add --resume auto to "
+            "continue the run there, or --output with another folder"
         ) from None
     if is_own and (changed := _changed_settings(theirs, settings)):
         raise UserError(
@@ -59,10 +59,13 @@ def log_changed_settings(
     folder: Path, settings: Mapping[str, Any], log: Callable[[str], None]
 ) -> None:
     """Log settings other than those in the folder, as after an edit of a --config file."""
-    with suppress(OSError, ValueError, TypeError, RecursionError):
-        theirs = dict(json.loads(read_text(folder / CONFIG)))
-        if changed := _changed_settings(theirs, settings):
+    with suppress(*UNREADABLE):
+        if changed := _changed_settings(_read_config(folder), settings):
             log(f"the run in {folder} was started with {changed}")
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    return dict(json.loads(read_text(folder / CONFIG)))
 
 
 def _is_of_this_launch(config: Mapping[str, Any]) -> bool:
@@ -86,8 +89,8 @@ def _changed_settings(theirs: Mapping[str, Any], settings: Mapping[str, Any]) ->
 def read_discarded(folder: Path) -> list[int]:
     """Return the times of the checkpoints from which the run in `folder` has gone back."""
     try:
-        return list(map(int, json.loads(read_text(folder / CONFIG)).get(DISCARDED, [])))
-    except (OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError):
+        return list(map(int, _read_config(folder).get(DISCARDED, [])))
+    except (*UNREADABLE, OverflowError):
         return []
 
 
@@ -281,6 +284,7 @@ def warn_of_changed_data(
         is_evaluation: only the validation data matters.
     """
     changes = compare_data(entries["metadata"], own)
+    rest = "; the rest of its epoch may repeat or leave out samples" if entries["samples"] else ""
     if is_evaluation and "val" in changes:
         warn(
             f"--resume {path}: this is other data than it was validated on in training "
@@ -288,9 +292,7 @@ def warn_of_changed_data(
         )
     elif changes and not is_evaluation:
         text = ", ".join(f"{name}: {change}" for name, change in changes.items())
-        if "train" in changes and entries["samples"]:
-            text += "; the rest of its epoch may repeat or leave out samples"
-        warn(f"--resume {path}: the data has changed ({text})")
+        warn(f"--resume {path}: the data has changed ({text}{rest if 'train' in changes else ''})")
     seed = entries["metadata"].get("seed")
     known = entries["metadata"].get("fingerprints", {}).get("train", {})
     digests = own["fingerprints"].get("train", {})
@@ -303,10 +305,8 @@ def warn_of_changed_data(
         problem = "the order of its data can't be compared with that of this data"
     elif entries["metadata"].get("by_shard", by_shard) != by_shard:
         problem = "data that is read by URL has another order than local data"
-    if entries["samples"]:
-        problem += "; the rest of its epoch may repeat or leave out samples" if problem else ""
-    if problem and (entries["samples"] or has_other_seed) and not is_evaluation:
-        warn(f"--resume {path}: {problem}")
+    if problem and (rest or has_other_seed) and not is_evaluation:
+        warn(f"--resume {path}: {problem}{rest}")
 
 
 def compare_scores(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str:

@@ -226,7 +226,7 @@ class Logger(Console):
                 self.folder_lock.acquire()
 
     def lock_again(self) -> None:
-        """Lock the folder again if it was removed since it was locked; create it, too.
+        """Lock the folder again, which may have lost its lock; create it if it was removed.
 
         Raises UserError if another run holds the lock, or another folder has the name. If the disk
         does not answer just now, that is a warning: the lock is kept.
