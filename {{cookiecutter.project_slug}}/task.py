@@ -27,7 +27,7 @@ from engine import UserError, cli, distributed, fingerprint, models
 from engine.checkpoint.compatibility import is_validation_set
 from engine.data import SizedDataset, augmentation, idx, images
 from engine.data.class_weights import WeightedDataset
-from engine.data.folders import list_classes, list_labels, relabel
+from engine.data.folders import list_classes, list_labels, relabel, warn_if_enlarged
 from engine.data.gpu_decoding import choose_decoder
 from engine.data.image_size import ProgressiveDataset, SizeSchedule, parse_size
 from engine.data.images import (
@@ -214,6 +214,7 @@ def read_datasets(args: argparse.Namespace) -> tuple[SizedDataset, SizedDataset]
             f"--data {args.data} has one class, {train_set.classes[0]}: it takes {LAYOUT}"
         )
     val_set = Images(args.data / "val", to_center, decode=decode, classes=train_set.classes)
+    warn_if_enlarged(val_set.samples, round(spec.for_eval().size / spec.crop_fraction))
     return train_set, val_set
 
 

@@ -51,6 +51,17 @@ def test_facts_include_flags_and_project_files() -> None:
     assert not [name for name in facts if "site-packages" in name]
 
 
+def test_digests_are_of_the_files_at_the_start(tmp_path, monkeypatch) -> None:
+    """A file may be edited while a run reads its data; a notebook may start another run."""
+    monkeypatch.setattr(consistency, "__file__", str(tmp_path / "engine" / "distributed" / "x.py"))
+    path = tmp_path / "task.py"
+    path.write_text("first")
+    first = collect_facts(CPU, {}, "")["task.py"]
+    path.write_text("second")
+    assert consistency.file_digests() == {"task.py": first}
+    assert collect_facts(CPU, {}, "")["task.py"] != first
+
+
 def test_different_devices_and_libraries_are_reported(monkeypatch) -> None:
     def collect(device: str, apex: str, torchvision: str) -> tuple[str, dict[str, str]]:
         monkeypatch.setattr(consistency, "version", lambda _: torchvision)

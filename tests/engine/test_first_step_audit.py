@@ -349,6 +349,44 @@ def test_optimizer_without_some_parameters_is_an_error(setting):
             assert answer.startswith("the optimizer does not train head.weight, head.bias, spare.w")
 
 
+def unfrozen_later(trained: bool, ddp: str) -> str:
+    """Return the error of training after a layer is unfrozen, which the optimizer may train."""
+    run = Run("apex_native", "cpu", "O0", ddp, frozen=True)
+    if not trained:
+        frozen = {*run.module.conv.parameters()}
+        for group in run.optimizer.param_groups:
+            group["params"] = [p for p in group["params"] if p not in frozen]
+    try:
+        audit = run.audit()
+        run.train(audit)
+        assert audit.is_done
+        run.module.conv.requires_grad_(True)
+        run.train(audit)
+        assert audit.is_done
+        run.train(audit)
+    except (UserError, RuntimeError) as error:
+        return str(error)
+    finally:
+        run.apex.amp.initialize(nn.Identity(), enabled=False)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("trained", "ddp", "start"),
+    [
+        (True, "none", ""),
+        (False, "none", "the optimizer does not train conv.weight, conv.bias: "),
+        (False, "torch", "the optimizer does not train conv.weight, conv.bias: "),
+        (True, "torch", "the gradients of conv.weight, conv.bias are not averaged over the"),
+    ],
+)
+def test_parts_that_are_unfrozen_later_are_checked(two_processes, one_process, trained, ddp, start):
+    """As in scripts that train the head first; DDP averages what it was created with."""
+    processes = one_process if ddp == "none" else two_processes
+    for answer in processes(unfrozen_later, trained, ddp):
+        assert answer.startswith(start) and bool(answer) == bool(start)
+
+
 def weights_of_the_loss(run: Run, dtype: torch.dtype = torch.float32) -> None:
     loss = nn.Linear(3, 1, dtype=dtype, device=run.device)
     run.optimizer.add_param_group({"params": loss.parameters()})

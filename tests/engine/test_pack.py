@@ -561,6 +561,20 @@ def out(folder, tmp_path, run_pack) -> Path:
     return tmp_path / "out"
 
 
+@pytest.mark.parametrize(("size", "warns"), [(56, False), (57, True)])
+def test_packed_images_that_are_enlarged_are_reported(
+    folder, tmp_path, run_pack, capsys, size, warns
+):
+    """Validation crops 7/8 of the shorter side, which has 64 pixels, not 65."""
+    assert run_pack(folder, tmp_path / "out", "--short-side", "64") == 0
+    capsys.readouterr()
+    for root in (folder, tmp_path / "out"):
+        flags = UNCHANGED | {"model_options": {"image": {"size": size}}}
+        task.build_datasets(Namespace(data=root, decode="cpu", eval_only=False, **flags))
+    logged = f"{tmp_path / 'out' / 'val'} is packed with --short-side 64, and validation enlarges"
+    assert [logged in line for line in capsys.readouterr().err.splitlines()] == [True] * warns
+
+
 def test_verify_finds_a_flipped_byte(out, run_pack, capsys):
     assert run_pack(out, "--verify") == 0
     path = out / "val" / "shard-00001.tar"

@@ -260,6 +260,18 @@ def list_labels(samples: Sequence[tuple[str, int]]) -> list[int]:
     return [label for _, label in samples]
 
 
+def warn_if_enlarged(samples: Sequence[tuple[str, int]], short_side: int) -> None:
+    """Log a warning if samples (path, label) are packed with fewer than `short_side` pixels."""
+    if isinstance(samples, shards.PackedImages):
+        folder, packed = samples.pack.folder, samples.pack.manifest.options.get("short_side")
+        if packed and packed < short_side:
+            distributed.print_on_rank_zero(
+                f"warning: {folder} is packed with --short-side {packed}, and validation enlarges "
+                f"images to {short_side} pixels: if the original files have more than {packed}, "
+                f"pack them again with --short-side {short_side}"
+            )
+
+
 def relabel(samples: Sequence[tuple[str, int]], labels: Sequence[int]) -> Sequence[tuple[str, int]]:
     """Return samples (path, label) with `labels[label]` in place of each label."""
     if isinstance(samples, shards.PackedImages):

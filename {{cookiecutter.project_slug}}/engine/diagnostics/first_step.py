@@ -177,8 +177,11 @@ class FirstStepAudit:
     ) -> None:
         self.model = model
         self.module = unwrap(model)
+        self.optimizer = optimizer
+        self.backend = backend
         self.logger = logger
         self.is_done = False
+        self._frozen = [p for p in self.module.parameters() if not p.requires_grad]
         self.accepts_unused = any(
             getattr(model, flag, False)
             for flag in ("find_unused_parameters", "delay_allreduce")  # torch's name, Apex's name
@@ -202,10 +205,15 @@ class FirstStepAudit:
 
         Call it after each backward pass. A parameter without a gradient makes torch's
         DistributedDataParallel raise in the next step; Apex's hangs or averages wrongly as soon as
-        these parameters differ between ranks. After an overflow, the next step is checked.
+        these parameters differ between ranks. After an overflow, the next step is checked, and
+        once more if parameters that were frozen no longer are.
 
         Raises UserError with their names. With a single rank, it is a warning.
         """
+        if any(parameter.requires_grad for parameter in self._frozen):
+            self._frozen = [p for p in self._frozen if not p.requires_grad]
+            self.is_done = False
+            _require_all_trained(self.backend.trained_parameters(self.optimizer), self.module)
         if self.is_done:
             return
         trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
@@ -385,7 +393,10 @@ def _require_fair_shards(batches: DataLoader | TrainLoader, device: torch.device
 
 def _require_all_trained(trained: set[Tensor], module: nn.Module) -> None:
     if missing := [n for n, p in module.named_parameters() if p.requires_grad and p not in trained]:
-        fix = "create it from the complete model, or set their requires_grad to False"
+        fix = (
+            "create it from the complete model, or set their requires_grad to False; to unfreeze "
+            "parts of a trained model, pass its checkpoint to --weights of a new run"
+        )
         raise UserError(f"the optimizer does not train {summarize(missing)}: {fix}")
 
 

@@ -8,6 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sized
+from functools import cache
 from importlib.metadata import version
 from itertools import zip_longest
 from pathlib import Path
@@ -51,22 +52,30 @@ def collect_facts(device: torch.device, settings: dict[str, object], backend_nam
     for name, value in settings.items():
         if name not in HOST_SETTINGS:
             facts[f"--{name.replace('_', '-')}"] = str(value)
+    _digest.cache_clear()  # of an earlier run in this notebook
     return facts | file_digests()
 
 
 def file_digests() -> Facts:
-    """Return the digests of the project's files that this process has loaded, by their paths."""
+    """Return the digests of the project's files that this process has loaded, by their paths.
+
+    A file is read once after each `collect_facts`: it may be edited while the run reads its data.
+    """
     project = Path(__file__).parent.parent.parent
     files = {Path(getattr(module, "__file__", None) or "/") for module in sys.modules.values()}
     names = ("run.sh", "main.py", "task.py", "engine/launch.py")  # --check's ranks import none
-    files |= {project / name for name in names if (project / name).exists()}
-    digests = {}
-    for path in sorted(files):
+    files |= {project / name for name in names}
+    return {
+        str(path.relative_to(project)): _digest(path)
+        for path in sorted(files)
         # The environment may be in the project's folder, too.
-        if path.is_relative_to(project) and "site-packages" not in path.parts:
-            digest = hashlib.sha1(path.read_bytes()).hexdigest()[:10]
-            digests[str(path.relative_to(project))] = digest
-    return digests
+        if path.is_relative_to(project) and "site-packages" not in path.parts and path.is_file()
+    }
+
+
+@cache
+def _digest(path: Path) -> str:
+    return hashlib.sha1(path.read_bytes()).hexdigest()[:10]
 
 
 def store_facts(store: dist.Store, rank: int, facts: Facts) -> None:
