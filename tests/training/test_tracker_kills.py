@@ -60,7 +60,7 @@ class Ranks:
 @pytest.mark.parametrize(
     ("ddp", "kills"),
     [
-        ("apex", 4),
+        pytest.param("apex", 4, marks=pytest.mark.slow),
         pytest.param("apex", 30, marks=pytest.mark.weekly),
         pytest.param("fsdp", 4, marks=pytest.mark.weekly),
     ],
