@@ -501,6 +501,7 @@ def train_step(run: Run, batches: list[list[Tensor]], meter: Meter) -> object:
 
 def set_learning_rates(run: Run, num_batches: int) -> None:
     """Set the learning rates for the middle of the next step."""
+    run.audit.check_learning_rates()  # warns if a scheduler has changed them
     args, progress = run.args, run.progress
     images_per_batch = args.batch_size * dist.get_world_size()  # of all processes
     batches_done = progress.samples / images_per_batch + num_batches / 2

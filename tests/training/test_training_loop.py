@@ -35,6 +35,7 @@ from running import assert_same_run, metrics
 from tiny import BY_NAME, small_task
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.optim.lr_scheduler import StepLR
 from torch.optim.swa_utils import AveragedModel
 
 pytestmark = pytest.mark.xdist_group("in_process")
@@ -423,6 +424,38 @@ def test_model_in_eval_mode_is_put_into_training_mode(
     state = torch.load(tmp_path / "run" / "last.pt", weights_only=True)["model"]
     counts = [value for name, value in state.items() if name.endswith("num_batches_tracked")]
     assert counts and all(count == 3 for count in counts)
+
+
+def train_with_changed_rates(folder: Path, output: Path, is_late: bool) -> list[str]:
+    """Return the warnings of a run whose learning rates an edit changes before or after steps."""
+    project, schedulers = load_project(folder), []
+    train_step = project.main.train_step
+
+    def changing_step(run: object, *arguments: object) -> object:
+        if not schedulers:
+            schedulers.append(StepLR(run.optimizer, 1, 0.5))
+        run.optimizer.param_groups[0]["lr"] *= 0.9
+        inputs = train_step(run, *arguments)
+        if is_late:
+            schedulers[0].step()
+        return inputs
+
+    with (
+        mock.patch.object(project.main, "train_step", changing_step),
+        mock.patch.object(Logger, "warning") as warning,
+    ):
+        train(folder, output, "--epochs", 1)
+    return [call.args[0] for call in warning.call_args_list]
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_scheduler_without_effect_is_a_warning(
+    shared_project: Callable, two_processes: Processes, tmp_path: Path, is_late: bool
+) -> None:
+    """As the step of a scheduler; what an edit sets before the optimizer's step has an effect."""
+    start = "the learning rate was changed after a step, as by a scheduler, without effect: "
+    for warnings in two_processes(train_with_changed_rates, shared_project(), tmp_path, is_late):
+        assert [text.startswith(start) for text in warnings] == [True] * is_late
 
 
 def train_with_equal_metrics(folder: Path, output: Path, *flags: object) -> None:

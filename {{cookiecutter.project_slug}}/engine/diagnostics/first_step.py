@@ -182,6 +182,8 @@ class FirstStepAudit:
         self.logger = logger
         self.is_done = False
         self._frozen = [p for p in self.module.parameters() if not p.requires_grad]
+        self._lrs: list[float] = []  # of the last step
+        self._has_warned_of_lrs = False
         self.accepts_unused = any(
             getattr(model, flag, False)
             for flag in ("find_unused_parameters", "delay_allreduce")  # torch's name, Apex's name
@@ -200,6 +202,18 @@ class FirstStepAudit:
         if isinstance(batches, DataLoader | TrainLoader):
             _require_fair_shards(batches, device)
 
+    def check_learning_rates(self) -> None:
+        """Log a warning once if they have changed since `check_gradients`, before they are set."""
+        if self._lrs and self._lrs != self._learning_rates() and not self._has_warned_of_lrs:
+            self._has_warned_of_lrs = True
+            self.logger.warning(
+                "the learning rate was changed after a step, as by a scheduler, without effect: "
+                "set_learning_rates of main.py sets it for each step; change the formula there"
+            )
+
+    def _learning_rates(self) -> list[float]:
+        return [group["lr"] for group in self.optimizer.param_groups]
+
     def check_gradients(self) -> None:
         """Check once that every parameter has a gradient, the average of all ranks' gradients.
 
@@ -210,6 +224,7 @@ class FirstStepAudit:
 
         Raises UserError with their names. With a single rank, it is a warning.
         """
+        self._lrs = self._learning_rates()
         if any(parameter.requires_grad for parameter in self._frozen):
             self._frozen = [p for p in self._frozen if not p.requires_grad]
             self.is_done = False
