@@ -121,6 +121,32 @@ def test_workers_live_for_all_epochs_and_read_the_same_batches(steps: int | None
     assert len(processes) == 2 and os.getpid() not in processes
 
 
+class Augmented(Numbers):
+    """Numbers with a setting."""
+
+    augments = True
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return super().__getitem__(index) + (0 if self.augments else 1000)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_change_of_the_data_without_effect_is_a_warning(tmp_path, workers: int, capsys) -> None:
+    """As in loops that end an augmentation before the last epoch."""
+    data = Augmented()
+    seeded = SeededDataset(skip_broken(data, 1, tmp_path, None), seed=5)
+    sampler = ResumableDistributedSampler(seeded, 5, num_replicas=1, rank=0)
+    loader = TrainLoader(seeded, sampler, batch_size=4, epochs=4, workers=workers, device=CPU)
+    for epoch in range(4):
+        data.augments = epoch < 2
+        sampler.set_epoch(epoch)
+        has_effect = {bool(batch[0, 0] >= 1000) for batch in loader}
+        assert has_effect == {epoch >= 2 and not workers}
+    warning = "warning: augments of the training data changed after the loading workers copied it"
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.startswith(warning) for line in lines] == [True] * workers
+
+
 def set_threads(worker: int) -> None:
     torch.set_num_threads(3 + worker)
 

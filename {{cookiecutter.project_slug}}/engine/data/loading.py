@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, default_collate
 
-from engine import UserError, end_with_parent
+from engine import UserError, distributed, end_with_parent
 from engine.data import ResumableDistributedSampler, SeededDataset, collate, gpu_decoding
 from engine.distributed.watchdog import ignore_stop_signals
 
@@ -60,6 +60,7 @@ class TrainLoader:
         )
         self._batches: Iterator = iter(())
         self._position: tuple[int, int] | None = None  # of the sampler, where `_batches` continue
+        self._attributes: dict[tuple[int, str], Any] = {}  # of the data that the workers copied
 
     def __len__(self) -> int:
         return len(self.batch_sampler)
@@ -68,12 +69,38 @@ class TrainLoader:
         start = (self.sampler.epoch, self.sampler.start_sample)
         if start != self._position:
             self._batches = iter(self._loader)
+        if self._loader.num_workers:
+            self._warn_of_changes()
         self._position = None
         for remaining in reversed(range(len(self))):
             batch = next(self._batches)
             if not remaining:
                 self._position = (self.sampler.epoch + 1, 0)
             yield batch
+
+    def _warn_of_changes(self) -> None:
+        attributes = _attributes(self.dataset.dataset)
+        before = self._attributes or attributes
+        self._attributes = attributes
+        changed = {
+            name
+            for (owner, name), value in attributes.items()
+            if value is not (old := before.get((owner, name), before))
+            and not (isinstance(value, int | float | str) and value == old)
+        }
+        if changed:
+            distributed.print_on_rank_zero(
+                f"warning: {', '.join(sorted(changed))} of the training data changed after the "
+                "loading workers copied it, without effect: set it in the data set's method "
+                "set_epoch(epoch)"
+            )
+
+
+def _attributes(dataset: Any) -> dict[tuple[int, str], Any]:
+    """Return the attributes of a data set and of those that it wraps, by object and name."""
+    own = {(id(dataset), name): value for name, value in getattr(dataset, "__dict__", {}).items()}
+    wrapped = own.get((id(dataset), "dataset"))
+    return own if wrapped is None else own | _attributes(wrapped)
 
 
 class EpochDataset(Dataset):
