@@ -53,7 +53,7 @@ CONVERTED = {
     + "def compute(net):\n    return criterion(net(x), y)\n"
     + f"{LOOP}    loss = compute(model)\n{STEP}",
     "wrapped": INITIALIZE
-    + f"net = torch.nn.DataParallel(model)\n{LOOP}    loss = criterion(net(x), y)\n{STEP}",
+    + f"net = torch.nn.Sequential(model)\n{LOOP}    loss = criterion(net(x), y)\n{STEP}",
     "copy of the model": INITIALIZE
     + "from copy import deepcopy\nclass Agent:\n    def __init__(self):\n"
     + "        self.old = deepcopy(model)\n\n    def train(self):\n        optimizer.zero_grad()\n"
@@ -162,6 +162,11 @@ LEFT = {
     "loss function that autocast refuses": (
         INITIALIZE + f"{LOOP}    loss = torch.nn.BCELoss()(model(x).sigmoid(), x[:, :4])\n{STEP}",
         "autocast refuses BCELoss",
+    ),
+    "threads of DataParallel, which cast to another type": (
+        INITIALIZE
+        + f"net = torch.nn.DataParallel(model)\n{LOOP}    loss = criterion(net(x), y)\n{STEP}",
+        "DataParallel's threads cast to float16",
     ),
     "output of a function": (
         f"{INITIALIZE}def encode(x):\n    return model[0](x)\n{UPDATE}{LOOP}    out = encode(x)\n"

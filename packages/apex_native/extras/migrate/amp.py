@@ -564,9 +564,15 @@ class Analysis(Optimizers):
                 )
 
     def _check_refused(self, module: cst.Module) -> None:
-        """Require that no loss function is used that autocast refuses on GPUs, in any type."""
-        if names_in(module) & {"BCELoss", "binary_cross_entropy"}:
+        """Require that nothing is used that autocast on GPUs refuses, or casts to another type."""
+        names = names_in(module)
+        if names & {"BCELoss", "binary_cross_entropy"}:
             self.usage.reasons.append("autocast refuses BCELoss on GPUs; use BCEWithLogitsLoss")
+        if self.usage.level == "O4" and "DataParallel" in names:
+            self.usage.reasons.append(
+                "DataParallel's threads cast to float16, whatever autocast is given; use "
+                "DistributedDataParallel, or O1"
+            )
 
     def _may_reach(self, call: cst.Call, loss: Loss) -> bool:
         """Return whether the loss may be computed from the output of a forward pass elsewhere."""
