@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 
 import task
 from engine import cli, distributed, flags, optim
-from engine.backend import Backend, load_backend, unwrap
+from engine.backend import Backend, in_fp32, load_backend, unwrap
 from engine.blocks import checkpoint_activations
 from engine.checkpoint import CheckpointManager, Progress, TrainingState
 from engine.checkpoint.compatibility import use_saved_classes
@@ -238,6 +238,7 @@ def build_data(
     # % else
     sample_size = min(2, args.batch_size, len(train_set))
     # % endif
+    cpu = torch.device("cpu")
     return Data(
         train_loader=train_loader,
         sampler=sampler,
@@ -245,8 +246,8 @@ def build_data(
         val_loader=val_loader,
         data_sets=data_sets,
         classes=class_names(train_set),
-        sample=select_batch(seeded_train_set, range(sample_size)),
-        val_sample=sample_evenly(seeded_val_set, 8),
+        sample=to_device(select_batch(seeded_train_set, range(sample_size)), cpu, memory_format),
+        val_sample=to_device(sample_evenly(seeded_val_set, 8), cpu, memory_format),
     )
 
 
@@ -478,7 +479,7 @@ def train_step(run: Run, batches: list[list[Tensor]], meter: Meter) -> object:
     for number, batch in enumerate(batches, 1):
         is_last = number == len(batches)
         batch = to_device(batch, run.device, run.memory_format)
-        inputs, targets = task.prepare(batch)
+        inputs, targets = run.backend.without_casts(task.prepare, batch)
         # Gradients accumulate on each process, still scaled, and are averaged with the last batch:
         # `gradient_sync` turns averaging off for the others.
         with run.backend.gradient_sync(run.model, enabled=is_last):
@@ -561,7 +562,8 @@ def train_one_epoch(run: Run) -> dict[str, Any]:
 # % if ddp == "fsdp"
 def join_forward(run: Run) -> None:
     """Run the models on a sample: ranks with more validation batches need this rank's weights."""
-    inputs, _ = task.prepare(to_device(run.data.val_sample, run.device, run.memory_format))
+    batch = to_device(run.data.val_sample, run.device, run.memory_format)
+    inputs, _ = run.backend.without_casts(task.prepare, batch)
     for model in run.eval_models.values():
         model(inputs)
 
@@ -589,14 +591,17 @@ def evaluate(run: Run, batches: Sequence | DataLoader) -> dict[str, float]:
     results: dict[str, float] = {}
     with optim.eval_mode(nn.ModuleList(run.eval_models.values())):
         for batch in until_stopped:
-            inputs, targets = task.prepare(to_device(batch, run.device, run.memory_format))
+            batch = to_device(batch, run.device, run.memory_format)
+            inputs, targets = run.backend.without_casts(task.prepare, batch)
             for suffix, model in run.eval_models.items():
                 outputs = model(inputs)
                 nans[suffix].update(outputs)
-                run.metrics[suffix].update(outputs, targets)
+                update = run.metrics[suffix].update
+                run.backend.without_casts(update, in_fp32(outputs), targets)
         run.watchdog.enter("computing the metrics")
         for suffix, metrics in run.metrics.items():
-            values = MonitoredMetric.with_suffix(metrics.compute(), suffix)
+            values = run.backend.without_casts(metrics.compute)
+            values = MonitoredMetric.with_suffix(values, suffix)
             if batches_with_nan := nans[suffix].compute():
                 run.logger.warning(f"the outputs for {batches_with_nan} batches hold nan")
                 values = dict.fromkeys(values, math.nan)

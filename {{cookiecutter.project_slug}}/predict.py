@@ -21,6 +21,7 @@ import task
 from engine import OutageError, UserError, cli, distributed
 from engine.checkpoint import format as checkpoint_format
 from engine.checkpoint.archive import security_warning
+from engine.checkpoint.compatibility import warn_of_changed_files
 from engine.checkpoint.restore import build_with
 from engine.data.folders import list_images
 from engine.export import export_model
@@ -70,8 +71,12 @@ def find_images(paths: list[Path]) -> Iterator[Path]:
 
 def load_model(path: Path) -> tuple[nn.Module, dict]:
     """Return the trained model, in fp32 on the CPU, and the metadata of its checkpoint."""
+
+    def warn(message: str) -> None:
+        print(f"warning: {message}", file=sys.stderr)
+
     if warning := security_warning(path):
-        print(f"warning: {warning}", file=sys.stderr)
+        warn(warning)
     state = checkpoint_format.load(path)
     metadata = state["metadata"]
     if not {"metric", "arch", "data"} <= metadata.keys():
@@ -95,6 +100,7 @@ def load_model(path: Path) -> tuple[nn.Module, dict]:
             f"{path}: its weights do not fit {metadata['arch']} as task.py builds it now; use the "
             f"task.py that it was trained with ({shorten(str(error), 160)})"
         ) from None
+    warn_of_changed_files(printable(path), metadata, warn, is_training=False)
     return model.eval(), metadata
 
 

@@ -225,6 +225,20 @@ def test_steps_at_a_static_scale_are_counted(level, loss_scale, counted):
     assert amp.state_dict() == saved
 
 
+@pytest.mark.parametrize("loss_scale", ["dynamic", 128.0])
+def test_count_of_steps_can_be_read_and_set(loss_scale):
+    """As scripts do; what they have read does not change with the next step."""
+    model, optimizer = prepare("O5", loss_scale=loss_scale)
+    scaler = amp._amp_state.loss_scalers[0]
+    before = scaler._unskipped
+    for _ in range(2):
+        backward(model(torch.randn(4, 4)).mean(), optimizer)
+    assert (before, scaler._unskipped) == (0, 2)
+    scaler._unskipped = 0
+    backward(model(torch.randn(4, 4)).mean(), optimizer)
+    assert scaler._unskipped == amp.state_dict()["loss_scaler0"]["unskipped"] == 1
+
+
 class OwnStep(FusedAdam):
     """Without the kernel that skips on the device, which the class that it extends has."""
 

@@ -1774,7 +1774,7 @@ def resumed_after_an_edit(folder: str, is_evaluation: bool) -> list[str]:
     after = {"added.py": "4", "engine/a.py": "1", "main.py": "0", "task.py": "3"}
     with mock.patch(digests, return_value=after):
         again = manager_of(folder)
-    again.resume(Path(folder, "last.pt"), 10, required=is_evaluation)
+        again.resume(Path(folder, "last.pt"), 10, required=is_evaluation)
     return list(again.logger)
 
 
@@ -1782,14 +1782,15 @@ def resumed_after_an_edit(folder: str, is_evaluation: bool) -> list[str]:
 def test_resuming_with_edited_files_is_a_warning(
     two_processes: Processes, tmp_path: Path, is_evaluation: bool
 ) -> None:
-    """As a job that is restarted while the user prepares the next experiment."""
-    path = tmp_path / "last.pt"
-    warning = (
-        f"warning: --resume {path}: files differ from those that saved it: task.py, engine/a.py"
-    )
+    """As a job that is restarted while the user prepares the next experiment.
+
+    An evaluation may be by another engine; its model and data are those of task.py.
+    """
+    path, changed = tmp_path / "last.pt", "task.py" if is_evaluation else "task.py, engine/a.py"
+    warning = f"warning: --resume {path}: files differ from those that saved it: {changed}"
     for said in two_processes(resumed_after_an_edit, str(tmp_path), is_evaluation):
-        assert said.count(warning) == (not is_evaluation)
-        assert len(said) == 1 + (not is_evaluation)
+        assert said.count(warning) == 1
+        assert len(said) == 2
 
 
 def resumed_while_it_is_replaced(folder: str) -> str:
@@ -1942,6 +1943,17 @@ def test_a_restart_without_a_checkpoint_starts_over(
         for path, [said] in two_processes(resumed_after_restart, str(tmp_path), choice):
             assert path is None
             assert said == f"{tmp_path} has no checkpoint: the run starts from the beginning"
+
+
+def test_a_restart_without_a_checkpoint_names_files_that_were_edited(
+    two_processes: Processes, tmp_path: Path
+) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(SETTINGS | {"FILES": {"task.py": "0", "removed.py": "1"}}))
+    warning = f"warning: {config}: files differ from those that saved it: task.py"
+    for choice in (None, Path("auto")):
+        for _, said in two_processes(resumed_after_restart, str(tmp_path), choice):
+            assert said[1:] == [warning]
 
 
 def discarded_by_going_back(folder: str) -> list[int]:

@@ -166,6 +166,18 @@ def test_predicts_with_ema_weights_if_saved(
     assert predicted(model.save(averaged, other), images)[0] != expected
 
 
+def test_checkpoint_of_another_task_py_is_a_warning(
+    predicted: Predicted, model: Model, images: Path
+) -> None:
+    """It may build another model of the same weights. Other code of the engine is no reason."""
+    state = model.build(1).state_dict()
+    files = {"task.py": "0", "main.py": "0", "engine/optim.py": "0"}
+    path = model.save(images / "other.pt", state, metadata=model.metadata | {"files": files})
+    _, errors, status = predicted(path, images / "a.jpg")
+    assert errors == f"warning: {path}: files differ from those that saved it: task.py\n"
+    assert status == 0
+
+
 def test_half_precision_and_channels_last_weights_are_accepted(
     predicted: Predicted, model: Model, checkpoint: Path, images: Path
 ) -> None:

@@ -426,6 +426,43 @@ def test_model_in_eval_mode_is_put_into_training_mode(
     assert counts and all(count == 3 for count in counts)
 
 
+def types_of_products(folder: Path, output: Path, level: str) -> list[torch.dtype]:
+    """Return the types of matrix products in `prepare`, and in both methods of the metrics."""
+    task = load_project(folder).task
+    prepare, update, compute = task.prepare, task.Metrics.update, task.Metrics.compute
+    found, outputs = [], []
+
+    def recording_prepare(batch: list[Tensor]) -> tuple:
+        found.append((batch[0] @ batch[0]).dtype)
+        return prepare(batch)
+
+    def recording_update(metrics: object, output: Tensor, targets: Tensor) -> None:
+        outputs[:] = [output]
+        found.extend([output.dtype, (output @ output.T).dtype])
+        update(metrics, output, targets)
+
+    def recording_compute(metrics: object) -> dict[str, float]:
+        found.append((outputs[0] @ outputs[0].T).dtype)
+        return compute(metrics)
+
+    with (
+        mock.patch.object(task, "prepare", recording_prepare),
+        mock.patch.object(task.Metrics, "update", recording_update),
+        mock.patch.object(task.Metrics, "compute", recording_compute),
+    ):
+        train(folder, output, "--steps", 1, "--opt-level", level)
+    return found
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+def test_inputs_and_metrics_are_computed_in_fp32(
+    shared_project: Callable, two_processes: Processes, tmp_path: Path, level: str
+) -> None:
+    """In bfloat16, a confusion matrix that is a product of 0 and 1 could count to 256 only."""
+    for found in two_processes(types_of_products, shared_project(), tmp_path, level):
+        assert len(found) > 6 and set(found) == {torch.float32}
+
+
 def train_with_changed_rates(folder: Path, output: Path, is_late: bool) -> list[str]:
     """Return the warnings of a run whose learning rates an edit changes before or after steps."""
     project, schedulers = load_project(folder), []
@@ -456,6 +493,33 @@ def test_scheduler_without_effect_is_a_warning(
     start = "the learning rate was changed after a step, as by a scheduler, without effect: "
     for warnings in two_processes(train_with_changed_rates, shared_project(), tmp_path, is_late):
         assert [text.startswith(start) for text in warnings] == [True] * is_late
+
+
+class ViewNet(nn.Module):
+    """A model for contiguous images only, as in many tutorials."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, 8, 3), nn.Linear(32, 4)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.conv(images).view(-1, 32))
+
+
+def train_model_of_views(folder: Path, output: Path) -> str:
+    """Return the error of a model that needs contiguous images."""
+    project = load_project(folder)
+    with on_small_data(project, output, (), ViewNet), pytest.raises(UserError) as raised:
+        project.main.main()
+    return str(raised.value)
+
+
+def test_model_that_needs_another_memory_format_is_an_error_before_the_training(
+    shared_project: Callable, two_processes: Processes, tmp_path: Path
+) -> None:
+    for message in two_processes(train_model_of_views, shared_project(), tmp_path):
+        assert message.startswith("this --arch can't train on a batch of 2 samples")
+        assert "Use .reshape(...) instead" in message
 
 
 def train_with_equal_metrics(folder: Path, output: Path, *flags: object) -> None:

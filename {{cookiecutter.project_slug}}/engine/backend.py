@@ -5,7 +5,7 @@ All that differs between the two is in here; no other module reads private attri
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pkgutil import resolve_name
@@ -19,6 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.optim import Optimizer
 
 import apex_native
+from apex_native.amp.casting import HALF_TYPES, cast_tensors, nested_tensors
 from engine import UserError, distributed
 from engine.models import convert_norms
 
@@ -56,6 +57,14 @@ class Backend:
         keep_batchnorm_fp32 and master_weights.
         """
         return self.apex.amp.properties()
+
+    def without_casts(self, function: Callable, *args: object) -> Any:
+        """Call `function` without the casts of O1 and O4, which would round a metric's sums."""
+        with self._casts_disabled():
+            return function(*args)
+
+    def _casts_disabled(self) -> AbstractContextManager:
+        return self.apex.amp.disable_casts()
 
     def trained_parameters(self, optimizer: Optimizer) -> set[Tensor]:
         """Return what `optimizer` trains, the model's parameters behind its masters included."""
@@ -197,6 +206,10 @@ class ApexBackend(Backend):
     def amp_properties(self) -> Any:
         return _private(_private(self.apex.amp, "_amp_state"), "opt_properties")
 
+    def _casts_disabled(self) -> AbstractContextManager:
+        has_casts = self.amp_properties().patch_torch_functions  # else there are none to disable
+        return self.apex.amp.disable_casts() if has_casts else nullcontext()
+
     def trained_parameters(self, optimizer: Optimizer) -> set[Tensor]:
         # The groups hold the parameters until masters are created, which is not done here.
         trained = {tensor for group in optimizer.param_groups for tensor in group["params"]}
@@ -220,6 +233,12 @@ class ApexBackend(Backend):
             if parameter in masters:
                 state[name] = masters[parameter].detach()
         return state
+
+
+def in_fp32(value: Any) -> Any:
+    """Return a tensor, or nested containers of them, with half tensors as fp32."""
+    is_half = any(tensor.dtype in HALF_TYPES for tensor in nested_tensors(value))
+    return cast_tensors(value, torch.float32) if is_half else value
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -118,7 +118,7 @@ def scale_loss(
     elif scaler.dynamic:
         _check_overflow(stashes, scaler, reduce(torch.maximum, found))
     elif not delay_overflow_check:
-        scaler._unskipped += 1  # as Apex, whose scripts read it after a step
+        scaler.counter += 1  # as Apex, whose scripts read it after a step
 
 
 def _stashes_of(optimizers: Optimizer | list[Optimizer], master_weights: bool) -> list[AmpStash]:

@@ -51,9 +51,9 @@ class LossScaler:
         if self.dynamic:
             self.factor = torch.full((), start, dtype=torch.float32, device=device)
         self.overflows_in_a_row = 0
-        self._unskipped = torch.zeros((), dtype=torch.int32, device=device)
-        self._found_inf = self._unskipped.float()  # of the last update
-        self._overflow_buf = self._unskipped.new_zeros(1)  # for `update_scale`; scripts set it
+        self.counter = torch.zeros((), dtype=torch.int32, device=device)  # of steps in a row
+        self._found_inf = self.counter.float()  # of the last update
+        self._overflow_buf = self.counter.new_zeros(1)  # for `update_scale`; scripts set it
         self._pending: list[tuple[torch.cuda.Event | None, Tensor]] = []
 
     @property
@@ -63,6 +63,14 @@ class LossScaler:
     @_scale_seq_len.setter
     def _scale_seq_len(self, value: int) -> None:  # scripts for Apex set it
         self.window = value
+
+    @property
+    def _unskipped(self) -> Tensor:  # scripts for Apex read and set it
+        return self.counter.clone()
+
+    @_unskipped.setter
+    def _unskipped(self, value: Tensor | int) -> None:
+        self.counter.fill_(value)
 
     def loss_scale(self) -> float:
         """Return the scale as a number. Waits for the device if the scale is dynamic."""
@@ -111,7 +119,7 @@ class LossScaler:
         self._found_inf = found_inf
         self.factor = self.factor.clone()
         torch._amp_update_scale_(
-            self.factor, self._unskipped, found_inf, self.growth, 1.0 / self.growth, self.window
+            self.factor, self.counter, found_inf, self.growth, 1.0 / self.growth, self.window
         )
         self.factor.clamp_(*self.limits)
         event: torch.cuda.Event | None = None
@@ -147,7 +155,7 @@ class LossScaler:
 
     def state_dict(self) -> dict[str, float | int]:
         """Return ``{"loss_scale": float, "unskipped": int}``. Waits for the device."""
-        return {"loss_scale": self.loss_scale(), "unskipped": int(self._unskipped.item())}
+        return {"loss_scale": self.loss_scale(), "unskipped": int(self.counter.item())}
 
     def load_state_dict(self, state: dict[str, float | int]) -> None:
         """Restore a dynamic scale; a static one keeps the value given to ``initialize``."""
@@ -156,7 +164,7 @@ class LossScaler:
             restored = torch.full_like(self.factor, state["loss_scale"])
             self.factor = restored.clamp_(*self.limits)
             unskipped %= self.window  # that of a static scale passes where a dynamic one doubles
-        self._unskipped.fill_(unskipped)
+        self.counter.fill_(unskipped)
 
 
 class AmpState:

@@ -23,7 +23,7 @@ from engine.data.images import ImageSpec
 from engine.distributed import consistency
 from engine.launch import LAUNCH_ID
 from engine.monitoring.logger import Logger
-from engine.monitoring.run_files import CONFIG, DISCARDED, LAUNCH
+from engine.monitoring.run_files import CONFIG, DISCARDED, FILES, LAUNCH
 from engine.text import printable
 
 DataSets = Mapping[str, SizedDataset]  # by name, such as "train"
@@ -62,6 +62,13 @@ def log_changed_settings(
     with suppress(*UNREADABLE):
         if changed := _changed_settings(_read_config(folder), settings):
             log(f"the run in {folder} was started with {changed}")
+
+
+def warn_of_files_since_start(folder: Path, warn: Callable[[str], None]) -> None:
+    """Warn if the owner's files are not those with which the run in the folder was started."""
+    with suppress(*UNREADABLE):
+        started = {"files": dict(_read_config(folder).get(FILES, {}))}
+        warn_of_changed_files(str(folder / CONFIG), started, warn, is_training=True)
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -222,14 +229,23 @@ def require_same_frozen(path: Path, saved: Mapping[str, Any], own: Mapping[str, 
 
 
 def warn_of_changed_files(
-    path: Path, saved: Mapping[str, Any], own: Mapping[str, Any], warn: Callable[[str], None]
+    checkpoint: str, saved: Mapping[str, Any], warn: Callable[[str], None], is_training: bool
 ) -> None:
-    """Warn if the project's files are not those with which a checkpoint was saved."""
-    there, here = saved.get("files", {}), own["files"]
+    """Warn if the project's files are not those with which a checkpoint was saved.
+
+    Args:
+        checkpoint: its path, or the flag and its path.
+        saved: its metadata.
+        is_training: compare main.py and the engine, too, and not only the owner's model and data.
+    """
+    there, here = saved.get("files", {}), consistency.file_digests()
     changed = [name for name in here if there.get(name, here[name]) != here[name]]
     changed.sort(key=lambda name: "/" in name)  # the owner's files first
+    if not is_training:
+        others = ("main.py", "run.sh", "engine/", "apex_native/")
+        changed = [name for name in changed if not name.startswith(others)]
     if changed:
-        warn(f"--resume {path}: files differ from those that saved it: {summarize(changed)}")
+        warn(f"{checkpoint}: files differ from those that saved it: {summarize(changed)}")
 
 
 def describe_difference(

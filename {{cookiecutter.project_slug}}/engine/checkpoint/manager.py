@@ -139,9 +139,9 @@ class CheckpointManager:
         if not required:
             format.require_own_format(source.path, entries, is_own)
             compatibility.require_same_frozen(source.path, saved, self.metadata)
-            compatibility.warn_of_changed_files(
-                source.path, saved, self.metadata, self.logger.warning
-            )
+        compatibility.warn_of_changed_files(
+            f"--resume {source.path}", saved, self.logger.warning, is_training=not required
+        )
         notes = compatibility.compare_metadata(
             source.path, saved, self.metadata, self.data_sets, self.logger.warning
         )
@@ -497,6 +497,7 @@ class CheckpointManager:
             return source
         if choice in (AUTO, None):
             self.logger.info(f"{self.folder} has no checkpoint: the run starts from the beginning")
+            compatibility.warn_of_files_since_start(self.folder, self.logger.warning)
             return None
         return find(self.folder, choice, warn, self._group)
 

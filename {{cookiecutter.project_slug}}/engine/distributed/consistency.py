@@ -56,20 +56,25 @@ def collect_facts(device: torch.device, settings: dict[str, object], backend_nam
     return facts | file_digests()
 
 
-def file_digests() -> Facts:
+def file_digests(owners: bool = False) -> Facts:
     """Return the digests of the project's files that this process has loaded, by their paths.
 
     A file is read once after each `collect_facts`: it may be edited while the run reads its data.
+
+    Args:
+        owners: leave out engine/ and apex_native/.
     """
     project = Path(__file__).parent.parent.parent
     files = {Path(getattr(module, "__file__", None) or "/") for module in sys.modules.values()}
     names = ("run.sh", "main.py", "task.py", "engine/launch.py")  # --check's ranks import none
     files |= {project / name for name in names}
+    # The environment may be in the project's folder, too.
+    left_out = {"site-packages", *(("engine", "apex_native") if owners else ())}
     return {
         str(path.relative_to(project)): _digest(path)
         for path in sorted(files)
-        # The environment may be in the project's folder, too.
-        if path.is_relative_to(project) and "site-packages" not in path.parts and path.is_file()
+        if path.is_relative_to(project) and path.is_file()
+        if left_out.isdisjoint(path.relative_to(project).parts)
     }
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from engine import OUTPUT_FIX, UserError, cli, distributed, is_directly_in, replacing, writing
+from engine.distributed import consistency
 from engine.monitoring import curves, run_files
 from engine.monitoring.console import Console, has_terminal
 from engine.monitoring.curves import PICTURE
@@ -121,6 +122,7 @@ class Logger(Console):
                     facts[run_files.METRIC_MODE] = self.monitored.mode
                     facts[run_files.LAUNCH] = distributed.launch_ids()
                     facts[run_files.DISCARDED] = self.discarded
+                    facts[run_files.FILES] = consistency.file_digests(owners=True)
                     self._config = cli.as_json(config | facts)
                     self._write_config()
         except (KeyError, TypeError, ValueError, csv.Error):

@@ -25,7 +25,8 @@ CONFIG = "config.json"
 POSITION = ("epoch", "step")
 MAX_COUNT = 2**53  # of steps and the like; a float holds larger integers inexactly
 METRIC, METRIC_MODE, LAUNCH, DISCARDED = "METRIC", "METRIC_MODE", "LAUNCH", "DISCARDED"
-FACTS = (METRIC, METRIC_MODE, LAUNCH, DISCARDED)  # in config.json, in addition to the flags
+FILES = "FILES"
+FACTS = (METRIC, METRIC_MODE, LAUNCH, DISCARDED, FILES)  # in config.json, beside the flags
 
 
 @dataclass
