@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import torch
+from engine.backend import load_backend
 from torch import nn
 
 SCRIPTS = ("task", "main", "predict")  # in the order in which one imports another
@@ -47,6 +48,7 @@ def evaluate(
 ) -> dict[str, float]:
     """Return main.evaluate's results for a model without an average, on the CPU."""
     run = SimpleNamespace(
+        backend=load_backend("native", "O0"),
         eval_models={"": model},
         metrics={"": metrics},
         device=torch.device("cpu"),

@@ -39,10 +39,9 @@ from engine.data import (
     mix_seeds,
     rng_preserved,
     seed_everything,
-    select_batch,
     to_device,
 )
-from engine.data.loading import TrainLoader, build_loader
+from engine.data.loading import TrainLoader, build_loader, read_batch
 from engine.data.skipping import only_readable, skip_broken
 from engine.diagnostics import first_step
 from engine.diagnostics.checks import check_settings
@@ -50,7 +49,7 @@ from engine.diagnostics.memory import check_memory
 from engine.distributed.consistency import class_names, require_same_data
 from engine.distributed.watchdog import StopSignals, Watchdog, time_limit
 from engine.monitoring import lock
-from engine.monitoring.image_grid import sample_evenly
+from engine.monitoring.image_grid import evenly
 from engine.monitoring.logger import Logger
 from engine.monitoring.meter import Meter, NanCounter
 from engine.monitoring.metric import AVERAGE, MonitoredMetric
@@ -238,7 +237,8 @@ def build_data(
     # % else
     sample_size = min(2, args.batch_size, len(train_set))
     # % endif
-    cpu = torch.device("cpu")
+    sample = read_batch(seeded_train_set, range(sample_size), args.workers)
+    val_sample = read_batch(seeded_val_set, evenly(len(val_set), 8), args.workers)
     return Data(
         train_loader=train_loader,
         sampler=sampler,
@@ -246,8 +246,8 @@ def build_data(
         val_loader=val_loader,
         data_sets=data_sets,
         classes=class_names(train_set),
-        sample=to_device(select_batch(seeded_train_set, range(sample_size)), cpu, memory_format),
-        val_sample=to_device(sample_evenly(seeded_val_set, 8), cpu, memory_format),
+        sample=to_device(sample, torch.device("cpu"), memory_format),
+        val_sample=to_device(val_sample, torch.device("cpu"), memory_format),
     )
 
 

@@ -1,5 +1,7 @@
 """Loss scales and overflows: skipped steps, growth, limits, no waiting for the device."""
 
+import functools
+
 import pytest
 import torch
 from amp_helpers import (
@@ -237,6 +239,32 @@ def test_count_of_steps_can_be_read_and_set(loss_scale):
     scaler._unskipped = 0
     backward(model(torch.randn(4, 4)).mean(), optimizer)
     assert scaler._unskipped == amp.state_dict()["loss_scaler0"]["unskipped"] == 1
+
+
+@pytest.mark.parametrize("is_of_class", [False, True])
+def test_replaced_update_scale_decides(monkeypatch, is_of_class):
+    """As scripts replace it that skip the same steps on all ranks of a model-parallel run."""
+    model, optimizer = prepare("O0", loss_scale="dynamic")
+    scaler = amp._amp_state.loss_scalers[0]
+    found, plain = [], type(scaler).update_scale
+
+    def update_scale(scaler):
+        found.append(plain(scaler))
+        return len(found) == 2  # an overflow on another rank
+
+    if is_of_class:
+        monkeypatch.setattr(type(scaler), "update_scale", update_scale)
+    else:
+        scaler.update_scale = functools.partial(update_scale, scaler)
+    changes = []
+    for factor in (1.0, 1.0, 1.0, float("inf")):
+        before = weights(model)
+        backward(model.eval()(torch.ones(1, 4)).sum() * factor, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        changes.append(not same(before, weights(model)))
+    assert found == [False, False, False, True]
+    assert changes == [True, False, True, True]  # its word counts, as in Apex
 
 
 class OwnStep(FusedAdam):

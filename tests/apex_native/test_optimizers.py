@@ -179,6 +179,25 @@ def test_gradscaler_with_unscaling_in_the_kernel(device, adam_w_mode):
     torch.testing.assert_close(parameters[0], parameters[1])
 
 
+class OwnStep(FusedAdam):
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data -= group["lr"] * parameter.grad
+
+
+def test_gradscaler_skips_the_step_of_a_subclass(device):
+    """Which does not have the kernel that skips it."""
+    parameter = nn.Parameter(torch.ones(3, device=device))
+    scaler, optimizer = torch.amp.GradScaler(device.type), OwnStep([parameter], lr=0.5)
+    for factor, expected in ((float("inf"), 1.0), (1.0, 0.5)):
+        optimizer.zero_grad()
+        scaler.scale((parameter * factor).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert parameter.tolist() == [expected] * 3
+
+
 @pytest.mark.parametrize("make", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
 def test_copied_optimizer_steps_identically(make):
     parameter = nn.Parameter(torch.ones(3))

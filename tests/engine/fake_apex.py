@@ -2,6 +2,7 @@
 
 from functools import partial
 from types import ModuleType, SimpleNamespace
+from unittest import mock
 
 import torch
 from torch import nn
@@ -60,6 +61,8 @@ def create(opt_level: str, loss_scale: float | str | None = None) -> ModuleType:
         state_dict=state_dict,
         load_state_dict=load_state_dict,
     )
+    if opt_level == "O1":  # at the other levels Apex's fails
+        apex.amp.disable_casts = mock.MagicMock()
     return apex
 
 

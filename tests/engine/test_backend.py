@@ -68,6 +68,16 @@ def test_properties_of_a_level(name: str, level: str) -> None:
     assert float(adapter.loss_scale()) == (2.0**16 if level in ("O1", "O2") else 1.0)
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_functions_are_called_without_casts(name: str, level: str) -> None:
+    """Apex has none to disable but at O1, and fails there."""
+    adapter, *_ = initialized(name, level)
+    product = adapter.without_casts(torch.mm, torch.eye(3), torch.eye(3))
+    assert product.dtype == torch.float32
+    if name == "apex" and level == "O1":
+        adapter.apex.amp.disable_casts.assert_called_once()
+
+
 def test_the_loss_scale_is_saved_and_restored(name: str) -> None:
     adapter, *_ = initialized(name, "O1")
     adapter.apex.amp.load_state_dict({"loss_scaler0": {"loss_scale": 2.0**10, "unskipped": 7}})
@@ -261,6 +271,9 @@ def attributes_of_real_apex(level: str) -> tuple[str, set[torch.dtype]]:
     masters = adapter.master_weights(optimizer)
     assert masters.keys() == (halves_of(model) if level == "O2" else set())
     assert adapter.trained_parameters(optimizer) >= set(model.parameters())
+    matrix = torch.eye(3, device="cuda")
+    assert torch.mm(matrix, matrix).dtype == (torch.float16 if level == "O1" else torch.float32)
+    assert adapter.without_casts(torch.mm, matrix, matrix).dtype == torch.float32
     properties = adapter.amp_properties()
     return properties.opt_level, {master.dtype for master in masters.values()}
 

@@ -19,8 +19,9 @@ from processes import Processes
 from projects import Project, evaluate, load_project
 from sklearn.utils.class_weight import compute_sample_weight
 from torch import nn
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader, Dataset, Subset
 
+CPU = torch.device("cpu")
 pytestmark = pytest.mark.xdist_group("in_process")
 
 
@@ -139,11 +140,54 @@ def test_edited_images_leave_the_size_of_the_digits(
 
 def loader_of_validation(project: Project, data: Path, skip_broken: int = 0) -> DataLoader:
     """Return the validation's loader of main.py for this rank."""
+    args = data_arguments(data, skip_broken)
+    format = torch.contiguous_format
+    return project.main.build_data(args, CPU, format, SimpleNamespace()).val_loader
+
+
+def data_arguments(data: Path, skip_broken: int = 0, workers: int = 0) -> Namespace:
+    """Return the flags that main.build_data needs."""
     args = Namespace(data=data, dummy=False, decode="cpu", eval_only=False, **UNCHANGED)
     args.skip_broken, args.output, args.report = skip_broken, data / "run", False
-    args.seed, args.epochs, args.batch_size, args.workers, args.timeout = 0, 1, 2, 0, 60
-    format = torch.contiguous_format
-    return project.main.build_data(args, torch.device("cpu"), format, SimpleNamespace()).val_loader
+    args.seed, args.epochs, args.batch_size, args.workers, args.timeout = 0, 1, 2, workers, 60
+    return args
+
+
+class OneFile(Dataset):
+    """Samples of one file, which is opened at the first of them, as is usual for HDF5."""
+
+    classes = ("a", "b")
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.file = path, None
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if self.file is None:
+            self.file = self.path.open("rb")
+        self.file.seek(index)
+        return torch.full((3, 8, 8), self.file.read(1)[0], dtype=torch.uint8), index % 2
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_file_that_a_data_set_opens_is_not_shared_by_the_workers(
+    project: Project, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, workers: int
+) -> None:
+    """Forked workers would move one another's position in a file that is open already."""
+    path = tmp_path / "samples"
+    path.write_bytes(bytes(range(40)))
+    data_sets = OneFile(path), OneFile(path)
+    monkeypatch.setattr(project.task, "build_datasets", lambda _: data_sets)
+    monkeypatch.setattr(project.main, "require_same_data", lambda *_: None)
+    monkeypatch.setattr(dist, "get_rank", lambda *_: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda *_: 1)
+    args = data_arguments(tmp_path, workers=workers)
+    data = project.main.build_data(args, CPU, torch.contiguous_format, None)
+    assert data.sample[0][:, 0, 0, 0].tolist() == [0, 1]
+    assert data.val_sample[0][:, 0, 0, 0].tolist() == [*range(0, 40, 5)]
+    assert [data_set.file is None for data_set in data_sets] == [workers > 0] * 2
 
 
 def evaluate_folder(folder: Path, data: Path, skip_broken: int) -> dict[str, float]:

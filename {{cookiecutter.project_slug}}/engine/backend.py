@@ -207,7 +207,7 @@ class ApexBackend(Backend):
         return _private(_private(self.apex.amp, "_amp_state"), "opt_properties")
 
     def _casts_disabled(self) -> AbstractContextManager:
-        has_casts = self.amp_properties().patch_torch_functions  # else there are none to disable
+        has_casts = self.amp_properties().opt_level == "O1"  # else Apex has none to disable
         return self.apex.amp.disable_casts() if has_casts else nullcontext()
 
     def trained_parameters(self, optimizer: Optimizer) -> set[Tensor]:

@@ -180,7 +180,11 @@ def _holds_unsynced(stashes: list[AmpStash]) -> bool:
 
 def _check_overflow(stashes: list[AmpStash], scaler: LossScaler, found_inf: Tensor) -> None:
     """Update the scale, and have the optimizers skip their next step if a gradient overflowed."""
-    scaler.update_(found_inf)
+    if scaler.is_patched:
+        scaler._overflow_buf = found_inf.int().reshape(1)
+        found_inf = torch.full_like(found_inf, float(scaler.update_scale()))
+    else:
+        scaler.update_(found_inf)
     if scaler.overflows_in_a_row >= scaler.PATIENCE:
         raise FloatingPointError(
             f"{scaler.PATIENCE} backward passes in a row gave gradients that are not finite, and "

@@ -136,6 +136,11 @@ class LossScaler:
             self.update_(self._overflow_buf.to(self.factor).amax())
         return bool(self._found_inf)
 
+    @property
+    def is_patched(self) -> bool:
+        """True if a script has replaced `update_scale`, as to skip the same steps on all ranks."""
+        return getattr(self.update_scale, "__func__", None) is not UPDATE_SCALE
+
     _has_overflow = property(lambda self: bool(self._found_inf))  # scripts for Apex read it
 
     def report(self) -> None:
@@ -165,6 +170,9 @@ class LossScaler:
             self.factor = restored.clamp_(*self.limits)
             unskipped %= self.window  # that of a static scale passes where a dynamic one doubles
         self.counter.fill_(unskipped)
+
+
+UPDATE_SCALE = LossScaler.update_scale
 
 
 class AmpState:

@@ -6,17 +6,24 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from functools import partial
 from types import TracebackType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, default_collate
 
 from engine import UserError, distributed, end_with_parent
-from engine.data import ResumableDistributedSampler, SeededDataset, collate, gpu_decoding
+from engine.data import (
+    ResumableDistributedSampler,
+    SeededDataset,
+    collate,
+    gpu_decoding,
+    select_batch,
+)
 from engine.distributed.watchdog import ignore_stop_signals
 
 
@@ -139,6 +146,25 @@ class EpochBatches:
             for indices in batches:
                 yield epoch, indices
             start_sample = 0
+
+
+def read_batch(dataset: SeededDataset, indices: Sequence[int], workers: int) -> list[Tensor]:
+    """Return the samples at `indices` as one batch, on the CPU.
+
+    If there are to be `workers`, another one reads it. Here, a file that the data set opens at its
+    first sample would be shared, with the position in it, by all workers that are forked later.
+    """
+    if not workers:
+        return select_batch(dataset, indices)
+    (batch,) = DataLoader(
+        dataset,
+        batch_sampler=[indices],
+        num_workers=1,
+        collate_fn=partial(collate, collate_fn=dataset.collate_fn),
+        worker_init_fn=prepare_worker,
+        generator=torch.Generator(),
+    )
+    return batch
 
 
 def build_loader(

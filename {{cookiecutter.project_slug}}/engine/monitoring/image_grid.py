@@ -43,9 +43,13 @@ def image_path(output: Path, epoch: int | None) -> Path:
 
 def sample_evenly(dataset: SizedDataset, count: int) -> list[Tensor]:
     """Return a batch of at most `count` samples at equal distances from all over the dataset."""
-    size = len(dataset)
+    return select_batch(dataset, evenly(len(dataset), count))
+
+
+def evenly(size: int, count: int) -> list[int]:
+    """Return at most `count` indices below `size`, at equal distances."""
     chosen = min(size, count)
-    return select_batch(dataset, [index * size // chosen for index in range(chosen)])
+    return [index * size // chosen for index in range(chosen)]
 
 
 def to_pixels(images: Tensor) -> Tensor:
