@@ -343,6 +343,34 @@ def test_worker_of_a_process_that_has_ended_ends() -> None:
     wait_for_end(worker, seconds=10)
 
 
+@pytest.mark.slow
+def test_worker_of_a_fork_server_ends_with_the_process_that_reads_from_it(tmp_path) -> None:
+    """The default from Python 3.14 on: the worker's parent is the server."""
+    script = """
+        import multiprocessing, os, time
+        from engine.data.loading import prepare_worker
+
+        def work():
+            prepare_worker(0)
+            print(os.getpid(), flush=True)
+            time.sleep(60)
+
+        if __name__ == "__main__":
+            multiprocessing.set_start_method("forkserver")
+            multiprocessing.Process(target=work).start()
+            time.sleep(60)
+    """
+    path = tmp_path / "script.py"
+    path.write_text(textwrap.dedent(script))
+    environment = os.environ | {"PYTHONPATH": str(TEMPLATE)}
+    command = [sys.executable, str(path)]
+    parent = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    worker = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    wait_for_end(worker, seconds=10)
+
+
 def test_strangers_cannot_end_a_job() -> None:
     stranger = textwrap.dedent(
         """

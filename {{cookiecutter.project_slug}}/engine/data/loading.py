@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
@@ -222,11 +223,19 @@ def prepare_worker(worker: int, init: Callable[[int], None] | None = None) -> No
     ignore_stop_signals()
     end_with_parent()
     parent = multiprocessing.parent_process()
-    if multiprocessing.get_start_method() == "fork" and parent and os.getppid() != parent.pid:
-        os._exit(1)  # it has ended before
+    if parent and os.getppid() != parent.pid:
+        if multiprocessing.get_start_method() == "fork":
+            os._exit(1)  # it has ended before
+        # The parent of this process is a fork server, the default from Python 3.14 on.
+        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     sys.excepthook = _report_unless_disconnected
     if init:
         init(worker)
+
+
+def _end_with(process: multiprocessing.process.BaseProcess) -> None:
+    process.join()
+    os._exit(1)
 
 
 def _end_workers() -> None:
