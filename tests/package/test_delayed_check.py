@@ -140,3 +140,40 @@ def test_loss_scaler_is_created_as_in_apex():
     assert scales == [8.0, 16.0, 4.0, 1.0]
     static = LossScaler(128.0)
     assert (static.update_scale(), static.loss_scale(), static.dynamic) == (False, 128.0, False)
+
+
+class SgdByStash(torch.optim.SGD):
+    """SGD that finds what to step in amp's stash, if it is there, as Apex's FusedSGD does."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        stash = getattr(self, "_amp_stash", None)
+        for index, group in enumerate(self.param_groups):
+            parameters = group["params"]
+            if hasattr(stash, "fp32_from_fp16_groups"):
+                parameters = stash.fp32_from_fp32_groups[index] + stash.fp32_from_fp16_groups[index]
+                assert len(stash.fp16_groups[index]) == len(stash.fp32_from_fp16_groups[index])
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad, alpha=group["lr"])
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+def test_optimizer_of_an_installed_apex_steps_each_group(level):
+    weights = []
+    for kind in (torch.optim.SGD, SgdByStash):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8))
+        model = model.append(torch.nn.Linear(8, 2)).to(DEVICE)
+        optimizer = kind([{"params": model[:2].parameters()}], lr=0.1)
+        cast = {"cast_model_type": torch.float16} if level in ("O2", "O3") else {}
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, **cast)
+        optimizer.add_param_group({"params": model[2].parameters(), "lr": 0.01})
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = model(torch.ones(4, 6, device=DEVICE) * torch.arange(4.0)[:, None].to(DEVICE))
+            with amp.scale_loss(loss.square().mean(), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+        weights.append([parameter.clone() for parameter in model.parameters()])
+    assert all(map(torch.equal, *weights))

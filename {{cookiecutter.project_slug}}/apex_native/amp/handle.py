@@ -45,9 +45,11 @@ class AmpStash:
         lambda self: list(self.masters) or [p for p in self.plain if p.dtype in HALF_TYPES]
     )
     all_fp32_from_fp16_params = property(lambda self: list(self.masters.values()))
-    fp16_groups = property(lambda self: [list(self.masters)])
-    fp32_from_fp16_groups = property(lambda self: [list(self.masters.values())])
     already_patched = property(lambda self: bool(self.found_inf))  # the next step is skipped
+    # For each group; only with masters, by which FusedSGD of an installed Apex recognizes them.
+    fp16_groups: list[list[Tensor]] = field(init=False)
+    fp32_from_fp16_groups: list[list[Tensor]] = field(init=False)
+    fp32_from_fp32_groups: list[list[Tensor]] = field(init=False)
 
 
 def master_pairs(optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:
@@ -267,6 +269,12 @@ def _adopt(optimizer: Any, group: dict, master_weights: bool) -> None:
                 optimizer.state[master] = {name: _to_fp32(value) for name, value in state}
         else:
             stash.plain.append(parameter)
+    if master_weights:
+        halves = {master: half for half, master in stash.masters.items()}
+        groups = [group["params"] for group in optimizer.param_groups]
+        stash.fp16_groups = [[halves[p] for p in group if p in halves] for group in groups]
+        stash.fp32_from_fp16_groups = [[p for p in group if p in halves] for group in groups]
+        stash.fp32_from_fp32_groups = [[p for p in group if p not in halves] for group in groups]
     inner = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
     stepped = {p for each in inner for group in each.param_groups for p in group["params"]}
     if not stepped.isdisjoint(stash.masters):
