@@ -317,3 +317,19 @@ def test_initialize_with_enabled_false():
         scaled_loss.backward()
     optimizer.step()
     assert not same(weights(model), before)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O4", "O5"])
+@pytest.mark.parametrize("loss_scale", ["dynamic", 128.0])
+def test_parameters_that_a_script_puts_into_the_groups_are_unscaled(level, loss_scale):
+    """As PartialFC, which replaces a parameter by the sampled rows of its weights at each step."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    _, optimizer = initialize(model, sgd(model), level, loss_scale=loss_scale)
+    for value in (1.0, 2.0, 3.0):
+        rows = nn.Parameter(torch.full((3,), value))
+        optimizer.param_groups[-1]["params"][-1] = rows
+        backward((rows * 0.5).sum() + model.weight.sum(), optimizer)
+        assert rows.grad.tolist() == [0.5] * 3
+        optimizer.step()
+        torch.testing.assert_close(rows.detach(), torch.full((3,), value - 0.05))

@@ -242,6 +242,16 @@ def test_drawing_ignores_modules_of_the_current_folder(write_run, tmp_path, monk
     assert (folder / "curves.png").is_file()
 
 
+def test_backend_of_a_notebook_in_another_environment_is_not_used(write_run):
+    """Jupyter's kernel sets it for the programs that a notebook starts."""
+    folder = write_run("a", [row(1)])
+    command = [sys.executable, "-m", "engine.monitoring.curves", folder]
+    paths = {"PYTHONPATH": str(Path(curves.__file__).parents[2])}
+    environment = os.environ | paths | {"MPLBACKEND": "module://missing.backend"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_import_needs_neither_torch_nor_matplotlib():
     code = "import sys, engine.monitoring.curves; print({'torch', 'matplotlib'} & set(sys.modules))"
     environment = os.environ | {"PYTHONPATH": str(Path(curves.__file__).parents[2])}

@@ -5,6 +5,7 @@ import types
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial, reduce
+from itertools import chain
 from typing import Any
 
 import torch
@@ -130,19 +131,22 @@ def _stashes_of(optimizers: Optimizer | list[Optimizer], master_weights: bool) -
         raise RuntimeError("amp.scale_loss was given no optimizer.")
     if not all(hasattr(optimizer, "_amp_stash") for optimizer in given):
         raise RuntimeError("amp.scale_loss needs optimizers that amp.initialize returned.")
-    if master_weights:
-        for optimizer in given:
-            _adopt_unfrozen(optimizer)
+    for optimizer in given:
+        _adopt_new(optimizer, master_weights)
     return [optimizer._amp_stash for optimizer in given]
 
 
-def _adopt_unfrozen(optimizer: Any) -> None:
-    """Replace half parameters that have been unfrozen by masters."""
+def _adopt_new(optimizer: Any, master_weights: bool) -> None:
+    """Record parameters that a script has put into the groups itself, or has unfrozen."""
     stash: AmpStash = optimizer._amp_stash
-    if any(p.requires_grad and p.dtype in HALF_TYPES for p in stash.plain):
+    stepped = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    is_known = {*map(id, stepped)} <= {*map(id, stash.plain), *map(id, stash.masters.values())}
+    if not is_known or (
+        master_weights and any(p.requires_grad and p.dtype in HALF_TYPES for p in stash.plain)
+    ):
         stash.plain.clear()
         for group in optimizer.param_groups:
-            _adopt(optimizer, group, master_weights=True)
+            _adopt(optimizer, group, master_weights)
 
 
 def _scaler_for(stashes: list[AmpStash], loss_id: int) -> tuple[LossScaler, Tensor | float]:
