@@ -650,10 +650,10 @@ def validate_epoch(run: Run) -> None:
     results = evaluate(run, run.data.val_loader)
     row = progress.pending_row | results
     logger.log_epoch(row)
-    show_samples(run, results, int(row["epoch"]))
     progress.pending_row = {}
     progress.scores.append(logger.monitored.best(results).score)
     run.checkpoints.save(results)  # as best.pt too, if the metric is the best yet
+    show_samples(run, results, int(row["epoch"]))
     # --steps ended within the epoch: its score is for this checkpoint, until it is complete.
     if progress.samples:
         progress.scores = progress.scores[:-1]

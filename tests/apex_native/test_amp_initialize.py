@@ -266,7 +266,7 @@ def test_scale_loss_before_initialize_raises(monkeypatch):
         amp.scale_loss(loss, sgd(model)),
     ):
         pass
-    monkeypatch.setattr(amp._amp_state, "opt_properties", None)  # as before any call
+    monkeypatch.setattr(amp._amp_state, "level", None)  # as before any call
     with pytest.raises(RuntimeError, match="needs amp.init"), amp.scale_loss(loss, optimizer):
         pass
 

@@ -315,6 +315,19 @@ def test_accessors_without_initialize(monkeypatch):
     amp.initialize(nn.Linear(1, 1), enabled=False)
     assert amp.current_loss_scale() == 1.0
     assert not amp.has_dynamic_loss_scale()
-    monkeypatch.setattr(amp._amp_state, "opt_properties", None)
+    monkeypatch.setattr(amp._amp_state, "level", None)
     with pytest.raises(RuntimeError, match="amp.initialize was not called"):
         amp.properties()
+
+
+def test_state_is_recognized_as_initialized(monkeypatch):
+    """By names that libraries ask for before they cast anything."""
+    state, names = amp._amp_state, ("opt_properties", "loss_scalers")
+    monkeypatch.setattr(state, "level", None)
+    monkeypatch.setattr(state, "scalers", [])
+    assert [hasattr(state, name) for name in names] == [False, False]
+    amp.initialize(nn.Linear(1, 1), enabled=False)
+    assert [hasattr(state, name) for name in names] == [True, False]
+    prepare("O1")
+    assert [hasattr(state, name) for name in names] == [True, True]
+    assert state.opt_properties.enabled

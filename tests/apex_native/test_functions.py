@@ -57,7 +57,7 @@ def test_casts_without_initialize_are_those_of_torchs_autocast(
     monkeypatch, decorate, given, expected, is_disabled
 ):
     """As in a package whose main file has been migrated, and others not."""
-    monkeypatch.setattr(amp._amp_state, "opt_properties", None)
+    monkeypatch.setattr(amp._amp_state, "level", None)
     if is_disabled:
         amp.initialize(nn.Linear(1, 1), opt_level="O1", enabled=False, verbosity=0)
     tensor = torch.ones(2, dtype=given)

@@ -42,6 +42,13 @@ def test_grid_has_each_image_with_its_caption(tmp_path):
         assert (below < 255).any() == (index != 4)
 
 
+@pytest.mark.parametrize(("channels", "shown"), [(1, [0, 0, 0]), (2, [0, 0, 0]), (5, [0, 1, 2])])
+def test_images_of_other_channels_are_shown(channels, shown):
+    images = torch.randn(2, channels, 4, 4)
+    expected = image_grid.to_pixels(images[:, shown])
+    assert torch.equal(image_grid.to_pixels(images), expected)
+
+
 def test_large_image_is_not_enlarged(tmp_path):
     save_image_grid(tmp_path / "grid.png", torch.zeros(1, 3, 224, 224), [("a", True)])
     with Image.open(tmp_path / "grid.png") as picture:

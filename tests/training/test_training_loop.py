@@ -372,6 +372,25 @@ def test_epoch_is_saved_before_its_validation(
     assert_same_run(tmp_path / "run", tmp_path / "whole")
 
 
+def fail_in_show(folder: Path, output: Path) -> str:
+    """Return the error of a run whose picture of the validation can't be drawn."""
+    project = load_project(folder)
+    mistake = mock.patch.object(project.main, "show_samples", side_effect=ValueError("a mistake"))
+    with mistake, pytest.raises(ValueError, match="a mistake"):
+        train(folder, output)
+    finish_writing()
+    dist.barrier()
+    return str(output)
+
+
+def test_best_model_is_saved_before_its_picture_is_drawn(
+    shared_project: Callable, two_processes: Processes, tmp_path: Path
+) -> None:
+    two_processes(fail_in_show, shared_project(), tmp_path / "run")
+    state = torch.load(tmp_path / "run" / "best.pt", weights_only=True)
+    assert state["epoch"] == 1 and "val_accuracy" in state["results"]
+
+
 def run_without_check(folder: Path, output: Path) -> None:
     with mock.patch.object(load_project(folder).main, "check_validation"):
         assert fail_in_validation(folder, output, "") == ""

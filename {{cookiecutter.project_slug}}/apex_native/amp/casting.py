@@ -264,7 +264,7 @@ def _cast_device() -> str:
 
 def _level() -> Any:
     """Return the properties of the level; None without amp, as beside a migrated main file."""
-    level = _amp_state.opt_properties
+    level = _amp_state.level
     return level if level and level.enabled else None
 
 

@@ -85,8 +85,8 @@ def initialize(  # noqa: PLR0913, Apex's signature
     """
     _amp_state.verbosity = verbosity
     if not enabled:
-        _amp_state.opt_properties = Properties(opt_level, enabled=False)
-        _amp_state.loss_scalers = []
+        _amp_state.level = Properties(opt_level, enabled=False)
+        _amp_state.scalers = []
         set_function_casts(_amp_state.device_type, torch.float32)
         return models if optimizers is None else (models, optimizers)
 
@@ -121,10 +121,10 @@ def initialize(  # noqa: PLR0913, Apex's signature
         prepare_optimizer(optimizer, bool(properties.master_weights))
     function_type = properties.function_type if properties.patch_torch_functions else torch.float32
     set_function_casts(device.type, function_type)
-    _amp_state.opt_properties = properties
+    _amp_state.level = properties
     _amp_state.models = weakref.WeakSet(model_list)
     limits: Any = {"min_loss_scale": min_loss_scale, "max_loss_scale": max_loss_scale}
-    _amp_state.loss_scalers = [
+    _amp_state.scalers = [
         LossScaler(properties.loss_scale, device=device, index=index, **limits)
         for index in range(num_losses)
     ]

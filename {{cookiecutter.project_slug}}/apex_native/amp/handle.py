@@ -86,7 +86,7 @@ def scale_loss(
     the models were moved to a GPU; and FloatingPointError, where Apex halves the scale for ever, if
     every gradient overflows.
     """
-    level = _amp_state.opt_properties
+    level = _amp_state.level
     if level is None:
         raise RuntimeError("amp.scale_loss needs amp.initialize(model, optimizer) first.")
     if not level.enabled:
@@ -154,7 +154,7 @@ def _scaler_for(stashes: list[AmpStash], loss_id: int) -> tuple[LossScaler, Tens
 
     Gradients that are scaled by other factors are brought to the one returned.
     """
-    scalers = _amp_state.loss_scalers
+    scalers = _amp_state.scalers
     if not 0 <= loss_id < len(scalers):
         raise RuntimeError(
             f"amp.scale_loss was given loss_id={loss_id}, and amp.initialize "

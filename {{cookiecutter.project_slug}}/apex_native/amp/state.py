@@ -179,13 +179,20 @@ class AmpState:
     """State that ``initialize`` sets, process-wide as in Apex."""
 
     def __init__(self) -> None:
-        self.opt_properties: Properties | None = None
-        self.loss_scalers: list[LossScaler] = []
+        self.level: Properties | None = None
+        self.scalers: list[LossScaler] = []
         self.models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.verbosity = 1
         self.device_type = "cpu"
         self.registered: list[tuple[object, str, Callable]] = []  # casts, until ``initialize``
         self.parallel_models: weakref.WeakSet[Any] = weakref.WeakSet()  # DistributedDataParallels
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what scripts for Apex read, once ``initialize`` has set it."""
+        values = {"opt_properties": self.level, "loss_scalers": self.scalers}
+        if not values.get(name):
+            raise AttributeError(f"amp's state has no {name} (before amp.initialize)")
+        return values[name]
 
 
 _amp_state = AmpState()
@@ -193,19 +200,19 @@ _amp_state = AmpState()
 
 def properties() -> "Properties":
     """Return the properties of the last ``initialize``. Raises RuntimeError before the first."""
-    if _amp_state.opt_properties is None:
+    if _amp_state.level is None:
         raise RuntimeError("amp.initialize was not called: call it before other functions of amp.")
-    return _amp_state.opt_properties
+    return _amp_state.level
 
 
 def current_loss_scale() -> Tensor | float:
     """Return the scale of loss 0, as a tensor on its device if dynamic; 1 if amp is not in use."""
-    return _amp_state.loss_scalers[0].factor if _amp_state.loss_scalers else 1.0
+    return _amp_state.scalers[0].factor if _amp_state.scalers else 1.0
 
 
 def has_dynamic_loss_scale() -> bool:
     """Return whether the scale of any loss is dynamic."""
-    return any(scaler.dynamic for scaler in _amp_state.loss_scalers)
+    return any(scaler.dynamic for scaler in _amp_state.scalers)
 
 
 def log_if_verbose(message: str) -> None:
@@ -227,7 +234,7 @@ def state_dict() -> dict[str, dict[str, float | int]]:
     """
     return {
         f"loss_scaler{index}": scaler.state_dict()
-        for index, scaler in enumerate(_amp_state.loss_scalers)
+        for index, scaler in enumerate(_amp_state.scalers)
     }
 
 
@@ -239,7 +246,7 @@ def load_state_dict(state_dict: dict[str, dict[str, float | int]]) -> None:
     """
     if unexpected := [key for key in state_dict if "loss_scaler" not in key]:
         raise RuntimeError(f"amp.load_state_dict: unexpected entries {', '.join(unexpected)}.")
-    scalers = _amp_state.loss_scalers
+    scalers = _amp_state.scalers
     if len(state_dict) != len(scalers):
         log_if_verbose(
             f"Warning: the amp state holds {len(state_dict)} loss scalers, this run uses "

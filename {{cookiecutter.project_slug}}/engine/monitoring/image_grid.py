@@ -53,7 +53,11 @@ def evenly(size: int, count: int) -> list[int]:
 
 
 def to_pixels(images: Tensor) -> Tensor:
-    """Return normalized images, (N, 3, H, W), as uint8 on the CPU."""
+    """Return normalized images, (N, C, H, W), as uint8 (N, 3, H, W) on the CPU.
+
+    Of other than three channels, the first three are shown, or else the first in grey.
+    """
+    images = images[:, : 3 if images.shape[1] > 2 else 1]
     mean, std = torch.tensor([MEAN, STD]).view(2, 3, 1, 1)
     return images.cpu().float().mul(std).add(mean).mul(255).round().clamp(0, 255).byte()
 
