@@ -142,8 +142,8 @@ class Run:
     watchdog: Watchdog
     progress: Progress = field(init=False)
     audit: first_step.FirstStepAudit = field(init=False)  # of the resumed state and the first step
-    eval_models: dict[str, nn.Module] = field(init=False)  # by the suffix of their metrics
-    metrics: dict[str, task.Metrics] = field(init=False)  # for each of them
+    eval_models: dict[str, nn.Module] = field(init=False)  # "": the model, AVERAGE: its average
+    metrics: dict[str, task.Metrics] = field(init=False)  # by the same names
 
     def __post_init__(self) -> None:
         self.progress = self.checkpoints.state.progress  # one object: `resume` changes it in place
@@ -214,7 +214,16 @@ def build_data(
         repeated = RepeatedBatch(batch, DUMMY_STEPS, dist.get_world_size())
         classes = [str(number) for number in range(task.DUMMY_CLASSES)]
         sample = [tensor[:2].cpu() for tensor in batch]
-        return Data(repeated, repeated, DUMMY_STEPS, [batch], {}, classes, sample, sample)
+        return Data(
+            train_loader=repeated,
+            sampler=repeated,
+            batches_per_epoch=DUMMY_STEPS,
+            val_loader=[batch],
+            data_sets={},
+            classes=classes,
+            sample=sample,
+            val_sample=sample,
+        )
     train_set, val_set = task.build_datasets(args)
     train_set = skip_broken(train_set, args.skip_broken, args.output, args.data)
     val_set = skip_broken(val_set, args.skip_broken, args.output, args.data)
@@ -537,7 +546,7 @@ def train_one_epoch(run: Run) -> dict[str, Any]:
         progress.samples += images_per_batch * len(batches)  # TrainLoader's batches are full
         progress.step += 1
         if logger.is_due(progress.step):
-            # On a GPU, the record is that of the logging step before: reading it waits for nothing.
+            # On a GPU, the record is that of the previous logging step, so that nothing waits.
             lr = run.optimizer.param_groups[0]["lr"]
             record = logger.log_step(bar, meter, progress.step, lr, run.backend.loss_scale())
             first_step.check_finite(record, run.model, inputs)
@@ -570,7 +579,7 @@ def join_forward(run: Run) -> None:
 
 # % endif
 @torch.no_grad()
-@rng_preserved()  # the training's random numbers are those without a validation
+@rng_preserved()  # a validation does not change the random numbers of the training
 def evaluate(run: Run, batches: Sequence | DataLoader) -> dict[str, float]:
     """Return the task's metrics over all samples; with --ema, those of the average, too.
 
@@ -585,7 +594,7 @@ def evaluate(run: Run, batches: Sequence | DataLoader) -> dict[str, float]:
     # % if ddp == "fsdp"
     until_stopped = run.checkpoints.until_stopped(bar, partial(join_forward, run))
     # % else
-    # No model has its DDP wrapper, which would wait for all processes: some have more batches.
+    # Without their DDP wrappers, which may wait for all processes: some have more batches.
     until_stopped = run.checkpoints.until_stopped(bar)
     # % endif
     results: dict[str, float] = {}
@@ -654,7 +663,7 @@ def validate_epoch(run: Run) -> None:
     progress.scores.append(logger.monitored.best(results).score)
     run.checkpoints.save(results)  # as best.pt too, if the metric is the best yet
     show_samples(run, results, int(row["epoch"]))
-    # --steps ended within the epoch: its score is for this checkpoint, until it is complete.
+    # --steps ended within the epoch: the score is saved, and dropped before the epoch goes on.
     if progress.samples:
         progress.scores = progress.scores[:-1]
 
@@ -697,7 +706,7 @@ def train(run: Run, resumed: Path | None) -> None:
 
 
 def main() -> None:
-    """Train, or only validate or check, as the flags say."""
+    """Train; with --eval-only only validate, with --check only check the machine and the flags."""
     args = parse_args()
     if args.check:
         build_untrained = partial(

@@ -43,7 +43,7 @@ def parse_args() -> argparse.Namespace:
     task.add_predict_arguments(parser)
     args = parser.parse_args()
     if bool(args.images) == bool(args.export):
-        parser.error("give image files, or --export FILE")
+        parser.error("give either image files or --export FILE")
     if args.export and args.export.resolve() == args.checkpoint.resolve():
         parser.error(f"--export {args.export} is the checkpoint itself; name another file")
     if args.export:

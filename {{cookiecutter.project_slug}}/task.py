@@ -51,7 +51,8 @@ METRIC_MODE = "max"  # or "min"
 LAYOUT = "train/CLASS/IMAGE and val/CLASS/IMAGE, or IDX files such as MNIST's"
 BATCH_SIZE = 32
 WARMUP_EPOCHS = 1.0
-# Classes that FSDP shards and --checkpoint-activations recomputes one by one; (): repeated blocks.
+# Modules, by class, that FSDP shards and --checkpoint-activations recomputes one by one; (): those
+# that are repeated in a Sequential or ModuleList.
 BLOCKS: tuple[str, ...] = ()
 DUMMY_CLASSES = 1000
 FLIP_TTA_HELP = "average the predictions for an image and its mirror image"

@@ -42,7 +42,8 @@ METRIC_MODE = "max"  # or "min"
 LAYOUT = "train/ and val/ with images and a captions.tsv (FILE, tab, TEXT) in each"
 BATCH_SIZE = 32
 WARMUP_EPOCHS = 1.0
-# Classes that FSDP shards and --checkpoint-activations recomputes one by one; (): repeated blocks.
+# Modules, by class, that FSDP shards and --checkpoint-activations recomputes one by one; (): those
+# that are repeated in a Sequential or ModuleList.
 BLOCKS: tuple[str, ...] = ()
 DUMMY_CLASSES = 0  # captions are not classes
 

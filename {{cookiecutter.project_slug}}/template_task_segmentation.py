@@ -10,7 +10,7 @@ import argparse
 import colorsys
 import os
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from difflib import get_close_matches
 from pathlib import Path
@@ -55,7 +55,8 @@ METRIC_MODE = "max"  # or "min"
 LAYOUT = "images/ and annotations/ with training/ and validation/ in each, and classes.txt"
 BATCH_SIZE = 16
 WARMUP_EPOCHS = 3.0
-# Classes that FSDP shards and --checkpoint-activations recomputes one by one; (): repeated blocks.
+# Modules, by class, that FSDP shards and --checkpoint-activations recomputes one by one; (): those
+# that are repeated in a Sequential or ModuleList.
 BLOCKS: tuple[str, ...] = ()
 DUMMY_CLASSES = 150
 
@@ -202,7 +203,7 @@ def criterion(
 ) -> Tensor:
     """Return the mean cross entropy of logits (N, num_classes, H, W) and labels (N, H, W)."""
     outputs = output if isinstance(output, Mapping) else {"out": output}
-    num_pixels = (targets != IGNORED).sum().clamp(min=1)  # a crop may hold none
+    num_pixels = (targets != IGNORED).sum().clamp(min=1)  # a crop may have none
     # Summed here, because torch's reduction over pixels has no deterministic CUDA kernel.
     pixel_losses = nn.CrossEntropyLoss(
         ignore_index=IGNORED, label_smoothing=label_smoothing, reduction="none"
@@ -327,7 +328,10 @@ def make_palette(num_classes: int) -> Tensor:
 def add_predict_arguments(parser: cli.ArgumentParser) -> None:
     """Add the flags of predict.py that belong to this task."""
     parser.add_argument(
-        "--output", type=cli.local_path, default=Path("predictions"), help="new folder of the masks"
+        "--output",
+        type=cli.local_path,
+        default=Path("predictions"),
+        help="empty folder for masks (default: predictions)",
     )
 
 
@@ -444,9 +448,9 @@ class Digits(Dataset):
         mask = torch.zeros(self.side, self.side, dtype=torch.uint8)
         quarter = self.side // 2
         for number, digit in enumerate(chosen):
-            size = random(16, quarter + 1, generator)
-            top = number // 2 * quarter + random(0, quarter - size + 1, generator)
-            left = number % 2 * quarter + random(0, quarter - size + 1, generator)
+            size = random_integer(16, quarter + 1, generator)
+            top = number // 2 * quarter + random_integer(0, quarter - size + 1, generator)
+            left = number % 2 * quarter + random_integer(0, quarter - size + 1, generator)
             place = slice(top, top + size), slice(left, left + size)
             digits = self.digits[digit].expand(1, 1, -1, -1)
             image[place] = F.interpolate(digits, size=(size, size), mode="bilinear")[0, 0]
@@ -454,7 +458,7 @@ class Digits(Dataset):
         return (255 * image).byte().expand(3, -1, -1), mask
 
 
-def random(low: int, high: int, generator: torch.Generator | None) -> int:
+def random_integer(low: int, high: int, generator: torch.Generator | None) -> int:
     """Return a random integer from `low` to `high` - 1."""
     return int(torch.randint(low, high, (), generator=generator))
 
@@ -476,7 +480,7 @@ class Pairs(Dataset):
         files: Sequence[tuple[Path, Path]],
         classes: list[str],
         numbers: Tensor,
-        transform: v2.Transform,
+        transform: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
     ) -> None:
         self.files = files
         self.shard_sizes = getattr(files, "shard_sizes", ())  # if they are read by URL
@@ -487,7 +491,7 @@ class Pairs(Dataset):
             if not isinstance(files, PackedMasks):  # whose sizes were compared before
                 require_same_sizes(files)
             ignored = numbers == IGNORED
-            if all(all_ignored(mask, ignored) for _, mask in files):  # most end at one
+            if all(all_ignored(mask, ignored) for _, mask in files):  # mostly the first is not
                 labels = " or ".join(map(str, ignored.nonzero().flatten().tolist()))
                 raise UserError(
                     f"every pixel of the masks in {files[0][1].parent} is ignored (label {labels}),"
@@ -506,7 +510,7 @@ class Pairs(Dataset):
         path, mask_path = self.files[index]
         image = read_image(path)
         mask = read_mask(mask_path, self.numbers)
-        if image.shape[-2:] != mask.shape[-2:]:  # and another process is still listing them
+        if image.shape[-2:] != mask.shape[-2:]:  # the check of all files may not be finished
             odd = odd_sizes((path, mask_path))
             raise UserError(f"in {path.parent}, {odd}; make them alike")
         image, mask = tv_tensors.Image(image), tv_tensors.Mask(mask.byte())
@@ -542,7 +546,7 @@ def resize(image: Tensor, mask: Tensor, size: list[int]) -> tuple[Tensor, Tensor
 
 def random_resize(image: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Resize the shorter side of an image and its mask to SIZE / 2 to 2 * SIZE - 1 pixels."""
-    return resize(image, mask, [random(SIZE // 2, 2 * SIZE, None)])
+    return resize(image, mask, [random_integer(SIZE // 2, 2 * SIZE, None)])
 
 
 augment = v2.Compose(

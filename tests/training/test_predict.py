@@ -400,7 +400,7 @@ def test_images_or_export_are_needed(
     monkeypatch.setattr("engine.cli.ArgumentParser.error", error)
     for arguments in ([], ["a.png", "--export", "model.onnx"]):
         monkeypatch.setattr(sys, "argv", ["predict.py", str(checkpoint), *arguments])
-        with pytest.raises(UserError, match="give image files, or --export FILE"):
+        with pytest.raises(UserError, match="give either image files or --export FILE"):
             generated.predict.parse_args()
     monkeypatch.setattr(
         sys, "argv", ["predict.py", str(checkpoint), "--export", os.path.relpath(checkpoint)]

@@ -4,10 +4,10 @@
     python -m apex_native [--fill] -m old.package [its arguments]
     torchrun --nproc-per-node 4 -m apex_native old_script.py [its arguments]
 
-``import apex`` then finds this package, in every module that the script imports and in processes
-that it starts by ``multiprocessing``. ``--fill`` (of the package apex-native) keeps an installed
-Apex, and adds only the names that it lacks. A ``--local_rank`` is passed where the launcher, such
-as torchrun, sets LOCAL_RANK only.
+`import apex` then finds this package, in every module that the script imports and in processes
+that it starts by `multiprocessing`. --fill (of the package apex-native) keeps an installed Apex,
+and adds only the names that it lacks. --local_rank is passed to scripts that accept it, if the
+launcher sets only LOCAL_RANK, as torchrun does.
 """
 
 import atexit
