@@ -307,3 +307,24 @@ def test_example_of_a_split_ignores_other_files_and_can_be_repeated(tmp_path):
     moved = [path for path in (tmp_path / "val").rglob("*") if path.is_file()]
     assert sorted(path.parent.name for path in moved) == ["cat"] * 3 + ["dog"]
     assert {path.suffix for path in moved} == {".JPG", ".png"}
+
+
+def test_example_of_a_split_moves_images_with_their_masks(tmp_path):
+    names = (".hidden.jpg", *(f"{number}.{'jpg' if number % 2 else 'png'}" for number in range(30)))
+    for kind in ("images", "annotations"):
+        (tmp_path / kind / "training").mkdir(parents=True)
+    for name in names:
+        (tmp_path / "images" / "training" / name).touch()
+        (tmp_path / "annotations" / "training" / name).with_suffix(".png").touch()
+    page = read("tutorials/own_data.md").split("move each image with its mask:")[1]
+    code = re.search(r"```python\n(.*?)```", page, re.DOTALL)[1].replace("DIR", str(tmp_path))
+    exec(code, {})
+    with pytest.raises(FileExistsError):  # which has been split is not split again
+        exec(code, {})
+    images, masks = (
+        {path.stem for path in (tmp_path / kind / "validation").iterdir()}
+        for kind in ("images", "annotations")
+    )
+    assert len(images) == 3
+    assert images == masks
+    assert len(list((tmp_path / "annotations" / "training").iterdir())) == 28
