@@ -148,3 +148,38 @@ def test_diffs_of_the_readme_train(project, source, tmp_path):
     assert done.returncode == 0, done.stderr
     new = {"classification": "error", "segmentation": "pixel_accuracy", "contrastive": "chance"}
     assert 0 <= metrics(tmp_path / "run")[-1][f"val_{new[task]}"] <= 1
+
+
+@pytest.mark.slow
+def test_example_of_own_transforms_trains(bake, image_folder, tmp_path):
+    project = bake()
+    page = (ROOT / "docs" / "tutorials" / "own_data.md").read_text(encoding="utf-8")
+    code = re.search(r"```python\n(from engine.data import DatasetWrapper.*?)```", page, re.DOTALL)[
+        1
+    ]
+    source = project / "task.py"
+    text = source.read_text(encoding="utf-8")
+    assert text.count("    return train_set, val_set\n\n\ndef prepare") == 1
+    text = text.replace("    return train_set, val_set\n\n\ndef prepare", WITH_TRANSFORMS)
+    source.write_text(f"{text}\n\n{code}", encoding="utf-8")
+    flags = ("--data", image_folder, "--decode", "cpu", "--workers", 0, "--batch-size", 2)
+    flags += ("--arch", "shufflenet_v2_x0_5", "--image-size", 32, "--epochs", 1)
+    done = run(project, *flags, "--output", tmp_path / "run", nproc=0)
+    assert done.returncode == 0, done.stderr
+    assert "transformed" in done.stderr
+
+
+# The function of the tutorial's edit, and a line that is printed when a sample is transformed.
+WITH_TRANSFORMS = """\
+    import functools, sys
+    call = Augmented.transform.forward
+
+    @functools.cache
+    def log():
+        print("transformed", file=sys.stderr)
+
+    Augmented.transform.forward = lambda image: log() or call(image)
+    return Augmented(train_set), val_set
+
+
+def prepare"""
