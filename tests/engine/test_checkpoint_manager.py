@@ -1818,15 +1818,34 @@ def test_all_ranks_read_the_same_file(two_processes: Processes, tmp_path: Path) 
         assert "last.pt: it was replaced while it was read; start again" in error
 
 
-def resumed_with_seed(folder: str, samples: int, seed: int) -> list[str]:
-    """Return the messages of a run that resumes a checkpoint of seed 1 with another one."""
+def resumed_with_seed(
+    folder: str, samples: int, seed: int, is_evaluation: bool = False, known: bool = False
+) -> list[str]:
+    """Return the messages of a run that resumes a checkpoint of seed 1 with another one.
+
+    Args:
+        known: whether the validation data has a fingerprint.
+    """
     manager = manager_of(folder, metadata={"seed": 1})
     manager.state.progress.samples = samples
     manager._means = [{"train_loss": (1.0, 1)}]
     save_and_finish(manager)
     again = manager_of(folder, metadata={"seed": seed})
-    again.resume(Path(folder, "last.pt"), 10)
+    is_same = mock.patch.object(compatibility, "is_same_val_data", return_value=True)
+    with is_same if known else contextlib.nullcontext():
+        again.resume(Path(folder, "last.pt"), 10, required=is_evaluation)
     return [line for line in again.logger if "--seed" in line]
+
+
+@pytest.mark.parametrize(
+    ("seed", "known", "is_warned"), [(1, False, False), (2, False, True), (2, True, False)]
+)
+def test_another_seed_in_an_evaluation_is_a_warning_if_the_data_is_not_known(
+    two_processes: Processes, tmp_path: Path, seed: int, known: bool, is_warned: bool
+) -> None:
+    """A validation set that is split off at random would be another one."""
+    said = two_processes(resumed_with_seed, str(tmp_path), 0, seed, True, known)[0]
+    assert ["this is another split" in line for line in said] == [True] * is_warned
 
 
 @pytest.mark.parametrize(

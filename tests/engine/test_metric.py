@@ -34,6 +34,12 @@ def test_best_is_the_better_one_of_model_and_average():
     assert MonitoredMetric("loss").best({"loss": math.nan}) == Best(-math.inf, "loss")
 
 
+def test_highest_loss_is_not_the_best():
+    with pytest.raises(UserError, match='METRIC is val_loss in task.py: METRIC_MODE must be "min"'):
+        MonitoredMetric("val_loss")
+    assert MonitoredMetric("val_loss", "min").name == "val_loss"
+
+
 def test_metrics_replace_no_other_column():
     metric = MonitoredMetric("val_accuracy", "max")
     metric.require({"val_loss": 1.0, "val_accuracy": 0.5})

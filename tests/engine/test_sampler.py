@@ -147,6 +147,30 @@ def test_change_of_the_data_without_effect_is_a_warning(tmp_path, workers: int, 
     assert [line.startswith(warning) for line in lines] == [True] * workers
 
 
+class Products(Dataset):
+    """The type of a matrix product."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        return torch.eye(2).mm(torch.eye(2)).element_size()
+
+    def collate_fn(self, samples: list) -> tuple:
+        return torch.tensor(samples), torch.tensor(self[0])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_casts_of_the_training_do_not_change_the_data(workers: int) -> None:
+    """O1 and O4 cast in the training process, which reads the samples without workers."""
+    data = SeededDataset(Products(), seed=5)
+    sampler = ResumableDistributedSampler(data, 5, num_replicas=1, rank=0)
+    loader = TrainLoader(data, sampler, batch_size=4, epochs=1, workers=workers, device=CPU)
+    with torch.autocast("cpu", torch.bfloat16):
+        for sizes, collated in loader:
+            assert sizes.tolist() == [4] * 4 and collated == 4
+
+
 def set_threads(worker: int) -> None:
     torch.set_num_threads(3 + worker)
 

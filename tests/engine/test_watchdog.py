@@ -591,6 +591,20 @@ def test_port_in_use_is_reported() -> None:
             network.serve_store("127.0.0.1", port)
 
 
+def test_name_with_addresses_of_both_families_has_that_of_ipv4(monkeypatch) -> None:
+    """torchrun and gloo take that one, whatever the order of the resolver."""
+    resolve = socket.getaddrinfo
+
+    def resolve_both(name: str | None, *args: object, **options: object) -> list:
+        ipv6 = (socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("::1", 0, 0, 0))
+        return [ipv6, *resolve("127.0.0.1" if name == "head" else name, *args, **options)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve_both)
+    with network.listen("head", 0) as listener:
+        assert listener.getsockname()[0] == "127.0.0.1"
+    assert "." in network.local_address("head")
+
+
 def test_own_addresses_are_recognized() -> None:
     assert network.is_own_address("127.0.0.1")
     assert network.is_own_address("localhost")

@@ -739,6 +739,19 @@ def test_notebook_is_refused(run, tmp_path):
     assert "n.ipynb is a notebook: convert it to a script first (jupyter nbconv" in done.stderr
 
 
+@pytest.mark.parametrize("magic", ["cell_magic('time', '', '", "line_magic('time', '"])
+def test_code_in_a_text_of_a_converted_notebook_is_refused(run, tmp_path, magic):
+    """Its steps would stay, on gradients that are still scaled."""
+    script = f"from apex import amp\nget_ipython().run_{magic}optimizer.step()')\n"
+    (tmp_path / "n.py").write_text(script)
+    done = run(*COMMAND, "migrate", "n.py", "--write")
+    assert done.returncode == 2
+    assert "n.py has code in a text, by the magic time of a notebook" in done.stderr
+    assert (tmp_path / "n.py").read_text() == script
+    (tmp_path / "n.py").write_text("get_ipython().run_line_magic('matplotlib', 'inline')\n")
+    assert "magic" not in run(*COMMAND, "migrate", "n.py").stderr
+
+
 def test_name_of_the_script_is_escaped(run, tmp_path):
     (tmp_path / "a\x1b[2J.py").write_text("x = 1\n")
     done = run(*COMMAND, "migrate", "a\x1b[2J.py")

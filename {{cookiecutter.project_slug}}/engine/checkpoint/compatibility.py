@@ -321,7 +321,13 @@ def warn_of_changed_data(
         problem = "the order of its data can't be compared with that of this data"
     elif entries["metadata"].get("by_shard", by_shard) != by_shard:
         problem = "data that is read by URL has another order than local data"
-    if problem and (rest or has_other_seed) and not is_evaluation:
+    if is_evaluation:
+        if has_other_seed and is_same_val_data(entries["metadata"], own) is None:
+            warn(
+                f"--resume {path}: it has --seed {seed}, and this run another: if the validation "
+                "data is split off at random, this is another split"
+            )
+    elif problem and (rest or has_other_seed):
         warn(f"--resume {path}: {problem}{rest}")
 
 

@@ -18,6 +18,9 @@ from engine import UserError
 from engine.data import images
 from engine.data.remote import WINDOW
 
+# O1 and O4 on the CPU would change what the training process reads, and not what its workers do.
+no_casts = partial(torch.autocast, "cpu", enabled=False)
+
 
 class SizedDataset(Protocol):
     """Data set of known length, such as every map-style ``torch.utils.data.Dataset``."""
@@ -70,7 +73,7 @@ class SeededDataset(DatasetWrapper):
 
     def __getitems__(self, indices: Sequence[int]) -> list:
         """Return the samples of a batch; a DataLoader prefers this to single samples."""
-        with nullcontext() if get_worker_info() else rng_preserved():
+        with no_casts(), nullcontext() if get_worker_info() else rng_preserved():
             self._first = indices[:1]
             seed_cpu(mix_seeds(self.seed, self.epoch, *self._first))
             if hasattr(self.dataset, "set_epoch"):
@@ -83,7 +86,7 @@ class SeededDataset(DatasetWrapper):
 
     def _collate(self, collate_fn: Callable[[list], Any], samples: list) -> Any:
         """Return the batch that was read last, with random numbers of its own, too."""
-        with nullcontext() if get_worker_info() else rng_preserved():
+        with no_casts(), nullcontext() if get_worker_info() else rng_preserved():
             seed_cpu(mix_seeds(self.seed, self.epoch, *self._first, 1))
             return collate_fn(samples)
 

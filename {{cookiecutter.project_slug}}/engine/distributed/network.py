@@ -49,10 +49,17 @@ def local_address(target: str) -> str:
 
 def _source_address(target: str) -> str:
     """Return the address of this host from which it sends to `target`."""
-    family, _, _, _, address = socket.getaddrinfo(target, 1, type=socket.SOCK_DGRAM)[0]
+    family, address = _resolve(target, 1, socket.SOCK_DGRAM)
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)  # sends nothing
         return probe.getsockname()[0]
+
+
+def _resolve(name: str | None, port: int, kind: int, flags: int = 0) -> tuple[int, tuple]:
+    """Return the family and the address of a name; of IPv4, if it has such an address, too."""
+    found = socket.getaddrinfo(name, port, type=kind, flags=flags)
+    family, _, _, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
+    return family, address
 
 
 def is_own_address(address: str) -> bool:
@@ -89,9 +96,8 @@ def _interface_address(name: str) -> str:
 
 def listen(address: str, port: int) -> socket.socket:
     """Return a socket that listens at that address of this host only; "" is all of them."""
-    kind, flags = socket.SOCK_STREAM, socket.AI_PASSIVE
-    info = socket.getaddrinfo(address or None, port, type=kind, flags=flags)[0]
-    return socket.create_server(info[4][:2], family=info[0])
+    family, place = _resolve(address or None, port, socket.SOCK_STREAM, socket.AI_PASSIVE)
+    return socket.create_server(place[:2], family=family)
 
 
 def serve_store(address: str, port: int, timeout: timedelta = STORE_TIMEOUT) -> dist.TCPStore:

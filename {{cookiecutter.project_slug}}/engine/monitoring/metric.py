@@ -32,6 +32,8 @@ class MonitoredMetric:
     def __post_init__(self) -> None:
         if self.mode not in ("max", "min"):
             raise UserError(f'METRIC_MODE is {self.mode!r} in task.py: use "max" or "min"')
+        if (self.name, self.mode) == ("val_loss", "max"):
+            raise UserError('METRIC is val_loss in task.py: METRIC_MODE must be "min" there')
 
     @staticmethod
     def with_suffix(results: Mapping[str, Any], suffix: str) -> dict[str, float]:

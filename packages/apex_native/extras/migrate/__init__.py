@@ -5,6 +5,7 @@ import ast
 import difflib
 import io
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -17,6 +18,8 @@ from .report import PREFIX, Report
 
 USAGE = "apex-native migrate SCRIPT.py [--opt-level O1] [--loss-scale dynamic] [--write]"
 MARK = f"{PREFIX}earlier"
+# nbconvert writes the code of such cells and lines as a text, which is not read.
+MAGIC = rb"""run_(?:cell|line)_magic\(\s*['"](time|timeit|capture|prun)['"]"""
 EPILOG = """Exit status: 0 all calls were rewritten; 1 some were left, each below a comment;
 2 nothing was done (usage, no such file, invalid Python, no Apex in it)."""
 
@@ -95,6 +98,20 @@ def write(path: Path, content: bytes) -> None:
         raise
 
 
+def _problem_of_notebook(path: Path, content: bytes) -> str:
+    """Return why code of a notebook, or of one that was converted, can't be read; "" if it can."""
+    if path.suffix == ".ipynb":
+        convert = f"jupyter nbconvert --to script {quote(str(path))}"
+        return f"{path} is a notebook: convert it to a script first ({convert})"
+    if magic := re.search(MAGIC, content):
+        name = magic[1].decode()
+        return (
+            f"{path} has code in a text, by the magic {name} of a notebook: remove it there, and "
+            "convert the notebook again"
+        )
+    return ""
+
+
 def main(arguments: list[str]) -> int:
     """Run the command, and return its exit status."""
     parser = argparse.ArgumentParser(usage=USAGE, epilog=EPILOG)
@@ -113,15 +130,14 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--write", action="store_true", help="write the file, not a diff")
     args = parser.parse_args(arguments)
-    if args.script.suffix == ".ipynb":
-        convert = f"jupyter nbconvert --to script {quote(str(args.script))}"
-        return _fail(f"{args.script} is a notebook: convert it to a script first ({convert})")
     try:
         import libcst as cst
     except ImportError:
         return _fail("needs libcst: pip install 'apex-native[migrate]'")
     try:
         old = args.script.read_bytes()
+        if problem := _problem_of_notebook(args.script, old):
+            return _fail(problem)
         new, report = migrate(old, args.opt_level, args.loss_scale)
     except OSError as error:
         return _fail(f"cannot read {args.script}: {error.strerror}")
