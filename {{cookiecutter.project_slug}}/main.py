@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 
 import task
 from engine import cli, distributed, flags, optim
-from engine.backend import Backend, in_fp32, load_backend, unwrap
+from engine.backend import Backend, load_backend, unwrap
 from engine.blocks import checkpoint_activations
 from engine.checkpoint import CheckpointManager, Progress, TrainingState
 from engine.checkpoint.compatibility import use_saved_classes
@@ -546,7 +546,7 @@ def train_one_epoch(run: Run) -> dict[str, Any]:
         progress.samples += images_per_batch * len(batches)  # TrainLoader's batches are full
         progress.step += 1
         if logger.is_due(progress.step):
-            # On a GPU, the record is that of the previous logging step, so that nothing waits.
+            # On a GPU, of the previous logging step, so that the CPU does not wait for the GPU.
             lr = run.optimizer.param_groups[0]["lr"]
             record = logger.log_step(bar, meter, progress.step, lr, run.backend.loss_scale())
             first_step.check_finite(record, run.model, inputs)
@@ -605,8 +605,7 @@ def evaluate(run: Run, batches: Sequence | DataLoader) -> dict[str, float]:
             for suffix, model in run.eval_models.items():
                 outputs = model(inputs)
                 nans[suffix].update(outputs)
-                update = run.metrics[suffix].update
-                run.backend.without_casts(update, in_fp32(outputs), targets)
+                run.backend.update_metrics(run.metrics[suffix].update, outputs, targets)
         run.watchdog.enter("computing the metrics")
         for suffix, metrics in run.metrics.items():
             values = run.backend.without_casts(metrics.compute)
@@ -689,6 +688,9 @@ def train(run: Run, resumed: Path | None) -> None:
     logger.open(config, resumed, progress, cli.settings(run.args))
     # The row of an epoch is pending from its last step until it is validated: a run that was
     # stopped in between resumes with the validation.
+    if progress.pending_row and isinstance(run.data.train_loader, TrainLoader):
+        run.data.sampler.set_epoch(progress.epoch, progress.samples)
+        run.data.train_loader.start()  # before `show_samples` reads samples in this process
     while progress.pending_row or not is_finished(run):
         if not progress.pending_row:
             row = train_one_epoch(run)

@@ -333,3 +333,17 @@ def test_parameters_that_a_script_puts_into_the_groups_are_unscaled(level, loss_
         assert rows.grad.tolist() == [0.5] * 3
         optimizer.step()
         torch.testing.assert_close(rows.detach(), torch.full((3,), value - 0.05))
+
+
+def test_masters_of_replaced_half_parameters_are_dropped():
+    model = nn.Linear(4, 3)
+    model, optimizer = initialize(model, sgd(model, momentum=0.9), "O5")
+    for _ in range(3):
+        rows = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+        optimizer.param_groups[0]["params"][1] = rows
+        backward(rows.float().sum() + model.weight.float().sum(), optimizer)
+        optimizer.step()
+        assert torch.allclose(rows.float(), torch.full((3,), 0.9), atol=0.01)
+    assert len(optimizer._amp_stash.masters) == len(optimizer.state) == 2
+    assert [*map(len, optimizer._amp_stash.fp16_groups)] == [2]
+    repr(optimizer._amp_stash)

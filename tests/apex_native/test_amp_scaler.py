@@ -1,6 +1,7 @@
 """Loss scales and overflows: skipped steps, growth, limits, no waiting for the device."""
 
 import functools
+import types
 
 import pytest
 import torch
@@ -264,7 +265,29 @@ def test_replaced_update_scale_decides(monkeypatch, is_of_class):
         optimizer.zero_grad()
         changes.append(not same(before, weights(model)))
     assert found == [False, False, False, True]
-    assert changes == [True, False, True, True]  # its word counts, as in Apex
+    assert changes == [True, False, True, True]  # as its result says, in Apex, too
+
+
+@pytest.mark.parametrize("with_scheduler", [False, True])
+def test_step_that_a_script_puts_in_place_is_skipped_once(with_scheduler):
+    """Such as a step of its own that a callback sets after ``initialize``."""
+    model, optimizer = prepare("O0", loss_scale="dynamic")
+    calls = []
+
+    def own_step(self, closure=None):
+        calls.append(1)
+        for parameter in model.parameters():
+            parameter.data -= 0.1 * parameter.grad
+
+    optimizer.step = own = types.MethodType(own_step, optimizer)
+    if with_scheduler:
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    for factor in (1.0, float("inf"), float("inf"), 1.0):
+        backward(model.eval()(torch.ones(1, 4)).sum() * factor, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(calls) == 2 and all(map(torch.all, map(torch.isfinite, weights(model).values())))
+    assert with_scheduler or optimizer.step == own
 
 
 class OwnStep(FusedAdam):

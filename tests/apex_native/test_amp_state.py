@@ -331,3 +331,13 @@ def test_state_is_recognized_as_initialized(monkeypatch):
     prepare("O1")
     assert [hasattr(state, name) for name in names] == [True, True]
     assert state.opt_properties.enabled
+    state.loss_scalers = [*state.loss_scalers]  # may be set, too
+    assert state.scalers is state.loss_scalers
+
+
+def test_half_models_are_accepted_if_the_script_says_so(monkeypatch):
+    model = nn.Linear(2, 2).half()
+    with pytest.raises(RuntimeError, match="is fp16 already"):
+        amp.initialize(model, opt_level="O3", verbosity=0)
+    monkeypatch.setattr(amp._amp_state, "allow_incoming_model_not_fp32", True)
+    amp.initialize(model, opt_level="O3", verbosity=0)

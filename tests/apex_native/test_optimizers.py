@@ -186,6 +186,19 @@ class OwnStep(FusedAdam):
                 parameter.data -= group["lr"] * parameter.grad
 
 
+class OwnSettings(FusedAdam):
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self._step_supports_amp_scaling = False
+
+
+def test_subclasses_may_state_whether_they_skip():
+    given = [nn.Parameter(torch.ones(3))]
+    kinds = (FusedAdam, OwnStep, OwnSettings, pickle.loads(pickle.dumps(FusedAdam)))
+    found = [kind(given)._step_supports_amp_scaling for kind in kinds]
+    assert found == [True, False, False, True]
+
+
 def test_gradscaler_skips_the_step_of_a_subclass(device):
     """Which does not have the kernel that skips it."""
     parameter = nn.Parameter(torch.ones(3, device=device))

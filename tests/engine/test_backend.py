@@ -1,6 +1,7 @@
 """Adapter of real Apex, for which a fake of release 25.05 stands in, and of apex_native."""
 
 import contextlib
+from collections import namedtuple
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -76,6 +77,30 @@ def test_functions_are_called_without_casts(name: str, level: str) -> None:
     assert product.dtype == torch.float32
     if name == "apex" and level == "O1":
         adapter.apex.amp.disable_casts.assert_called_once()
+
+
+Pair = namedtuple("Pair", ["image", "text"])
+
+
+def test_half_outputs_are_converted_and_others_kept() -> None:
+    half, double = torch.ones(2).half(), torch.ones(2).double()
+    found = backend.in_fp32({"out": [half, double], "pair": Pair(half.bfloat16(), None)})
+    assert [tensor.dtype for tensor in found["out"]] == [torch.float32, torch.float64]
+    assert found["pair"].image.dtype == torch.float32 and found["pair"].text is None
+    assert backend.in_fp32(found["out"])[0] is found["out"][0]
+
+
+def test_outputs_of_other_classes_are_left_under_the_casts() -> None:
+    """Their half tensors would be summed in half."""
+    adapter, *_ = initialized("apex_native", "O4")
+    types = []
+
+    def update(outputs: object, targets: torch.Tensor) -> None:
+        types.append(torch.mm(targets, targets).dtype)
+
+    for outputs in (SimpleNamespace(logits=torch.ones(2)), torch.ones(2)):
+        adapter.update_metrics(update, outputs, torch.eye(2))
+    assert types[0] == torch.bfloat16 and types[1] == torch.float32
 
 
 def test_the_loss_scale_is_saved_and_restored(name: str) -> None:

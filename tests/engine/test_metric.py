@@ -36,8 +36,8 @@ def test_best_is_the_better_one_of_model_and_average():
 
 def test_highest_loss_is_not_the_best():
     with pytest.raises(UserError, match='METRIC is val_loss in task.py: METRIC_MODE must be "min"'):
-        MonitoredMetric("val_loss")
-    assert MonitoredMetric("val_loss", "min").name == "val_loss"
+        MonitoredMetric("val_loss").require({"val_loss": 1.0})
+    MonitoredMetric("val_loss", "min").require({"val_loss": 1.0})
 
 
 def test_metrics_replace_no_other_column():

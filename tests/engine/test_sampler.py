@@ -171,6 +171,47 @@ def test_casts_of_the_training_do_not_change_the_data(workers: int) -> None:
             assert sizes.tolist() == [4] * 4 and collated == 4
 
 
+class Chosen(ResumableDistributedSampler):
+    """Samples that the training chooses for each epoch."""
+
+    wanted = 0
+
+    def __iter__(self):
+        return iter([self.wanted] * len(self))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_change_of_the_sampler_between_epochs_has_its_effect_at_once(workers: int) -> None:
+    """Although workers read the first batches of an epoch ahead."""
+    data = SeededDataset(Numbers(), seed=5)
+    sampler = Chosen(data, 5, num_replicas=1, rank=0)
+    loader = TrainLoader(data, sampler, batch_size=4, epochs=3, workers=workers, device=CPU)
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        sampler.wanted = 7 * epoch
+        assert {int(index) for batch in loader for index in batch[:, 0]} == {7 * epoch}
+
+
+class Opened(Numbers):
+    """The process that has opened the data set at its first sample."""
+
+    opened = None
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.opened = self.opened or os.getpid()
+        return torch.tensor([self.opened])
+
+
+def test_workers_that_are_started_share_nothing_that_is_opened_later() -> None:
+    """As for the picture of a validation with which a run resumes."""
+    data = SeededDataset(Opened(), seed=5)
+    sampler = ResumableDistributedSampler(data, 5, num_replicas=1, rank=0)
+    loader = TrainLoader(data, sampler, batch_size=4, epochs=1, workers=1, device=CPU)
+    loader.start()
+    select_batch(data, [0])
+    assert os.getpid() not in {int(process) for batch in loader for process in batch[:, 0]}
+
+
 def set_threads(worker: int) -> None:
     torch.set_num_threads(3 + worker)
 

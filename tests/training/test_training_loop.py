@@ -494,6 +494,10 @@ def train_with_changed_rates(folder: Path, output: Path, is_late: bool) -> list[
         inputs = train_step(run, *arguments)
         if is_late:
             schedulers[0].step()
+        if run.progress.step == 2:  # which changes no other rate
+            added = nn.Parameter(torch.ones(1), requires_grad=False)
+            run.optimizer.add_param_group({"params": [added], "lr": 0.1})
+            run.base_lrs.append(0.1)
         return inputs
 
     with (

@@ -33,7 +33,7 @@ SUFFIX = ".tmp"  # of a file that `replacing` has not completed
 RUN_MODULE = """import sys; sys.path[:] = filter(None, sys.path); import runpy
 runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)"""
 
-# That of a notebook which has started this program, whose environment may lack it.
+# Jupyter sets it for the programs that it starts, whose environment may lack that module.
 if os.environ.get("MPLBACKEND", "").startswith("module://") and "ipykernel" not in sys.modules:
     os.environ["MPLBACKEND"] = "agg"
 

@@ -4,6 +4,7 @@ All that differs between the two is in here; no other module reads private attri
 """
 
 import importlib
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.optim import Optimizer
 
 import apex_native
-from apex_native.amp.casting import HALF_TYPES, cast_tensors, nested_tensors
+from apex_native.amp.casting import HALF_TYPES
 from engine import UserError, distributed
 from engine.models import convert_norms
 
@@ -62,6 +63,19 @@ class Backend:
         """Call `function` without the casts of O1 and O4, which would round a metric's sums."""
         with self._casts_disabled():
             return function(*args)
+
+    def update_metrics(self, update: Callable, outputs: Any, targets: Any) -> None:
+        """Call `update` with a model's outputs in fp32, without casts.
+
+        Outputs of other classes than tensors, lists, tuples and dicts stay as they are, and so do
+        the casts then.
+        """
+        try:
+            outputs = in_fp32(outputs)
+        except TypeError:
+            update(outputs, targets)
+        else:
+            self.without_casts(update, outputs, targets)
 
     def _casts_disabled(self) -> AbstractContextManager:
         return self.apex.amp.disable_casts()
@@ -236,9 +250,22 @@ class ApexBackend(Backend):
 
 
 def in_fp32(value: Any) -> Any:
-    """Return a tensor, or nested containers of them, with half tensors as fp32."""
-    is_half = any(tensor.dtype in HALF_TYPES for tensor in nested_tensors(value))
-    return cast_tensors(value, torch.float32) if is_half else value
+    """Return a tensor, or those in lists, tuples and dicts, in fp32 if they are half.
+
+    Raises TypeError for objects of other classes, which may hold half tensors.
+    """
+    kind = type(value)
+    if isinstance(value, Tensor):
+        return value.float() if value.dtype in HALF_TYPES else value
+    if kind in (dict, OrderedDict):
+        return kind((key, in_fp32(item)) for key, item in value.items())
+    if kind in (list, tuple):
+        return kind(map(in_fp32, value))
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return kind(*map(in_fp32, value))
+    if value is None or isinstance(value, int | float | str):
+        return value
+    raise TypeError(f"a {kind.__name__} can't be converted")
 
 
 def is_sharded(model: nn.Module) -> bool:

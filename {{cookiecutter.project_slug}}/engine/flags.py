@@ -171,9 +171,7 @@ def complete_arguments(
     if args.keep_batchnorm_fp32 is not None and OPT_LEVELS[args.opt_level].patch_torch_functions:
         parser.error(f"--keep-batchnorm-fp32 is for cast weights; {args.opt_level} casts none")
     if ddp == "dataparallel" and args.opt_level == "O4":
-        parser.error(
-            "--opt-level O4: its casts don't reach DataParallel's threads; use O5 for bf16"
-        )
+        parser.error("--opt-level O4: DataParallel's threads cast to float16; use O5 for bfloat16")
     if ddp != "dataparallel" and args.cuda_graphs and args.accumulate > 1:
         parser.error("--accumulate: --cuda-graphs keep no gradients from one batch to the next")
     if args.output is None:

@@ -66,7 +66,7 @@ def check_models(models: list[nn.Module]) -> None:
                 "amp.initialize first and wrap what it returns."
             )
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if tensor.dtype == torch.float16:
+            if tensor.dtype == torch.float16 and not _amp_state.allow_incoming_model_not_fp32:
                 raise RuntimeError(
                     f"amp.initialize was given a model whose {name} is fp16 already: leave the "
                     "model in fp32, initialize casts it as the opt_level requires."

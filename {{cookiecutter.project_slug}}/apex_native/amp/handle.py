@@ -1,6 +1,7 @@
 """``scale_loss``, and what it needs of an optimizer: masters, stashed gradients, skipped steps."""
 
 import contextlib
+import inspect
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -40,6 +41,8 @@ class AmpStash:
     # scaled. Another optimizer's block may change the scaler's own scale meanwhile.
     delayed: tuple[LossScaler, Tensor | float] | None = None
     open_blocks: int = 0  # of ``scale_loss``, which may be nested
+    step: Any = None  # amp's, which a script may replace
+    is_skipping: bool = False  # a step of the script's
 
     # Names of Apex's stash, which scripts with an overflow check of their own read.
     all_fp16_params = property(
@@ -47,10 +50,10 @@ class AmpStash:
     )
     all_fp32_from_fp16_params = property(lambda self: list(self.masters.values()))
     already_patched = property(lambda self: bool(self.found_inf))  # the next step is skipped
-    # For each group; only with masters, by which FusedSGD of an installed Apex recognizes them.
-    fp16_groups: list[list[Tensor]] = field(init=False)
-    fp32_from_fp16_groups: list[list[Tensor]] = field(init=False)
-    fp32_from_fp32_groups: list[list[Tensor]] = field(init=False)
+    # For each group. They are there with masters only: FusedSGD of an installed Apex asks for that.
+    fp16_groups: list[list[Tensor]] = field(init=False, repr=False)
+    fp32_from_fp16_groups: list[list[Tensor]] = field(init=False, repr=False)
+    fp32_from_fp32_groups: list[list[Tensor]] = field(init=False, repr=False)
 
 
 def master_pairs(optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:
@@ -119,7 +122,8 @@ def scale_loss(
     if scaler.dynamic and delay_overflow_check:
         scaler._overflow_buf = reduce(torch.maximum, found).int().reshape(1)
     elif scaler.dynamic:
-        _check_overflow(stashes, scaler, reduce(torch.maximum, found))
+        given = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
+        _check_overflow(given, scaler, reduce(torch.maximum, found))
     elif not delay_overflow_check:
         scaler.counter += 1  # as Apex, whose scripts read it after a step
 
@@ -139,14 +143,16 @@ def _stashes_of(optimizers: Optimizer | list[Optimizer], master_weights: bool) -
 def _adopt_new(optimizer: Any, master_weights: bool) -> None:
     """Record parameters that a script has put into the groups itself, or has unfrozen."""
     stash: AmpStash = optimizer._amp_stash
-    stepped = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    is_known = {*map(id, stepped)} <= {*map(id, stash.plain), *map(id, stash.masters.values())}
+    stepped = {*map(id, chain.from_iterable(group["params"] for group in optimizer.param_groups))}
+    is_known = stepped <= {*map(id, stash.plain), *map(id, stash.masters.values())}
     if not is_known or (
         master_weights and any(p.requires_grad and p.dtype in HALF_TYPES for p in stash.plain)
     ):
-        stash.plain.clear()
-        for group in optimizer.param_groups:
-            _adopt(optimizer, group, master_weights)
+        for half, master in [*stash.masters.items()]:
+            if id(master) not in stepped:
+                del stash.masters[half]
+                optimizer.state.pop(master, None)
+        _adopt_all(optimizer, master_weights)
 
 
 def _scaler_for(stashes: list[AmpStash], loss_id: int) -> tuple[LossScaler, Tensor | float]:
@@ -184,7 +190,7 @@ def _holds_unsynced(stashes: list[AmpStash]) -> bool:
     return any(not unsynced.isdisjoint((*stash.plain, *stash.masters)) for stash in stashes)
 
 
-def _check_overflow(stashes: list[AmpStash], scaler: LossScaler, found_inf: Tensor) -> None:
+def _check_overflow(optimizers: list[Any], scaler: LossScaler, found_inf: Tensor) -> None:
     """Update the scale, and have the optimizers skip their next step if a gradient overflowed."""
     if scaler.is_patched:
         scaler._overflow_buf = found_inf.int().reshape(1)
@@ -197,9 +203,28 @@ def _check_overflow(stashes: list[AmpStash], scaler: LossScaler, found_inf: Tens
             f"the loss scale is down to {scaler.loss_scale():g}: a lower scale will not help. The "
             f"first gradient that is not finite is that of {_first_non_finite_gradient()}."
         )
-    for stash in stashes:
+    for optimizer in optimizers:
+        stash: AmpStash = optimizer._amp_stash
         earlier = stash.found_inf
         stash.found_inf = found_inf if earlier is None else earlier.maximum(found_inf)
+        _skip_replaced_step(optimizer)
+
+
+def _skip_replaced_step(optimizer: Any) -> None:
+    """Skip a step that a script has put in place of amp's, once, if a gradient overflowed."""
+    replaced, stash = optimizer.step, optimizer._amp_stash
+    inner = inspect.unwrap(replaced)  # of a scheduler's wrapper
+    if (
+        getattr(inner, "__func__", inner) is stash.step
+        or stash.is_skipping
+        or not stash.found_inf.item()
+    ):
+        return
+
+    def skip(closure: object = None) -> None:
+        optimizer.step, stash.found_inf, stash.is_skipping = replaced, None, False
+
+    optimizer.step, stash.is_skipping = skip, True
 
 
 def _first_non_finite_gradient() -> str:
@@ -222,8 +247,7 @@ def check_optimizers(optimizers: list[Optimizer]) -> None:
 def prepare_optimizer(optimizer: Any, master_weights: bool) -> None:
     """Extend `optimizer` for amp, in place."""
     optimizer._amp_stash = AmpStash()
-    for group in optimizer.param_groups:
-        _adopt(optimizer, group, master_weights)
+    _adopt_all(optimizer, master_weights)
     if optimizer.state:
         # Loading casts what is there to the parameters' types, which may be others by now.
         optimizer.load_state_dict(optimizer.state_dict())
@@ -243,10 +267,11 @@ def prepare_optimizer(optimizer: Any, master_weights: bool) -> None:
 
     def add_param_group(self: Optimizer, group: dict) -> None:
         plain_add_param_group(group)
-        _adopt(self, self.param_groups[-1], master_weights)
+        _adopt_all(self, master_weights)
 
     # Bound methods, as learning rate schedulers expect to find them.
     optimizer.step = types.MethodType(step, optimizer)
+    optimizer._amp_stash.step = step
     optimizer.zero_grad = types.MethodType(zero_grad, optimizer)
     optimizer.add_param_group = types.MethodType(add_param_group, optimizer)
     # Scripts call this before they load an optimizer, because Apex creates masters late.
@@ -273,12 +298,6 @@ def _adopt(optimizer: Any, group: dict, master_weights: bool) -> None:
                 optimizer.state[master] = {name: _to_fp32(value) for name, value in state}
         else:
             stash.plain.append(parameter)
-    if master_weights:
-        halves = {master: half for half, master in stash.masters.items()}
-        groups = [group["params"] for group in optimizer.param_groups]
-        stash.fp16_groups = [[halves[p] for p in group if p in halves] for group in groups]
-        stash.fp32_from_fp16_groups = [[p for p in group if p in halves] for group in groups]
-        stash.fp32_from_fp32_groups = [[p for p in group if p not in halves] for group in groups]
     inner = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
     stepped = {p for each in inner for group in each.param_groups for p in group["params"]}
     if not stepped.isdisjoint(stash.masters):
@@ -286,6 +305,20 @@ def _adopt(optimizer: Any, group: dict, master_weights: bool) -> None:
             f"{type(optimizer).__name__} steps its parameters by an optimizer of its own, which "
             "does not train the fp32 masters: use it at opt_level O1 or O4."
         )
+
+
+def _adopt_all(optimizer: Any, master_weights: bool) -> None:
+    """Record the parameters of all groups."""
+    stash: AmpStash = optimizer._amp_stash
+    stash.plain.clear()
+    for group in optimizer.param_groups:
+        _adopt(optimizer, group, master_weights)
+    if master_weights:
+        halves = {master: half for half, master in stash.masters.items()}
+        groups = [group["params"] for group in optimizer.param_groups]
+        stash.fp16_groups = [[halves[p] for p in group if p in halves] for group in groups]
+        stash.fp32_from_fp16_groups = [[p for p in group if p in halves] for group in groups]
+        stash.fp32_from_fp32_groups = [[p for p in group if p not in halves] for group in groups]
 
 
 def _to_fp32(value: Any) -> Any:

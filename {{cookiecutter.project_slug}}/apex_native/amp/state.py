@@ -183,16 +183,30 @@ class AmpState:
         self.scalers: list[LossScaler] = []
         self.models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.verbosity = 1
+        self.allow_incoming_model_not_fp32 = False  # scripts set it
         self.device_type = "cpu"
         self.registered: list[tuple[object, str, Callable]] = []  # casts, until ``initialize``
         self.parallel_models: weakref.WeakSet[Any] = weakref.WeakSet()  # DistributedDataParallels
 
-    def __getattr__(self, name: str) -> Any:
-        """Return what scripts for Apex read, once ``initialize`` has set it."""
-        values = {"opt_properties": self.level, "loss_scalers": self.scalers}
-        if not values.get(name):
-            raise AttributeError(f"amp's state has no {name} (before amp.initialize)")
-        return values[name]
+    @property
+    def opt_properties(self) -> "Properties":  # libraries ask whether it is there
+        if self.level is None:
+            raise AttributeError("opt_properties: amp.initialize was not called")
+        return self.level
+
+    @opt_properties.setter
+    def opt_properties(self, value: "Properties") -> None:
+        self.level = value
+
+    @property
+    def loss_scalers(self) -> list[LossScaler]:
+        if not self.scalers:
+            raise AttributeError("loss_scalers: amp.initialize has made none")
+        return self.scalers
+
+    @loss_scalers.setter
+    def loss_scalers(self, value: list[LossScaler]) -> None:
+        self.scalers = value
 
 
 _amp_state = AmpState()

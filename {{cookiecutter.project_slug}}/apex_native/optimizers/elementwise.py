@@ -257,6 +257,14 @@ class FusedAdam(FusedOptimizer):
     Regularization", ICLR 2019.
     """
 
+    # amp and GradScaler set found_inf for a step; the kernel skips the update where it is not 0.
+    _step_supports_amp_scaling = True
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "step" in vars(cls) and "_step_supports_amp_scaling" not in vars(cls):
+            cls._step_supports_amp_scaling = False
+
     def __init__(  # noqa: PLR0913, Apex's signature
         self,
         params: Iterable,
@@ -277,11 +285,6 @@ class FusedAdam(FusedOptimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         defaults |= {"bias_correction": bias_correction}
         super().__init__(params, set_grad_none, amsgrad, **defaults)
-
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        # This step, not that of a subclass, skips where the found_inf of amp or GradScaler is not 0
-        return type(self).step.__module__ == __name__
 
     def _new_state(self, parameter: Tensor) -> dict[str, Tensor]:
         step = torch.zeros((), dtype=torch.float32, device=parameter.device)

@@ -61,11 +61,8 @@ class TrainLoader:
         self.sampler = sampler
         self.batch_size = batch_size
         self.batch_sampler = BatchSampler(sampler, batch_size, drop_last=True)
-        self._loader = build_loader(
-            EpochDataset(dataset),
-            batch_sampler=EpochBatches(sampler, batch_size, epochs),
-            **options,
-        )
+        self._indices = EpochBatches(sampler, batch_size, epochs)
+        self._loader = build_loader(EpochDataset(dataset), batch_sampler=self._indices, **options)
         self._batches: Iterator = iter(())
         self._position: tuple[int, int] | None = None  # of the sampler, where `_batches` continue
         self._attributes: dict[tuple[int, str], Any] = {}  # of the data that the workers copied
@@ -73,9 +70,14 @@ class TrainLoader:
     def __len__(self) -> int:
         return len(self.batch_sampler)
 
+    def start(self) -> None:
+        """Start the workers, which share no file that this process opens from now on."""
+        self._position = (self.sampler.epoch, self.sampler.start_sample)
+        self._batches = iter(self._loader)
+
     def __iter__(self) -> Iterator:
         start = (self.sampler.epoch, self.sampler.start_sample)
-        if start != self._position:
+        if start != self._position or self._indices.are_outdated():
             self._batches = iter(self._loader)
         if self._loader.num_workers:
             self._warn_of_changes()
@@ -90,12 +92,8 @@ class TrainLoader:
         attributes = _attributes(self.dataset.dataset)
         before = self._attributes or attributes
         self._attributes = attributes
-        changed = {
-            name
-            for (owner, name), value in attributes.items()
-            if value is not (old := before.get((owner, name), before))
-            and not (isinstance(value, int | float | str) and value == old)
-        }
+        common = before.keys() & attributes.keys()
+        changed = {key[1] for key in common if before[key] != attributes[key]}
         if changed:
             distributed.print_on_rank_zero(
                 f"warning: {', '.join(sorted(changed))} of the training data changed after the "
@@ -105,10 +103,14 @@ class TrainLoader:
 
 
 def _attributes(dataset: Any) -> dict[tuple[int, str], Any]:
-    """Return the attributes of a data set and of those that it wraps, by object and name."""
-    own = {(id(dataset), name): value for name, value in getattr(dataset, "__dict__", {}).items()}
-    wrapped = own.get((id(dataset), "dataset"))
-    return own if wrapped is None else own | _attributes(wrapped)
+    """Return the settings of a data set and of those that it wraps, by object and name."""
+    own = getattr(dataset, "__dict__", {})
+    settings = {
+        (id(dataset), name): value
+        for name, value in own.items()
+        if isinstance(value, int | float | str)
+    }
+    return settings | (_attributes(own["dataset"]) if "dataset" in own else {})
 
 
 class EpochDataset(Dataset):
@@ -130,12 +132,25 @@ class EpochBatches:
         self.sampler = sampler
         self.batch_size = batch_size
         self.epochs = epochs
+        self._latest: ResumableDistributedSampler | None = None  # copy of the sampler
+
+    def are_outdated(self) -> bool:
+        """Return whether the sampler was changed after the batches of its epoch were made."""
+        if self._latest is None or self._latest.epoch != self.sampler.epoch:
+            return False
+        before = vars(self._latest)
+        return any(
+            value is not before.get(name)
+            and not (isinstance(value, int | float | str) and value == before.get(name))
+            for name, value in vars(self.sampler).items()
+        )
 
     def __iter__(self) -> Iterator[tuple[int, list[int]]]:
         start_sample = self.sampler.start_sample
         for epoch in range(self.sampler.epoch, self.epochs):
             sampler = copy(self.sampler)  # which is still at the epoch that is trained
             sampler.set_epoch(epoch, start_sample)
+            self._latest = sampler
             batch_sampler = BatchSampler(sampler, self.batch_size, drop_last=True)
             batches = list(batch_sampler)
             if len(batches) != len(batch_sampler):  # the next epoch would be shifted
@@ -152,14 +167,15 @@ class EpochBatches:
 def read_batch(dataset: SeededDataset, indices: Sequence[int], workers: int) -> list[Tensor]:
     """Return the samples at `indices` as one batch, on the CPU.
 
-    If there are to be `workers`, another one reads it. Here, a file that the data set opens at its
-    first sample would be shared, with the position in it, by all workers that are forked later.
+    If there are to be `workers`, a process of its own reads it. In this one, a file that the data
+    set opens at its first sample would be shared, with the position in it, by all workers that are
+    forked later, or could not be pickled for others.
     """
     if not workers:
         return select_batch(dataset, indices)
     (batch,) = DataLoader(
         dataset,
-        batch_sampler=[indices],
+        batch_sampler=[[*indices]],
         num_workers=1,
         collate_fn=partial(collate, collate_fn=dataset.collate_fn),
         worker_init_fn=prepare_worker,

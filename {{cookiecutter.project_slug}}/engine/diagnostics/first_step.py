@@ -204,7 +204,8 @@ class FirstStepAudit:
 
     def check_learning_rates(self) -> None:
         """Log a warning once if they have changed since `check_gradients`, before they are set."""
-        if self._lrs and self._lrs != self._learning_rates() and not self._has_warned_of_lrs:
+        now = self._learning_rates()[: len(self._lrs)]  # without groups that were added
+        if self._lrs != now and not self._has_warned_of_lrs:
             self._has_warned_of_lrs = True
             self.logger.warning(
                 "the learning rate was changed after a step, as by a scheduler, without effect: "
@@ -229,6 +230,7 @@ class FirstStepAudit:
             self._frozen = [p for p in self._frozen if not p.requires_grad]
             self.is_done = False
             _require_all_trained(self.backend.trained_parameters(self.optimizer), self.module)
+            return  # they may have been unfrozen after the forward pass of this step
         if self.is_done:
             return
         trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
@@ -285,8 +287,9 @@ def _require_averaged(parameters: dict[str, nn.Parameter]) -> bool:
     if different := list(compress(parameters, is_different.tolist())):
         raise UserError(
             f"the gradients of {summarize(different)} are not averaged over the processes: call "
-            "run.model, not a model inside it, and backward() once for what it returns (if each "
-            "process is to have gradients of its own, leave check_gradients out)"
+            "run.model, not a model inside it, and backward() once for what it returns; parts that "
+            "were frozen when it was wrapped are not averaged (if each process is to have "
+            "gradients of its own, leave check_gradients out)"
         )
     return True
 

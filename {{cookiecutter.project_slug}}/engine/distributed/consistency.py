@@ -65,17 +65,20 @@ def file_digests(owners: bool = False) -> Facts:
         owners: leave out engine/ and apex_native/.
     """
     project = Path(__file__).parent.parent.parent
-    files = {Path(getattr(module, "__file__", None) or "/") for module in sys.modules.values()}
+    modules = [*sys.modules.values()]  # a thread may import others
+    files = {Path(getattr(module, "__file__", None) or "/") for module in modules}
     names = ("run.sh", "main.py", "task.py", "engine/launch.py")  # --check's ranks import none
     files |= {project / name for name in names}
-    # The environment may be in the project's folder, too.
-    left_out = {"site-packages", *(("engine", "apex_native") if owners else ())}
-    return {
+    digests = {
         str(path.relative_to(project)): _digest(path)
         for path in sorted(files)
-        if path.is_relative_to(project) and path.is_file()
-        if left_out.isdisjoint(path.relative_to(project).parts)
+        # The environment may be in the project's folder, too.
+        if path.is_relative_to(project) and "site-packages" not in path.parts and path.is_file()
     }
+    if not owners:
+        return digests
+    others = ("engine/", "apex_native/")
+    return {name: digest for name, digest in digests.items() if not name.startswith(others)}
 
 
 @cache

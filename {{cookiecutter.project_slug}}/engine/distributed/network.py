@@ -8,8 +8,10 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,17 +51,28 @@ def local_address(target: str) -> str:
 
 def _source_address(target: str) -> str:
     """Return the address of this host from which it sends to `target`."""
-    family, address = _resolve(target, 1, socket.SOCK_DGRAM)
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)  # sends nothing
-        return probe.getsockname()[0]
+
+    def source(family: int, address: tuple) -> str:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # sends nothing
+            return probe.getsockname()[0]
+
+    return _use_address(source, target, 1, socket.SOCK_DGRAM)
 
 
-def _resolve(name: str | None, port: int, kind: int, flags: int = 0) -> tuple[int, tuple]:
-    """Return the family and the address of a name; of IPv4, if it has such an address, too."""
+def _use_address(
+    use: Callable[[int, tuple], Any], name: str | None, port: int, kind: int, flags: int = 0
+) -> Any:
+    """Return what `use` returns for the family and address of a name: one of IPv4 if possible."""
     found = socket.getaddrinfo(name, port, type=kind, flags=flags)
-    family, _, _, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
-    return family, address
+    found.sort(key=lambda one: one[0] != socket.AF_INET)
+    for family, _, _, _, address in found[:-1]:
+        try:
+            return use(family, address)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise
+    return use(found[-1][0], found[-1][4])
 
 
 def is_own_address(address: str) -> bool:
@@ -96,8 +109,12 @@ def _interface_address(name: str) -> str:
 
 def listen(address: str, port: int) -> socket.socket:
     """Return a socket that listens at that address of this host only; "" is all of them."""
-    family, place = _resolve(address or None, port, socket.SOCK_STREAM, socket.AI_PASSIVE)
-    return socket.create_server(place[:2], family=family)
+
+    def serve(family: int, place: tuple) -> socket.socket:
+        return socket.create_server(place[:2], family=family)
+
+    kind, flags = socket.SOCK_STREAM, socket.AI_PASSIVE
+    return _use_address(serve, address or None, port, kind, flags)
 
 
 def serve_store(address: str, port: int, timeout: timedelta = STORE_TIMEOUT) -> dist.TCPStore:

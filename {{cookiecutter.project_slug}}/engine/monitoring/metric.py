@@ -32,8 +32,6 @@ class MonitoredMetric:
     def __post_init__(self) -> None:
         if self.mode not in ("max", "min"):
             raise UserError(f'METRIC_MODE is {self.mode!r} in task.py: use "max" or "min"')
-        if (self.name, self.mode) == ("val_loss", "max"):
-            raise UserError('METRIC is val_loss in task.py: METRIC_MODE must be "min" there')
 
     @staticmethod
     def with_suffix(results: Mapping[str, Any], suffix: str) -> dict[str, float]:
@@ -78,6 +76,8 @@ class MonitoredMetric:
                 f"Metrics.compute in task.py returns {bad[0]!a}: use at most {MAX_NAME} printable "
                 "characters, and plain spaces, in its name"
             )
+        if (self.name, self.mode) == ("val_loss", "max"):
+            raise UserError('METRIC is val_loss in task.py: METRIC_MODE must be "min"')
         if self.name.endswith(AVERAGE):
             raise UserError(
                 f"METRIC is {self.name} in task.py: set it to {self.name.removesuffix(AVERAGE)}; "

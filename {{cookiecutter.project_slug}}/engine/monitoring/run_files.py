@@ -26,7 +26,7 @@ POSITION = ("epoch", "step")
 MAX_COUNT = 2**53  # of steps and the like; a float holds larger integers inexactly
 METRIC, METRIC_MODE, LAUNCH, DISCARDED = "METRIC", "METRIC_MODE", "LAUNCH", "DISCARDED"
 FILES = "FILES"
-FACTS = (METRIC, METRIC_MODE, LAUNCH, DISCARDED, FILES)  # in config.json, beside the flags
+FACTS = (METRIC, METRIC_MODE, LAUNCH, DISCARDED, FILES)  # in config.json, in addition to flags
 
 
 @dataclass

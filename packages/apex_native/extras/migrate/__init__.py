@@ -19,7 +19,7 @@ from .report import PREFIX, Report
 USAGE = "apex-native migrate SCRIPT.py [--opt-level O1] [--loss-scale dynamic] [--write]"
 MARK = f"{PREFIX}earlier"
 # nbconvert writes the code of such cells and lines as a text, which is not read.
-MAGIC = rb"""run_(?:cell|line)_magic\(\s*['"](time|timeit|capture|prun)['"]"""
+MAGIC = rb"""(?m)^[^#\n]*run_(?:cell|line)_magic\(\s*['"](time|timeit|capture|prun)['"]"""
 EPILOG = """Exit status: 0 all calls were rewritten; 1 some were left, each below a comment;
 2 nothing was done (usage, no such file, invalid Python, no Apex in it)."""
 
@@ -106,8 +106,8 @@ def _problem_of_notebook(path: Path, content: bytes) -> str:
     if magic := re.search(MAGIC, content):
         name = magic[1].decode()
         return (
-            f"{path} has code in a text, by the magic {name} of a notebook: remove it there, and "
-            "convert the notebook again"
+            f"{path}: the code of a cell or line with %{name} is a string here, and is not read: "
+            f"remove %{name} from the notebook, and convert it again"
         )
     return ""
 

@@ -568,7 +568,8 @@ class Analysis(Optimizers):
         names = names_in(module)
         if names & {"BCELoss", "binary_cross_entropy"}:
             self.usage.reasons.append("autocast refuses BCELoss on GPUs; use BCEWithLogitsLoss")
-        if self.usage.level == "O4" and "DataParallel" in names:
+        called = {name.rpartition(".")[2] for name, _ in self.calls}
+        if self.usage.level == "O4" and "DataParallel" in called:
             self.usage.reasons.append(
                 "DataParallel's threads cast to float16, whatever autocast is given; use "
                 "DistributedDataParallel, or O1"
