@@ -209,21 +209,7 @@ def build_data(
 ) -> Data:
     """Build the data loaders: each process trains on its own shard, reshuffled every epoch."""
     if args.dummy:
-        batch = task.dummy_batch(args.batch_size, device, **args.model_options)
-        batch = to_device(batch, device, memory_format)
-        repeated = RepeatedBatch(batch, DUMMY_STEPS, dist.get_world_size())
-        classes = [str(number) for number in range(task.DUMMY_CLASSES)]
-        sample = [tensor[:2].cpu() for tensor in batch]
-        return Data(
-            train_loader=repeated,
-            sampler=repeated,
-            batches_per_epoch=DUMMY_STEPS,
-            val_loader=[batch],
-            data_sets={},
-            classes=classes,
-            sample=sample,
-            val_sample=sample,
-        )
+        return build_dummy_data(args, device, memory_format)
     train_set, val_set = task.build_datasets(args)
     train_set = skip_broken(train_set, args.skip_broken, args.output, args.data)
     val_set = skip_broken(val_set, args.skip_broken, args.output, args.data)
@@ -257,6 +243,26 @@ def build_data(
         classes=class_names(train_set),
         sample=to_device(sample, torch.device("cpu"), memory_format),
         val_sample=to_device(val_sample, torch.device("cpu"), memory_format),
+    )
+
+
+def build_dummy_data(
+    args: argparse.Namespace, device: torch.device, memory_format: torch.memory_format
+) -> Data:
+    """Return one synthetic batch, which is repeated."""
+    batch = task.dummy_batch(args.batch_size, device, **args.model_options)
+    batch = to_device(batch, device, memory_format)
+    repeated = RepeatedBatch(batch, DUMMY_STEPS, dist.get_world_size())
+    sample = [tensor[:2].cpu() for tensor in batch]
+    return Data(
+        train_loader=repeated,
+        sampler=repeated,
+        batches_per_epoch=DUMMY_STEPS,
+        val_loader=[batch],
+        data_sets={},
+        classes=[str(number) for number in range(task.DUMMY_CLASSES)],
+        sample=sample,
+        val_sample=sample,
     )
 
 
