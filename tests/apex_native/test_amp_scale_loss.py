@@ -347,3 +347,17 @@ def test_masters_of_replaced_half_parameters_are_dropped():
     assert len(optimizer._amp_stash.masters) == len(optimizer.state) == 2
     assert [*map(len, optimizer._amp_stash.fp16_groups)] == [2]
     repr(optimizer._amp_stash)
+
+
+def test_zero_grad_drops_gradients_at_o2():
+    """Apex zeroes those of batch norms; torch's optimizers then move what a step does not use."""
+    options = {"momentum": 0.9, "weight_decay": 0.1}
+    model, optimizer = prepare("O2", lambda model: sgd(model, **options))
+    backward(model(torch.randn(4, 4)).sum() / 2**20, optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+    assert {parameter.grad for parameter in amp.master_params(optimizer)} == {None}
+    before = model.norm.weight.clone()
+    backward(model.last(torch.randn(4, 8).to(model.last.weight.dtype)).sum() / 2**20, optimizer)
+    optimizer.step()
+    assert torch.equal(model.norm.weight, before)
