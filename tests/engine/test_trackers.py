@@ -112,6 +112,7 @@ def test_mlflow_has_all_of_a_resumed_run(mlflow, tracked, tmp_path):
     assert artifacts == {"validation", "validation/epoch_001.png", "curves.png"}
 
 
+@pytest.mark.slow
 def test_delivery_ignores_modules_of_the_current_folder(mlflow, tracked, tmp_path, monkeypatch):
     (tmp_path / "engine.py").write_text("raise SystemExit('a stray module')\n")
     monkeypatch.chdir(tmp_path)
@@ -121,6 +122,7 @@ def test_delivery_ignores_modules_of_the_current_folder(mlflow, tracked, tmp_pat
     assert history(mlflow, the_run(mlflow, tracked), "step/lr") == [1]
 
 
+@pytest.mark.slow
 def test_mlflow_has_each_metric_of_a_class_whatever_its_name(mlflow, tracked, tmp_path):
     """Names may differ only in characters that it refuses, or be no paths to it."""
     names = ("<5 mm", ">5 mm", "no//ne", "..", ".", "a/b", "/", "end/", "é: x.y-z_")
@@ -147,6 +149,7 @@ def test_password_in_the_address_is_kept_nowhere(mlflow, tracked, tmp_path, monk
     assert not [path for path in files if b"s3cr3t-w0rd" in path.read_bytes()]
 
 
+@pytest.mark.slow
 def test_run_on_another_host_continues_without_the_queue(mlflow, tracked, tmp_path):
     """The checkpoint has the run's id and its rows; MLflow knows which of them it has."""
     first = open_logger(tmp_path / "run")
@@ -167,6 +170,7 @@ def test_run_on_another_host_continues_without_the_queue(mlflow, tracked, tmp_pa
     assert history(mlflow, run, "epoch/val_loss") == [10, 20]
 
 
+@pytest.mark.slow
 def test_checkpoint_of_another_folder_starts_a_run_of_its_own(mlflow, tracked, tmp_path):
     first = open_logger(tmp_path / "first")
     first.log_epoch(row(1))
@@ -606,6 +610,7 @@ def test_trackio_has_each_step_once(tmp_path, monkeypatch, capsys):
     assert json.loads(config)["seed"] == "0"
 
 
+@pytest.mark.slow
 def test_process_that_is_killed_is_started_again(mlflow, tracked, tmp_path):
     """Such as by a lack of memory."""
     logger = open_logger(tmp_path / "run")
