@@ -247,7 +247,7 @@ def test_backend_of_a_notebook_in_another_environment_is_not_used(write_run):
     folder = write_run("a", [row(1)])
     command = [sys.executable, "-m", "engine.monitoring.curves", folder]
     paths = {"PYTHONPATH": str(Path(curves.__file__).parents[2])}
-    environment = os.environ | paths | {"MPLBACKEND": "module://missing.backend"}
+    environment = os.environ | paths | {"MPLBACKEND": "module://matplotlib_inline.backend_inline"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
 
