@@ -200,7 +200,7 @@ def test_subclasses_may_state_whether_they_skip():
 
 
 def test_gradscaler_skips_the_step_of_a_subclass(device):
-    """Which does not have the kernel that skips it."""
+    """A step of its own does not use the kernel that skips on the device."""
     parameter = nn.Parameter(torch.ones(3, device=device))
     scaler, optimizer = torch.amp.GradScaler(device.type), OwnStep([parameter], lr=0.5)
     for factor, expected in ((float("inf"), 1.0), (1.0, 0.5)):

@@ -101,7 +101,8 @@ def scale_loss(
             f"amp.initialize prepared models on the CPU, and the loss is on {loss.device}: move "
             "the models there first, then call amp.initialize."
         )
-    stashes = _stashes_of(optimizers, bool(level.master_weights))
+    given = _prepared(optimizers, bool(level.master_weights))
+    stashes: list[AmpStash] = [optimizer._amp_stash for optimizer in given]
     scaler, factor = _scaler_for(stashes, loss_id)
     # The gradients' types were settled in the forward pass: the backward pass runs without casts.
     if not (scaler.dynamic or level.master_weights) and factor == 1.0:
@@ -122,14 +123,13 @@ def scale_loss(
     if scaler.dynamic and delay_overflow_check:
         scaler._overflow_buf = reduce(torch.maximum, found).int().reshape(1)
     elif scaler.dynamic:
-        given = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
         _check_overflow(given, scaler, reduce(torch.maximum, found))
     elif not delay_overflow_check:
         scaler.counter += 1  # as Apex, whose scripts read it after a step
 
 
-def _stashes_of(optimizers: Optimizer | list[Optimizer], master_weights: bool) -> list[AmpStash]:
-    """Return amp's state of each optimizer. Raises RuntimeError if one has none."""
+def _prepared(optimizers: Optimizer | list[Optimizer], master_weights: bool) -> list[Any]:
+    """Return the optimizers as a list. Raises RuntimeError if one has no state of amp."""
     given: list[Any] = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
     if not given:
         raise RuntimeError("amp.scale_loss was given no optimizer.")
@@ -137,7 +137,7 @@ def _stashes_of(optimizers: Optimizer | list[Optimizer], master_weights: bool) -
         raise RuntimeError("amp.scale_loss needs optimizers that amp.initialize returned.")
     for optimizer in given:
         _adopt_new(optimizer, master_weights)
-    return [optimizer._amp_stash for optimizer in given]
+    return given
 
 
 def _adopt_new(optimizer: Any, master_weights: bool) -> None:

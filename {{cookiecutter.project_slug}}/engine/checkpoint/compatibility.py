@@ -242,7 +242,7 @@ def warn_of_changed_files(
     changed = [name for name in here if there.get(name, here[name]) != here[name]]
     changed.sort(key=lambda name: "/" in name)  # the owner's files first
     if not is_training:
-        others = ("main.py", "run.sh", "engine/", "apex_native/")
+        others = ("main.py", "run.sh", *consistency.LIBRARIES)
         changed = [name for name in changed if not name.startswith(others)]
     if changed:
         warn(f"{checkpoint}: files differ from those that saved it: {summarize(changed)}")

@@ -19,6 +19,7 @@ from torch.utils.data import IterableDataset
 
 from engine import PeerError, UserError, distributed, fingerprint, log_line
 
+LIBRARIES = ("engine/", "apex_native/")  # files that are not the owner's
 MAX_CLOCK_DIFFERENCE_S = 5.0  # torchrun's rendezvous takes a host that is 15 s behind for lost
 IGNORED = -100  # label without a loss, by default, in torch's
 HOST_SETTINGS = (  # may differ between hosts
@@ -62,7 +63,7 @@ def file_digests(owners: bool = False) -> Facts:
     A file is read once after each `collect_facts`: it may be edited while the run reads its data.
 
     Args:
-        owners: leave out engine/ and apex_native/.
+        owners: leave out the LIBRARIES.
     """
     project = Path(__file__).parent.parent.parent
     modules = [*sys.modules.values()]  # a thread may import others
@@ -77,8 +78,7 @@ def file_digests(owners: bool = False) -> Facts:
     }
     if not owners:
         return digests
-    others = ("engine/", "apex_native/")
-    return {name: digest for name, digest in digests.items() if not name.startswith(others)}
+    return {name: digest for name, digest in digests.items() if not name.startswith(LIBRARIES)}
 
 
 @cache
