@@ -51,6 +51,10 @@ def work(
         else:
             store = dist.TCPStore("127.0.0.1", port, None, False, timeout, wait_for_workers=False)
         PeerMonitor.connect(store, rank, "127.0.0.1")
+        # As the comparison of the processes in a run: rank 0's fork would keep a connection open
+        # that its thread is just accepting.
+        store.set(f"connected {rank}", "")
+        store.wait([f"connected {other}" for other in range(world_size)])
         if os.fork() == 0:  # as a data loader's worker, which may outlive its process for seconds
             os.closerange(0, 3)
             time.sleep(60)
