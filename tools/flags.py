@@ -17,18 +17,26 @@ from cookiecutter.main import cookiecutter
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "reference" / "flags.md"
-# Answers of projects with other flags than the default project.
-PROJECTS = ("task=segmentation", "task=contrastive", "fused_adam=no", "ddp=dataparallel")
+# Answers of projects with other flags than the default project, and the answers that they require.
+PROJECTS = {
+    "task=segmentation": {},
+    "task=contrastive": {},
+    "fused_adam=no": {},
+    "sync_bn=no": {},
+    "ddp=torch": {},
+    "ddp=fsdp": {"opt_level": "O4"},
+    "ddp=dataparallel": {"sync_bn": "no"},
+}
 INTRODUCTION = """# Flags
 
 `./run.sh [flags]` accepts these flags; `./run.sh --help` prints those of your project, whose
 answers decide some defaults and flags. The tables are those of a default project.
 `--config FILE.json` sets defaults, which the command line overrides. A flag without a value, other
-than `--json`, also has a form that begins with `--no-`. Projects with `ddp: fsdp` also have
-`--cpu-offload` and `--reshard-after-forward`, see [large models](../large_models.md).
+than `--json`, also has a form that begins with `--no-`.
 """
 # Runs in a project: prints the flags of its parser as JSON, {group: [[names, default, help], …]}.
 READER = """
+import argparse
 import json
 import main
 from engine import cli
@@ -41,7 +49,8 @@ class RecordedGroup(cli.ArgumentGroup):
     def add_argument(self, *names, **options):
         one = super().add_argument(*names, **options)
         row = [one.option_strings, one.metavar or "", list(one.choices or [])]
-        self.flags.append([*row, one.help % vars(one)])
+        if one.help != argparse.SUPPRESS:
+            self.flags.append([*row, one.help % vars(one)])
         return one
 
 def read(parser, *_):
@@ -60,9 +69,7 @@ def read_flags(answer: str = "") -> dict[str, list]:
     from fresh import copy_template
 
     name, _, value = answer.partition("=")
-    context = {name: value} if answer else {}
-    if value == "dataparallel":
-        context["sync_bn"] = "no"  # as it requires
+    context = {name: value, **PROJECTS[answer]} if answer else {}
     with tempfile.TemporaryDirectory() as folder:
         template, output = Path(folder, "template"), Path(folder, "output")
         template.mkdir()
