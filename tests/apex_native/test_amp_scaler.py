@@ -268,6 +268,20 @@ def test_replaced_update_scale_decides(monkeypatch, is_of_class):
     assert changes == [True, False, True, True]  # as its result says, in Apex, too
 
 
+def test_gradients_of_a_replaced_step_that_was_skipped_are_dropped():
+    """``model.zero_grad()`` does not reach those of the masters."""
+    model, optimizer = prepare("O2", loss_scale="dynamic")
+    plain_step = optimizer.step
+    optimizer.step = lambda *arguments: plain_step(*arguments)
+    for factor in (1.0, float("inf"), 1.0):
+        before = weights(model)
+        backward(model.eval()(torch.ones(1, 4)).sum() * factor, optimizer)
+        optimizer.step()
+        model.zero_grad()
+    assert not same(before, weights(model))
+    assert all(map(torch.all, map(torch.isfinite, weights(model).values())))
+
+
 @pytest.mark.parametrize("with_scheduler", [False, True])
 def test_step_that_a_script_puts_in_place_is_skipped_once(with_scheduler):
     """Such as a step of its own that a callback sets after ``initialize``."""

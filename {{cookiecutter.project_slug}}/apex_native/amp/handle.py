@@ -55,6 +55,11 @@ class AmpStash:
     fp32_from_fp16_groups: list[list[Tensor]] = field(init=False, repr=False)
     fp32_from_fp32_groups: list[list[Tensor]] = field(init=False, repr=False)
 
+    def drop_master_grads(self) -> None:
+        """Drop them after a step, taken or skipped: ``model.zero_grad()`` would not reach them."""
+        for master in self.masters.values():
+            master.grad = None
+
 
 def master_pairs(optimizer: Optimizer) -> list[tuple[Tensor, Tensor]]:
     """Return the model's half parameters and their fp32 masters, if `optimizer` steps any."""
@@ -223,6 +228,7 @@ def _skip_replaced_step(optimizer: Any) -> None:
 
     def skip(closure: object = None) -> None:
         optimizer.step, stash.found_inf, stash.is_skipping = replaced, None, False
+        stash.drop_master_grads()
 
     optimizer.step, stash.is_skipping = skip, True
 
@@ -457,8 +463,7 @@ def _step(optimizer: Any, plain_step: types.MethodType, closure: object) -> obje
         elif not found_inf.item():  # the CPU waits here, as it does in torch.amp.GradScaler.step
             result = plain_step()
     _copy_masters(stash.masters)
-    for master in stash.masters.values():
-        master.grad = None  # the user's model.zero_grad() would not reach it
+    stash.drop_master_grads()
     return result
 
 
