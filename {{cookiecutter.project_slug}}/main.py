@@ -627,7 +627,8 @@ def evaluate(run: Run, batches: Sequence | DataLoader) -> dict[str, float]:
 
 def check_validation(run: Run) -> None:
     """Validate a small batch: a mistake in a metric is an error before training, not after it."""
-    with optim.without_compilation():
+    models = nn.ModuleList(run.eval_models.values())
+    with optim.without_compilation(), optim.state_preserved(models):
         evaluate(run, [run.data.val_sample])
 
 

@@ -21,6 +21,7 @@ from engine.diagnostics.first_step import (
     device_identity,
 )
 from processes import Processes
+from self_initializing import SelfInitializing
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
@@ -575,6 +576,12 @@ def test_model_that_can_not_validate_images_of_a_size_is_an_error() -> None:
     message = str(error.value)
     assert message.startswith("this --arch can't validate a batch of 1 samples (tensors of shape 1")
     assert message.endswith("choose another --arch or image size")
+
+
+def test_check_of_the_validation_initializes_no_layer() -> None:
+    model = nn.Sequential(SelfInitializing(), nn.Flatten(), nn.Linear(3 * 8 * 8, 2))
+    check_evaluable(model, prepare, [torch.randn(1, 3, 8, 8), torch.zeros(1)])
+    assert (model[0].mean, model[0].deviation, model[0].is_initialized) == (0, 1, False)
 
 
 def test_model_that_can_not_be_copied_is_an_error():

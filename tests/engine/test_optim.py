@@ -11,6 +11,7 @@ import torch.distributed as dist
 from apex_native import amp
 from engine import UserError, backend, distributed, optim
 from processes import Processes
+from self_initializing import SelfInitializing
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 from versioned import Versioned
@@ -346,6 +347,27 @@ def test_eval_mode_restores_each_submodule() -> None:
         assert not any(module.training for module in model.modules())
         raise KeyError  # an error restores them, too
     assert [module.training for module in model.modules()] == [True, True, False, False]
+
+
+def test_preserved_state_is_that_before_the_body() -> None:
+    constant = nn.Module()
+    constant.register_buffer("ones", torch.ones(()).expand(2), persistent=False)
+    layer = SelfInitializing()
+    model = nn.Sequential(layer, constant)
+    with pytest.raises(KeyError), optim.state_preserved(model):
+        assert layer(torch.tensor([0.0, 2.0])).tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5])
+        raise KeyError  # an error restores it, too
+    assert (layer.mean, layer.deviation, layer.is_initialized) == (0, 1, False)
+    assert layer(torch.tensor([1.0, 3.0])).mean() == 0
+    assert (layer.mean, layer.is_initialized) == (2, True)
+
+
+def test_lazy_modules_may_be_initialized_where_state_is_preserved() -> None:
+    model = nn.Sequential(nn.LazyLinear(2), nn.LazyBatchNorm1d())
+    with optim.state_preserved(model):
+        expected = model.eval()(torch.ones(1, 3))
+    assert torch.equal(model(torch.ones(1, 3)), expected)
+    assert model[0].in_features == 3
 
 
 def test_sgd_is_fused_on_gpus_but_for_sharded_weights() -> None:

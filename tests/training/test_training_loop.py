@@ -32,6 +32,7 @@ from engine.optim import lr_factor
 from processes import Processes
 from projects import Project, load_project
 from running import assert_same_run, metrics
+from self_initializing import SelfInitializing
 from tiny import BY_NAME, small_task
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -391,8 +392,19 @@ def test_best_model_is_saved_before_its_picture_is_drawn(
     assert state["epoch"] == 1 and "val_accuracy" in state["results"]
 
 
-def run_without_check(folder: Path, output: Path) -> None:
-    with mock.patch.object(load_project(folder).main, "check_validation"):
+def run_self_initializing(folder: Path, output: Path, has_check: bool) -> None:
+    """Train a model that initializes itself with its first batch."""
+    project = load_project(folder)
+    check = project.main.check_validation if has_check else mock.Mock()
+    small = type(small_task(project.task))
+    build_model = small.build_model
+
+    with (
+        mock.patch.object(project.main, "check_validation", check),
+        mock.patch.object(
+            small, "build_model", lambda task: nn.Sequential(SelfInitializing(), build_model(task))
+        ),
+    ):
         assert fail_in_validation(folder, output, "") == ""
 
 
@@ -400,9 +412,9 @@ def test_check_of_the_validation_changes_no_result(
     shared_project: Callable, two_processes: Processes, tmp_path: Path
 ) -> None:
     folder = shared_project()
-    two_processes(run_without_check, folder, tmp_path / "without")
-    assert two_processes(fail_in_validation, folder, tmp_path / "with", "") == [""] * 2
-    assert_same_run(tmp_path / "with", tmp_path / "without")
+    for has_check in (False, True):
+        two_processes(run_self_initializing, folder, tmp_path / str(has_check), has_check)
+    assert_same_run(tmp_path / "True", tmp_path / "False")
 
 
 def rng_after_validations(folder: Path, output: Path, eval_every: int) -> list[float]:

@@ -5,11 +5,12 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
@@ -161,6 +162,39 @@ def eval_mode(module: nn.Module) -> Iterator[None]:
     finally:
         for submodule in in_training:
             submodule.training = True
+
+
+@contextmanager
+def state_preserved(model: nn.Module) -> Iterator[None]:
+    """Undo what the body changes in the model's tensors and in attributes of its modules.
+
+    Some models initialize themselves with their first batch, in eval mode, too. Lazy modules are
+    left out: the body may initialize them.
+    """
+    modules = [
+        module
+        for module in model.modules()
+        if not any(map(is_lazy, chain(module.parameters(False), module.buffers(False))))
+    ]
+    attributes = [dict(vars(module)) for module in modules]
+    buffers = [dict(module.named_buffers(recurse=False)) for module in modules]
+    tensors = {
+        tensor: tensor.detach().clone()
+        for module in modules
+        for tensor in chain(module.parameters(False), module.buffers(False))
+        if not distributed.is_expanded(tensor)  # which can't be written to, here and by the body
+    }
+    try:
+        yield
+    finally:
+        for module, old_attributes, old_buffers in zip(modules, attributes, buffers, strict=True):
+            vars(module).clear()
+            vars(module).update(old_attributes)
+            for name, buffer in old_buffers.items():  # it may have been replaced
+                setattr(module, name, buffer)
+        with torch.no_grad():
+            for tensor, value in tensors.items():
+                tensor.copy_(value)
 
 
 def build_on_meta(create: Callable[[], nn.Module]) -> nn.Module:

@@ -26,7 +26,7 @@ from engine import PROJECT, UserError, distributed, summarize
 from engine.backend import is_sharded, local_shard, unwrap
 from engine.data import to_device
 from engine.data.loading import TrainLoader
-from engine.optim import eval_mode, without_compilation
+from engine.optim import eval_mode, state_preserved, without_compilation
 
 if TYPE_CHECKING:
     from engine.backend import Backend
@@ -116,7 +116,8 @@ def check_evaluable(model: nn.Module, prepare: Callable, batch: Sequence[Tensor]
         prepare, batch: as for `check_trainable`.
     """
     inputs, _ = prepare(batch)
-    with _explaining("validate", batch, "--arch or image size"), eval_mode(model):
+    explaining = _explaining("validate", batch, "--arch or image size")
+    with explaining, eval_mode(model), state_preserved(model):
         model(inputs)
 
 
