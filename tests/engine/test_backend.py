@@ -1,8 +1,9 @@
 """Adapter of real Apex, for which a fake of release 25.05 stands in, and of apex_native."""
 
 import contextlib
-from collections import namedtuple
+from collections import OrderedDict, namedtuple
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -90,7 +91,30 @@ def test_half_outputs_are_converted_and_others_kept() -> None:
     assert backend.in_fp32(found["out"])[0] is found["out"][0]
 
 
-def test_outputs_of_other_classes_are_left_under_the_casts() -> None:
+class ModelOutput(OrderedDict):
+    """As that of transformers, whose items are attributes, too."""
+
+    def __setitem__(self, key: str, value: object) -> None:
+        super().__setitem__(key, value)
+        super().__setattr__(key, value)
+
+
+@dataclass(frozen=True)
+class Scores:
+    logits: torch.Tensor
+
+
+def test_outputs_of_dict_and_data_classes_are_converted_in_a_copy() -> None:
+    output, scores = ModelOutput(), Scores(torch.ones(2).half())
+    output["logits"] = torch.ones(2).bfloat16()
+    found, found_scores = backend.in_fp32([output, scores])
+    assert type(found) is ModelOutput
+    assert found.logits is found["logits"] and found.logits.dtype == torch.float32
+    assert found_scores.logits.dtype == torch.float32
+    assert (output.logits.dtype, scores.logits.dtype) == (torch.bfloat16, torch.float16)
+
+
+def test_outputs_of_other_classes_are_left_under_the_casts(capsys) -> None:
     """Their half tensors would be summed in half."""
     adapter, *_ = initialized("apex_native", "O4")
     types = []
@@ -99,8 +123,10 @@ def test_outputs_of_other_classes_are_left_under_the_casts() -> None:
         types.append(torch.mm(targets, targets).dtype)
 
     for outputs in (SimpleNamespace(logits=torch.ones(2)), torch.ones(2)):
-        adapter.update_metrics(update, outputs, torch.eye(2))
-    assert types[0] == torch.bfloat16 and types[1] == torch.float32
+        for _ in range(2):
+            adapter.update_metrics(update, outputs, torch.eye(2))
+    assert types == [torch.bfloat16] * 2 + [torch.float32] * 2
+    assert capsys.readouterr().err.count("hold a SimpleNamespace, which can't be converted") == 1
 
 
 def test_the_loss_scale_is_saved_and_restored(name: str) -> None:

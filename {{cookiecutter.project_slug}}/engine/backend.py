@@ -3,12 +3,12 @@
 All that differs between the two is in here; no other module reads private attributes of Apex.
 """
 
+import copy
 import importlib
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache, partial
 from pkgutil import resolve_name
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple
@@ -67,12 +67,14 @@ class Backend:
     def update_metrics(self, update: Callable, outputs: Any, targets: Any) -> None:
         """Call `update` with a model's outputs in fp32, without casts.
 
-        Outputs of other classes than tensors, lists, tuples and dicts stay as they are, and so do
-        the casts then.
+        If `in_fp32` does not know a class in them, they stay as they are, and so do the casts; the
+        first time, that is a warning.
         """
         try:
             outputs = in_fp32(outputs)
-        except TypeError:
+        except TypeError as error:
+            if self.amp_properties().opt_level != "O0":
+                _warn_of_half(str(error))
             update(outputs, targets)
         else:
             self.without_casts(update, outputs, targets)
@@ -250,22 +252,41 @@ class ApexBackend(Backend):
 
 
 def in_fp32(value: Any) -> Any:
-    """Return a tensor, or those in lists, tuples and dicts, in fp32 if they are half.
+    """Return a tensor, or those in lists, tuples, dicts and dataclasses, in fp32 if they are half.
+
+    Copies have the classes of the originals, such as of the outputs of transformers' models.
 
     Raises TypeError for objects of other classes, which may hold half tensors.
     """
     kind = type(value)
     if isinstance(value, Tensor):
         return value.float() if value.dtype in HALF_TYPES else value
-    if kind in (dict, OrderedDict):
-        return kind((key, in_fp32(item)) for key, item in value.items())
+    if isinstance(value, MutableMapping):
+        converted = copy.copy(value)
+        for key, item in value.items():
+            converted[key] = in_fp32(item)
+        return converted
+    if is_dataclass(value):
+        converted = copy.copy(value)
+        for field in fields(value):  # it may be frozen
+            object.__setattr__(converted, field.name, in_fp32(getattr(value, field.name)))
+        return converted
     if kind in (list, tuple):
         return kind(map(in_fp32, value))
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return kind(*map(in_fp32, value))
     if value is None or isinstance(value, int | float | str):
         return value
-    raise TypeError(f"a {kind.__name__} can't be converted")
+    raise TypeError(kind.__name__)
+
+
+@cache
+def _warn_of_half(kind: str) -> None:
+    distributed.print_on_rank_zero(
+        f"warning: Metrics gets the outputs of the model as they are, and --opt-level casts in it: "
+        f"they hold a {kind}, which can't be converted to fp32; return tensors, lists, tuples, "
+        "dicts or dataclasses from forward"
+    )
 
 
 def is_sharded(model: nn.Module) -> bool:
