@@ -6,6 +6,7 @@ import random
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from itertools import chain, islice
 from multiprocessing import resource_sharer
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 import torch
 from engine import UserError
 from engine.data import (
+    DatasetWrapper,
     RepeatedBatch,
     ResumableDistributedSampler,
     SeededDataset,
@@ -29,7 +31,7 @@ from engine.monitoring.image_grid import sample_evenly
 from fresh import TEMPLATE
 from PIL import Image
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import Dataset, RandomSampler
+from torch.utils.data import ConcatDataset, Dataset, RandomSampler, Subset
 
 CPU = torch.device("cpu")
 
@@ -145,6 +147,31 @@ def test_change_of_the_data_without_effect_is_a_warning(tmp_path, workers: int, 
     warning = "warning: augments of the training data changed after the loading workers copied it"
     lines = capsys.readouterr().err.splitlines()
     assert [line.startswith(warning) for line in lines] == [True] * workers
+
+
+class Epochs(Numbers):
+    def set_epoch(self, epoch: int) -> None: ...
+
+
+@pytest.mark.parametrize(
+    "part_of",
+    [
+        lambda dataset: Subset(dataset, [0]),
+        lambda dataset: Subset(DatasetWrapper(Subset(dataset, [0])), [0]),
+        lambda dataset: ConcatDataset([Numbers(), dataset]),
+    ],
+    ids=["subset", "nested", "concatenated"],
+)
+def test_hidden_method_of_a_data_set_is_an_error(part_of: Callable) -> None:
+    """After torch's random_split, an augmentation or a collate_fn would silently be missing."""
+    dataset = Epochs()
+    part = part_of(dataset)
+    message = f"a {type(part).__name__} hides the set_epoch of the data set in it: set set_epoch on"
+    for hidden in (part, DatasetWrapper(part)):
+        with pytest.raises(UserError, match=message):
+            SeededDataset(hidden, 0)
+    part.set_epoch = dataset.set_epoch
+    SeededDataset(DatasetWrapper(part), 0)
 
 
 class Products(Dataset):

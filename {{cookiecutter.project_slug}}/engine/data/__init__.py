@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, default_collate, get_worker_info
+from torch.utils.data import ConcatDataset, Dataset, Subset, default_collate, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
 from engine import UserError
@@ -55,10 +55,13 @@ class SeededDataset(DatasetWrapper):
         collate_fn: makes a batch of samples; copied, default torch's default_collate.
         decode: where its images are decoded, "cpu" or "gpu"; copied from `dataset`, default "cpu".
         shard_sizes: samples of each shard of data that is read by URL; copied, default none.
+
+    Raises UserError if torch's Subset or ConcatDataset hides a method that this class calls.
     """
 
     def __init__(self, dataset: SizedDataset, seed: int) -> None:
         super().__init__(dataset)
+        _require_visible_methods(dataset)
         self.seed = seed
         self.epoch = 0
         self.collate_fn: Callable[[list], Any] = default_collate
@@ -89,6 +92,21 @@ class SeededDataset(DatasetWrapper):
         with no_casts(), nullcontext() if get_worker_info() else rng_preserved():
             seed_cpu(mix_seeds(self.seed, self.epoch, *self._first, 1))
             return collate_fn(samples)
+
+
+def _require_visible_methods(dataset: SizedDataset) -> None:
+    sets: list[Any] = [dataset]
+    for each in sets:
+        if isinstance(each, ConcatDataset):
+            sets += each.datasets
+        elif isinstance(each, Subset | DatasetWrapper):
+            sets.append(each.dataset)
+    for name in ("collate_fn", "set_epoch"):
+        if not hasattr(dataset, name) and any(hasattr(each, name) for each in sets):
+            kind = next(type(each) for each in sets if not isinstance(each, DatasetWrapper))
+            raise UserError(
+                f"a {kind.__name__} hides the {name} of the data set in it: set {name} on it, too"
+            )
 
 
 class ResumableDistributedSampler(DistributedSampler):
