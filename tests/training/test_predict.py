@@ -1,6 +1,7 @@
 """Inference with predict.py: which weights it uses, and errors for unusable files."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -164,6 +165,25 @@ def test_predicts_with_ema_weights_if_saved(
     expected, *_ = predicted(checkpoint, images)
     assert predicted(averaged, images)[0] == expected
     assert predicted(model.save(averaged, other), images)[0] != expected
+
+
+def test_own_prepare_prepares_the_images(
+    generated: Project,
+    predicted: Predicted,
+    checkpoint: Path,
+    images: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Such as one that normalizes by other statistics."""
+    prepare = generated.task.prepare
+
+    def prepare_nan(batch: list[torch.Tensor]) -> tuple:
+        return prepare([torch.full_like(batch[0], math.nan, dtype=torch.float32), batch[1]])
+
+    assert predicted(checkpoint, images / "b.png")[2] == 0
+    monkeypatch.setattr(generated.task, "prepare", prepare_nan)
+    _, errors, status = predicted(checkpoint, images / "b.png")
+    assert "nan" in errors and status == 1
 
 
 def test_checkpoint_of_another_task_py_is_a_warning(
