@@ -124,12 +124,13 @@ def test_workers_live_for_all_epochs_and_read_the_same_batches(steps: int | None
 
 
 class Augmented(Numbers):
-    """Numbers with a setting."""
+    """Numbers with settings."""
 
-    augments = True
+    def __init__(self) -> None:
+        self.augments, self.shifts = True, [0]
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        return super().__getitem__(index) + (0 if self.augments else 1000)
+        return super().__getitem__(index) + (0 if self.augments else self.shifts[0])
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -140,11 +141,12 @@ def test_change_of_the_data_without_effect_is_a_warning(tmp_path, workers: int, 
     sampler = ResumableDistributedSampler(seeded, 5, num_replicas=1, rank=0)
     loader = TrainLoader(seeded, sampler, batch_size=4, epochs=4, workers=workers, device=CPU)
     for epoch in range(4):
-        data.augments = epoch < 2
+        if epoch == 2:
+            data.augments, data.shifts = False, [1000]  # as labels that are corrected
         sampler.set_epoch(epoch)
         has_effect = {bool(batch[0, 0] >= 1000) for batch in loader}
         assert has_effect == {epoch >= 2 and not workers}
-    warning = "warning: augments of the training data changed after the loading workers copied it"
+    warning = "warning: augments, shifts of the training data changed after the loading workers cop"
     lines = capsys.readouterr().err.splitlines()
     assert [line.startswith(warning) for line in lines] == [True] * workers
 
@@ -201,21 +203,25 @@ def test_casts_of_the_training_do_not_change_the_data(workers: int) -> None:
 class Chosen(ResumableDistributedSampler):
     """Samples that the training chooses for each epoch."""
 
-    wanted = 0
+    wanted = torch.zeros((), dtype=torch.int)
 
     def __iter__(self):
-        return iter([self.wanted] * len(self))
+        return iter([int(self.wanted)] * len(self))
 
 
+@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("workers", [0, 1])
-def test_change_of_the_sampler_between_epochs_has_its_effect_at_once(workers: int) -> None:
+def test_change_of_the_sampler_between_epochs_has_its_effect_at_once(
+    workers: int, in_place: bool
+) -> None:
     """Although workers read the first batches of an epoch ahead."""
     data = SeededDataset(Numbers(), seed=5)
     sampler = Chosen(data, 5, num_replicas=1, rank=0)
     loader = TrainLoader(data, sampler, batch_size=4, epochs=3, workers=workers, device=CPU)
     for epoch in range(3):
         sampler.set_epoch(epoch)
-        sampler.wanted = 7 * epoch
+        wanted = torch.tensor(7 * epoch)
+        sampler.wanted = sampler.wanted.copy_(wanted) if in_place else wanted
         assert {int(index) for batch in loader for index in batch[:, 0]} == {7 * epoch}
 
 
@@ -300,6 +306,25 @@ def test_collate_fn_of_a_data_set_makes_all_batches(workers: int, tmp_path: Path
     data.decode = "gpu"
     with pytest.raises(UserError, match="the data set has a collate_fn"):
         build_loader(data, **options)
+
+
+class Sparse(Numbers):
+    """Numbers whose batches are left out without those that are broken, as in many programs."""
+
+    @staticmethod
+    def collate_fn(samples: list) -> torch.Tensor | None:
+        kept = [sample for sample in samples if sample[0] != 3]
+        return torch.stack(kept) if kept else None
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_training_without_one_of_its_batches_is_an_error(workers: int) -> None:
+    """Batches of the next epoch would take its place, and the last epoch would be too short."""
+    data = SeededDataset(Sparse(), seed=5)
+    sampler = ResumableDistributedSampler(data, 5, num_replicas=1, rank=0)
+    loader = TrainLoader(data, sampler, batch_size=1, epochs=2, workers=workers, device=CPU)
+    with pytest.raises(UserError, match="the collate_fn of the training data returned None: all"):
+        list(loader)
 
 
 class Noise(Dataset):

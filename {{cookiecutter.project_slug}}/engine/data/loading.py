@@ -13,6 +13,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, default_collate
@@ -84,6 +85,11 @@ class TrainLoader:
         self._position = None
         for remaining in reversed(range(len(self))):
             batch = next(self._batches)
+            if batch is None:
+                raise UserError(
+                    "the collate_fn of the training data returned None: all batches are needed, so "
+                    "return another sample in the place of one that is left out"
+                )
             if not remaining:
                 self._position = (self.sampler.epoch + 1, 0)
             yield batch
@@ -93,7 +99,7 @@ class TrainLoader:
         before = self._attributes or attributes
         self._attributes = attributes
         common = before.keys() & attributes.keys()
-        changed = {key[1] for key in common if before[key] != attributes[key]}
+        changed = {key[1] for key in common if _differ(before[key], attributes[key])}
         if changed:
             distributed.print_on_rank_zero(
                 f"warning: {', '.join(sorted(changed))} of the training data changed after the "
@@ -108,9 +114,13 @@ def _attributes(dataset: Any) -> dict[tuple[int, str], Any]:
     settings = {
         (id(dataset), name): value
         for name, value in own.items()
-        if isinstance(value, int | float | str)
+        if isinstance(value, int | float | str | list | tuple | np.ndarray | Tensor)
     }
     return settings | (_attributes(own["dataset"]) if "dataset" in own else {})
+
+
+def _differ(one: Any, other: Any) -> bool:
+    return one is not other and not (isinstance(one, int | float | str) and one == other)
 
 
 class EpochDataset(Dataset):
@@ -132,25 +142,19 @@ class EpochBatches:
         self.sampler = sampler
         self.batch_size = batch_size
         self.epochs = epochs
-        self._latest: ResumableDistributedSampler | None = None  # copy of the sampler
+        self._made: dict[int, list[list[int]]] = {}  # batches by epoch
 
     def are_outdated(self) -> bool:
         """Return whether the sampler was changed after the batches of its epoch were made."""
-        if self._latest is None or self._latest.epoch != self.sampler.epoch:
-            return False
-        before = vars(self._latest)
-        return any(
-            value is not before.get(name)
-            and not (isinstance(value, int | float | str) and value == before.get(name))
-            for name, value in vars(self.sampler).items()
-        )
+        made = self._made.pop(self.sampler.epoch, None)
+        batches = BatchSampler(self.sampler, self.batch_size, drop_last=True)
+        return made is not None and made != list(batches)
 
     def __iter__(self) -> Iterator[tuple[int, list[int]]]:
         start_sample = self.sampler.start_sample
         for epoch in range(self.sampler.epoch, self.epochs):
             sampler = copy(self.sampler)  # which is still at the epoch that is trained
             sampler.set_epoch(epoch, start_sample)
-            self._latest = sampler
             batch_sampler = BatchSampler(sampler, self.batch_size, drop_last=True)
             batches = list(batch_sampler)
             if len(batches) != len(batch_sampler):  # the next epoch would be shifted
@@ -159,6 +163,7 @@ class EpochBatches:
                     f"its __len__, but {len(batches)} from start_sample {start_sample} of epoch "
                     f"{epoch + 1}: they must agree"
                 )
+            self._made[epoch] = batches
             for indices in batches:
                 yield epoch, indices
             start_sample = 0
@@ -220,7 +225,8 @@ def build_loader(
         gpu_decoding.require_gpu_decoder(device)
         return gpu_decoding.DecodingLoader(device, dataset, **options)
     collate_fn = partial(collate, collate_fn=dataset.collate_fn)
-    return NonEmptyLoader(dataset, collate_fn=collate_fn, **options)
+    loader = DataLoader if isinstance(dataset, EpochDataset) else NonEmptyLoader
+    return loader(dataset, collate_fn=collate_fn, **options)
 
 
 class NonEmptyLoader(DataLoader):
