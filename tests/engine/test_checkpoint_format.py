@@ -59,6 +59,31 @@ def entries_of(model: nn.Module, optimizer: torch.optim.Optimizer, step: int = 1
     return checkpoint.collect(state_of(model, optimizer)) | rest
 
 
+class Wrapping(torch.optim.Optimizer):
+    """An optimizer around another one, whose state is its own, as timm's Lookahead."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, inner.defaults)
+        self.inner, self.param_groups = inner, inner.param_groups
+
+    def state_dict(self) -> dict:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state: dict) -> None:
+        self.inner.load_state_dict(state)
+        self.param_groups = self.inner.param_groups
+
+
+def test_optimizer_around_another_one_is_restored(tmp_path: Path) -> None:
+    model, inner = small()
+    checkpoint.write(tmp_path / "last.pt", entries_of(model, Wrapping(inner)))
+    expected = inner.state[model.weight]["exp_avg"].clone()
+    inner.state[model.weight]["exp_avg"].zero_()
+    entries = checkpoint.load(tmp_path / "last.pt")
+    restore(tmp_path / "last.pt", entries, state_of(model, Wrapping(inner)))
+    assert torch.equal(inner.state[model.weight]["exp_avg"], expected)
+
+
 class LikeReal(torch.optim.AdamW):
     """An optimizer that loads its state as real Apex's FusedAdam does."""
 

@@ -106,6 +106,19 @@ def test_head_fits_the_names_of_the_classes(
     torch.testing.assert_close(ours[2].weight, expected, rtol=0, atol=0)
 
 
+def with_classes_as_inputs(num_classes: int) -> nn.Module:
+    """Return a model whose last layer takes the classes, as the upsampling of an FCN."""
+    return nn.Sequential(nn.Linear(2, num_classes), nn.Linear(num_classes, num_classes))
+
+
+def test_head_with_classes_among_its_inputs_is_not_permuted(tmp_path: Path) -> None:
+    file, model = str(tmp_path / "last.pt"), with_classes_as_inputs(3)
+    torch.save({"model": model.state_dict(), "metadata": {"classes": ["a", "b", "c"]}}, file)
+    said = load_pretrained(model, file, "net", ["c", "a", "b"], with_classes_as_inputs)
+    names = "0.weight, 0.bias, 1.weight, 1.bias"
+    assert said.endswith(f", but for {names}: other classes (in another order)")
+
+
 def test_other_classes_of_a_model_that_does_not_depend_on_them_are_logged(tmp_path: Path) -> None:
     file, model = str(tmp_path / "last.pt"), with_hidden_layer(2)
     torch.save({"model": model.state_dict(), "metadata": {"classes": ["cat", "dog"]}}, file)

@@ -72,7 +72,8 @@ def load_pretrained(
         note = f", but for {', '.join(head)}: {theirs} classes there, {ours} here"
     elif saved_classes and saved_classes != classes:
         other = build_model(len(classes) + 1).get_submodule(child).state_dict()
-        layers = [name for name in shared if other[name].shape != own[name].shape]
+        shapes = {name: other[name].shape for name in shared}
+        layers = {name: shape for name, shape in shapes.items() if shape != own[name].shape}
         head, note = _adapt_head(state, layers, saved_classes, classes)
     try:
         loaded = {name: state[name] for name in shared if name not in head}
@@ -90,21 +91,25 @@ def load_pretrained(
 
 
 def _adapt_head(
-    state: dict[str, Tensor], layers: list[str], saved: list[str], own: list[str]
+    state: dict[str, Tensor], layers: dict[str, torch.Size], saved: list[str], own: list[str]
 ) -> tuple[list[str], str]:
     """Return the tensors of `layers` not to load, and a note; or permute their rows in `state`.
 
     Args:
-        layers: the tensors of `state` whose shape depends on the number of classes.
+        layers: the tensors of `state` whose shape depends on the number of classes, with their
+            shapes for another number.
         saved, own: names of the classes there and here.
     """
     difference = describe_difference(saved, own)
     names = ", ".join(layers)
     if not layers:
         return [], f"; its classes are others ({difference or 'in another order'})"
-    has_rows = all(len(state[name]) == len(own) for name in layers)
+    has_rows = all(  # and no classes elsewhere, such as in the channels of an upsampling
+        len(state[name]) == len(own) and state[name].shape[1:] == shape[1:]
+        for name, shape in layers.items()
+    )
     if difference or len(set(own)) < len(own) or not has_rows:
-        return layers, f", but for {names}: other classes ({difference or 'in another order'})"
+        return [*layers], f", but for {names}: other classes ({difference or 'in another order'})"
     order = [saved.index(name) for name in own]
     state.update({name: state[name][order] for name in layers})
     return [], f", with the rows of {names} in the order of these classes"

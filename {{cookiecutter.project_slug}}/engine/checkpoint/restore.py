@@ -283,6 +283,7 @@ def _place_moments(
     """
     is_fused = not names.isdisjoint(FUSED)
     for name, value in saved.items():
-        if name in MOMENTS and value is not None and value.shape == parameter.shape:
+        is_moment = name in MOMENTS and name in loaded  # not of an optimizer within another one
+        if is_moment and value is not None and value.shape == parameter.shape:
             dtype = torch.float32 if is_fused else loaded[name].dtype
             loaded[name] = torch.empty_like(parameter, dtype=dtype).copy_(value)
