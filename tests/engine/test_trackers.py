@@ -76,6 +76,7 @@ def log_step(logger, step):
     logger._write_event(lambda events: events.add_scalars("step", {"lr": 0.1}, step))
 
 
+@pytest.mark.slow
 def test_mlflow_has_all_of_a_resumed_run(mlflow, tracked, tmp_path):
     output = tmp_path / "run"
     first = open_logger(output)
@@ -137,6 +138,7 @@ def test_mlflow_has_each_metric_of_a_class_whatever_its_name(mlflow, tracked, tm
     assert metrics["epoch/é: x.y-z_"] == values["é: x.y-z_"]
 
 
+@pytest.mark.slow
 def test_password_in_the_address_is_kept_nowhere(mlflow, tracked, tmp_path, monkeypatch):
     uri = mlflow.tracking_uri.replace("://", "://bob:s3cr3t-w0rd@")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
@@ -235,6 +237,7 @@ class Refusal(BaseHTTPRequestHandler):
         pass
 
 
+@pytest.mark.slow
 def test_wrong_key_is_reported_and_kept_nowhere(mlflow, tracked, tmp_path, monkeypatch, capsys):
     server = ThreadingHTTPServer(("127.0.0.1", 0), Refusal)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -670,6 +673,7 @@ def test_wandb_follows_no_link_out_of_the_folder(tmp_path, name):
         trackers.ADAPTERS["wandb"](tmp_path)
 
 
+@pytest.mark.slow
 def test_wandb_reads_settings_in_the_folder_of_the_project_only(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
     for name in ("project", "current"):
