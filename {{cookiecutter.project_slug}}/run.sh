@@ -182,7 +182,9 @@ fi
 PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH}
 # Warnings of torch's C++ code, such as of a machine that is gone, are followed by its stack.
 TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR}
-export OMP_NUM_THREADS PYTHONPATH TORCH_CPP_LOG_LEVEL
+# Sets of names, such as of a split of the data, have the same order in all processes and restarts.
+PYTHONHASHSEED=${PYTHONHASHSEED:-0}
+export OMP_NUM_THREADS PYTHONHASHSEED PYTHONPATH TORCH_CPP_LOG_LEVEL
 
 if [ "$option" = -P ]; then
     exec "$python" -P -m "$module" "$@"

@@ -270,6 +270,11 @@ def test_threads_can_be_set(machine):
     assert machine.run(OMP_NUM_THREADS="")[1]["OMP_NUM_THREADS"] == "4"
 
 
+def test_sets_of_texts_have_one_order_in_all_processes(machine):
+    assert machine.run()[1]["PYTHONHASHSEED"] == "0"
+    assert machine.run(PYTHONHASHSEED="random")[1]["PYTHONHASHSEED"] == "random"
+
+
 def test_cores_are_counted_without_nproc(machine):
     (machine.bin / "nproc").unlink()
     assert machine.run()[1]["OMP_NUM_THREADS"] == "1"
