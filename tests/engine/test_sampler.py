@@ -210,15 +210,16 @@ class Chosen(ResumableDistributedSampler):
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(("workers", "batch_size"), [(0, 4), (1, 4), (1, 100)])
 def test_change_of_the_sampler_between_epochs_has_its_effect_at_once(
-    workers: int, in_place: bool
+    workers: int, batch_size: int, in_place: bool
 ) -> None:
-    """Although workers read the first batches of an epoch ahead."""
+    """Although workers read two batches ahead, which may be of the next epochs."""
     data = SeededDataset(Numbers(), seed=5)
     sampler = Chosen(data, 5, num_replicas=1, rank=0)
-    loader = TrainLoader(data, sampler, batch_size=4, epochs=3, workers=workers, device=CPU)
-    for epoch in range(3):
+    options = {"batch_size": batch_size, "workers": workers, "device": CPU}
+    loader = TrainLoader(data, sampler, epochs=5, **options)
+    for epoch in range(5):
         sampler.set_epoch(epoch)
         wanted = torch.tensor(7 * epoch)
         sampler.wanted = sampler.wanted.copy_(wanted) if in_place else wanted
