@@ -423,6 +423,24 @@ def test_queue_that_is_a_fifo_blocks_nothing(tmp_path):
     os.close(descriptor)
 
 
+def test_git_changes_include_new_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(tracking, "PROJECT", tmp_path)
+    monkeypatch.setattr(tracking.dist, "get_world_size", lambda: 1)
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=b"]
+
+    def changes() -> str | None:
+        return tracking._environment().get("git_changes")
+
+    assert changes() is None  # no repository
+    subprocess.run([*git, "init", "-q"], check=True)
+    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "first"], check=True)
+    assert changes() == "no"
+    (tmp_path / "model.py").touch()
+    assert changes() == "yes"
+    (tmp_path / ".git" / "index").write_bytes(b"broken")
+    assert changes() == "unknown"
+
+
 @pytest.mark.usefixtures("idle", "clock")
 def test_environment_variables_are_not_logged(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "s3cr3t")

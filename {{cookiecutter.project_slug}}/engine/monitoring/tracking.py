@@ -197,14 +197,16 @@ def _environment() -> dict[str, str]:
     if torch.cuda.is_available():
         facts |= {"gpu": torch.cuda.get_device_name(), "cuda": str(torch.version.cuda)}
     if commit := _git("rev-parse", "HEAD"):
-        facts |= {"git_commit": commit, "git_changes": "yes" if _git("diff", "HEAD") else "no"}
+        changes = _git("status", "--porcelain", ".")  # new files, which the run may import, too
+        answer = {None: "unknown", "": "no"}.get(changes, "yes")
+        facts |= {"git_commit": commit, "git_changes": answer}
     return facts
 
 
-def _git(*arguments: str) -> str:
-    """Return the output of a git command in the project's folder; "" if it fails."""
+def _git(*arguments: str) -> str | None:
+    """Return the output of a git command in the project's folder; None if it fails."""
     command = ["git", "-C", str(PROJECT), *arguments]
     with suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(command, capture_output=True, timeout=GIT_S, check=True)
         return done.stdout.decode(errors="replace").strip()
-    return ""
+    return None
