@@ -261,16 +261,8 @@ def in_fp32(value: Any) -> Any:
     kind = type(value)
     if isinstance(value, Tensor):
         return value.float() if value.dtype in HALF_TYPES else value
-    if isinstance(value, MutableMapping):
-        converted = copy.copy(value)
-        for key, item in value.items():
-            converted[key] = in_fp32(item)
-        return converted
-    if is_dataclass(value):
-        converted = copy.copy(value)
-        for field in fields(value):  # it may be frozen
-            object.__setattr__(converted, field.name, in_fp32(getattr(value, field.name)))
-        return converted
+    if isinstance(value, MutableMapping) or is_dataclass(value):
+        return _dict_in_fp32(value)
     if kind in (list, tuple):
         return kind(map(in_fp32, value))
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -278,6 +270,17 @@ def in_fp32(value: Any) -> Any:
     if value is None or isinstance(value, int | float | str):
         return value
     raise TypeError(kind.__name__)
+
+
+def _dict_in_fp32(value: Any) -> Any:
+    converted = copy.copy(value)
+    if isinstance(value, MutableMapping):
+        for key, item in value.items():
+            converted[key] = in_fp32(item)
+    else:
+        for field in fields(value):  # of a dataclass, perhaps a frozen one
+            object.__setattr__(converted, field.name, in_fp32(getattr(value, field.name)))
+    return converted
 
 
 @cache
