@@ -2092,7 +2092,8 @@ def resumed_in_launch(folder: str, variables: dict[str, str], by_rank: bool = Fa
 
 def resumed_automatically(folder: str) -> tuple:
     """Return the path and the messages of a run with --resume auto."""
-    manager = manager_of(folder, settings=SETTINGS | {"lr": 0.2, "resume": "auto"})
+    changed = {"lr": 0.2, "resume": "auto", "data": "new", "output": "new"}
+    manager = manager_of(folder, settings=SETTINGS | changed)
     return manager.resume(Path("auto"), 10), list(manager.logger)
 
 
@@ -2101,9 +2102,11 @@ def test_automatic_resumption_logs_changed_settings(
 ) -> None:
     """Forgotten flags have their defaults."""
     two_processes(saved_once, str(tmp_path), 3)
-    (tmp_path / "config.json").write_text(json.dumps(SETTINGS | {"resume": None}))
+    settings = SETTINGS | {"resume": None, "data": "old", "output": "old"}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
     for _, said in two_processes(resumed_automatically, str(tmp_path)):
-        assert said[0] == f"the run in {tmp_path} was started with lr 0.1 and not 0.2"
+        changed = "data old and not new, lr 0.1 and not 0.2"
+        assert said[0] == f"the run in {tmp_path} was started with {changed}"
 
 
 def test_automatic_resumption_logs_that_there_is_no_checkpoint(

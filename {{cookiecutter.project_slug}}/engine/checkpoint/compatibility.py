@@ -7,7 +7,7 @@ that of this run, whose `data_sets` are "train" and "val"; `warn` is called with
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from contextlib import suppress
 from itertools import zip_longest
 from pathlib import Path
@@ -27,6 +27,7 @@ from engine.monitoring.run_files import CONFIG, DISCARDED, FILES, LAUNCH
 from engine.text import printable
 
 DataSets = Mapping[str, SizedDataset]  # by name, such as "train"
+MAY_DIFFER = {*consistency.HOST_SETTINGS, "steps", "resume"}  # when a run continues
 UNREADABLE = (OSError, ValueError, TypeError, RecursionError)  # of a damaged config.json
 NO_MODEL = ("image", "drop_rate", "drop_path")  # model_options that a trained model does not show
 
@@ -60,7 +61,8 @@ def log_changed_settings(
 ) -> None:
     """Log settings other than those in the folder, as after an edit of a --config file."""
     with suppress(*UNREADABLE):
-        if changed := _changed_settings(_read_config(folder), settings):
+        ignored = MAY_DIFFER - {"data"}
+        if changed := _changed_settings(_read_config(folder), settings, ignored):
             log(f"the run in {folder} was started with {changed}")
 
 
@@ -84,10 +86,11 @@ def _is_of_this_launch(config: Mapping[str, Any]) -> bool:
     return not has_id or any(launch.get(name) == value for name, value in ids.items())
 
 
-def _changed_settings(theirs: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+def _changed_settings(
+    theirs: Mapping[str, Any], settings: Mapping[str, Any], ignored: Set[str] = MAY_DIFFER
+) -> str:
     """Return the settings that differ, with both values; "" if none do."""
     ours = json.loads(json.dumps(settings, default=str))
-    ignored = {*consistency.HOST_SETTINGS, "steps", "resume"}
     compared = (ours.keys() & theirs.keys()) - ignored
     changed = sorted(name for name in compared if theirs[name] != ours[name])
     return summarize([f"{name} {theirs[name]} and not {ours[name]}" for name in changed])
