@@ -247,7 +247,9 @@ def buffers_after_a_broadcast() -> list[torch.Tensor]:
     model = WithConstants(float(dist.get_rank()))
     nn.init.constant_(model.bias.requires_grad_(False), dist.get_rank())
     nn.init.constant_(model.weight, dist.get_rank())
+    model.register_buffer("hidden", torch.full((2,), float(dist.get_rank())), persistent=False)
     distributed.broadcast_buffers(model)
+    assert model.hidden.eq(dist.get_rank()).all()  # such as a recurrent state of its own
     assert model.weight.eq(dist.get_rank()).all()  # trained
     average = nn.Linear(2, 2).requires_grad_(False)  # as of Ema, the same in all processes
     nn.init.constant_(average.weight, dist.get_rank())

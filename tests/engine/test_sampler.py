@@ -328,6 +328,19 @@ def test_training_without_one_of_its_batches_is_an_error(workers: int) -> None:
         list(loader)
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_iteration_within_an_iteration_is_an_error(workers: int) -> None:
+    """The outer one would go on with the first batches of the epoch."""
+    data = SeededDataset(Numbers(), seed=5)
+    sampler = ResumableDistributedSampler(data, 5, num_replicas=1, rank=0)
+    loader = TrainLoader(data, sampler, batch_size=4, epochs=2, workers=workers, device=CPU)
+    batches = iter(loader)
+    first = next(batches)
+    assert torch.equal(next(iter(loader)), first)
+    with pytest.raises(UserError, match="taken from the loader of the training while it is iterat"):
+        next(batches)
+
+
 class Noise(Dataset):
     """Samples of the random numbers of their collate_fn, after their own."""
 

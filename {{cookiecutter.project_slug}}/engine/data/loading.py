@@ -40,8 +40,8 @@ class TrainLoader:
         epochs: number of epochs, beyond which nothing is loaded.
         options: of `build_loader`.
 
-    Raises UserError if images are to be decoded on a device that cannot, or no run could resume
-    from a position of the sampler.
+    Raises UserError if images are to be decoded on a device that cannot; if no run could resume
+    from a position of the sampler; or if an iteration goes on after a later one has started.
     """
 
     def __init__(
@@ -67,6 +67,7 @@ class TrainLoader:
         self._batches: Iterator = iter(())
         self._position: tuple[int, int] | None = None  # of the sampler, where `_batches` continue
         self._attributes: dict[tuple[int, str], Any] = {}  # of the data that the workers copied
+        self._iterations = 0
 
     def __len__(self) -> int:
         return len(self.batch_sampler)
@@ -83,7 +84,14 @@ class TrainLoader:
         if self._loader.num_workers:
             self._warn_of_changes()
         self._position = None
+        self._iterations += 1
+        iteration = self._iterations
         for remaining in reversed(range(len(self))):
+            if iteration != self._iterations:
+                raise UserError(
+                    "a batch was taken from the loader of the training while it is iterated over: "
+                    "make another DataLoader for it"
+                )
             batch = next(self._batches)
             if batch is None:
                 raise UserError(

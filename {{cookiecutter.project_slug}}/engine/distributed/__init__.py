@@ -279,14 +279,16 @@ def make_deterministic() -> None:
 
 @torch.no_grad()
 def broadcast_buffers(model: nn.Module) -> None:
-    """Copy rank 0's buffers, but for constants, to all processes: they are the ones that are saved.
+    """Copy rank 0's buffers that are saved, but for constants, to all processes.
 
     Batch norm's running statistics differ between processes unless SyncBatchNorm is used. So may
     frozen parameters that a forward pass updates, such as a codebook, which are copied, too.
     """
     is_trained = any(one.requires_grad for one in model.parameters())  # else, an average
     frozen = [one for one in model.parameters() if is_trained and is_frozen(one)]
-    for buffer in chain(model.buffers(), frozen):
+    saved = model.state_dict().keys()
+    buffers = (buffer for name, buffer in model.named_buffers() if name in saved)
+    for buffer in chain(buffers, frozen):
         if buffer.layout is torch.strided and not is_expanded(buffer):  # else, a constant
             values = buffer.contiguous()  # torch would send other memory than that of a view
             dist.broadcast(values.flatten().view(torch.uint8), src=0)  # gloo and NCCL lack int16
