@@ -527,7 +527,9 @@ def set_learning_rates(run: Run, num_batches: int) -> None:
         warmup_epochs=args.warmup_epochs,
         schedule=args.schedule,
     )
-    for group, base_lr in zip(run.optimizer.param_groups, run.base_lrs, strict=True):
+    groups = run.optimizer.param_groups
+    run.base_lrs += [group["lr"] for group in groups[len(run.base_lrs) :]]  # that were added
+    for group, base_lr in zip(groups, run.base_lrs, strict=True):
         group["lr"] = base_lr * factor
 
 

@@ -509,7 +509,9 @@ def train_with_changed_rates(folder: Path, output: Path, is_late: bool) -> list[
         if run.progress.step == 2:  # which changes no other rate
             added = nn.Parameter(torch.ones(1), requires_grad=False)
             run.optimizer.add_param_group({"params": [added], "lr": 0.1})
-            run.base_lrs.append(0.1)
+        if run.progress.step == 3:  # the added group's rate follows the schedule
+            rates = [group["lr"] for group in run.optimizer.param_groups]
+            assert rates[-1] == pytest.approx(0.1 * rates[0] / run.base_lrs[0] / 0.9)
         return inputs
 
     with (
