@@ -15,6 +15,7 @@ import pytest
 import root
 import torch
 from engine.distributed import network
+from fresh import TEMPLATE
 from running import SCREENED, Run, assert_same_run, best_accuracy, metrics, run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformer import with_transformer
@@ -146,6 +147,25 @@ def errors(*runs):
 
 
 # Launchers
+
+
+def test_interface_with_several_addresses_is_found_by_each(hosts):
+    """Else gloo would use the address of the host's name, which may be 127.0.1.1."""
+    host = hosts[2]
+    code = (
+        "import os, sys; from engine.distributed import network; "
+        "network.select_interface(sys.argv[1]); print(os.environ['GLOO_SOCKET_IFNAME'])"
+    )
+    ip("-n", host.space, "address", "add", "10.0.0.103/24", "dev", "eth0")
+    try:
+        for address in ("10.0.0.3", "10.0.0.103"):
+            command = [*host.command(), sys.executable, "-c", code, address]
+            environment = os.environ | {"PYTHONPATH": str(TEMPLATE)}
+            environment.pop("GLOO_SOCKET_IFNAME", None)
+            found = subprocess.run(command, env=environment, capture_output=True, text=True)
+            assert found.stdout == "eth0\n", found.stderr
+    finally:
+        ip("-n", host.space, "address", "del", "10.0.0.103/24", "dev", "eth0")
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import socket
 import struct
 import threading
 import time
+from array import array
 from collections.abc import Callable
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
@@ -20,7 +21,8 @@ from engine import UserError, log_line, print_error
 from engine.distributed.consistency import clock_problem
 from engine.launch import LAUNCH_ID, kill_processes, running_processes
 
-SIOCGIFADDR = 0x8915  # Linux's request for the address of an interface
+SIOCGIFCONF = 0x8912  # Linux's request for the addresses of all interfaces, and
+INTERFACE_BYTES = 40  # those of one in its reply
 MESSAGE_BYTES = 500  # at most
 LINGER_S = 10.0  # for the other launchers to end after the one that serves the store
 FAILURE_S = 30.0  # for them to end after one whose processes have failed; some may be writing
@@ -91,20 +93,24 @@ def select_interface(address: str) -> None:
     objects from its connections. By default, gloo uses the address of the host's name, which often
     only this host can reach, and NCCL listens on all interfaces.
     """
-    for _, name in socket.if_nameindex():
-        if _interface_address(name) == address:
-            if address == "127.0.0.1":
-                os.environ["GLOO_SOCKET_IFNAME"] = name
-                os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    if name := _interfaces().get(address):
+        if address == "127.0.0.1":
+            os.environ["GLOO_SOCKET_IFNAME"] = name
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
-def _interface_address(name: str) -> str:
-    """Return the IPv4 address of a network interface, empty if it has none."""
-    request = struct.pack("256s", name.encode())
-    with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as probe:
-        return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)[20:24])
-    return ""
+def _interfaces() -> dict[str, str]:
+    """Return the names of the network interfaces by IPv4 address; one may have several."""
+    reply = array("B", bytes(1024 * INTERFACE_BYTES))
+    with socket.socket(type=socket.SOCK_DGRAM) as probe:
+        request = struct.pack("iP", len(reply), reply.buffer_info()[0])
+        length, _ = struct.unpack("iP", fcntl.ioctl(probe, SIOCGIFCONF, request))
+    entries = [reply[start:][:INTERFACE_BYTES] for start in range(0, length, INTERFACE_BYTES)]
+    return {
+        socket.inet_ntoa(entry[20:24]): entry[:16].tobytes().partition(b"\0")[0].decode()
+        for entry in entries
+    }
 
 
 def listen(address: str, port: int) -> socket.socket:
