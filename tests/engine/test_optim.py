@@ -387,10 +387,25 @@ class WithConstant(nn.Module):
         self.layer, self.scale = nn.Linear(2, 2), torch.tensor(2.0)  # no buffer
 
 
+class WithTeacher(WithConstant):
+    """With another model in a list, which keeps it out of the checkpoint."""
+
+    def __init__(self, has_teacher: bool = True) -> None:
+        super().__init__()
+        self.scale, self.layers = 2.0, [self.layer, self.layer.weight]
+        if has_teacher:
+            self.teachers = {"first": [nn.Linear(2, 2)]}
+
+
 def test_a_tensor_that_is_no_buffer_is_not_left_on_the_meta_device() -> None:
     model = optim.build_empty(WithConstant)
     assert model.scale == 2.0 and model.layer.weight.is_meta
     assert optim.build_on_meta(WithConstant).scale.is_meta
+    model = optim.build_empty(WithTeacher)
+    assert model.layer.weight.is_meta and not model.teachers["first"][0].weight.is_meta
+    built = []
+    optim.build_empty(lambda: built.append(1) or WithTeacher(has_teacher=False))
+    assert len(built) == 1  # on the meta device, without memory
 
 
 class WithPermutation(nn.Linear):

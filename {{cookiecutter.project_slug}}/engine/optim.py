@@ -3,7 +3,7 @@
 import copy
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from itertools import chain, islice
 from typing import Any, TypeVar
@@ -212,11 +212,21 @@ def build_empty(create: Callable[[], nn.Module]) -> nn.Module:
     """Build a model whose parameters and buffers are on the meta device, and all else is not."""
     state = get_rng_state()
     model = build_on_meta(create)
-    values = (value for module in model.modules() for value in vars(module).values())
-    if any(isinstance(value, Tensor) for value in values):
+    parts = {*model.modules(), *model.parameters(), *model.buffers()}
+    values = chain.from_iterable(vars(module).values() for module in model.modules())
+    if any(_holds_others(value, parts) for value in values):
         set_rng_state(state)
         model = create()
     return model.to("meta")
+
+
+def _holds_others(value: object, parts: Set) -> bool:
+    """Return whether a value holds, in lists or dicts, tensors or modules other than `parts`."""
+    if isinstance(value, Mapping):
+        return any(_holds_others(item, parts) for item in value.values())
+    if isinstance(value, list | tuple):
+        return any(_holds_others(item, parts) for item in value)
+    return isinstance(value, Tensor | nn.Module) and value not in parts
 
 
 def place(model: nn.Module, device: torch.device, memory_format: torch.memory_format) -> None:
