@@ -664,6 +664,7 @@ def is_finished(run: Run) -> bool:
 def validate_epoch(run: Run) -> None:
     """Validate the epoch that was trained last, and save its results."""
     logger, progress = run.logger, run.progress
+    run.audit.check_weights()
     results = evaluate(run, run.data.val_loader)
     row = progress.pending_row | results
     logger.log_epoch(row)

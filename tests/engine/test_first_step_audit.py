@@ -490,6 +490,34 @@ def test_buffers_or_frozen_parameters_that_differ_between_processes_are_a_warnin
         assert printed.startswith(expected) if is_warned else printed == ""
 
 
+def weight_warnings(has_noise: bool) -> str:
+    """Return the audit's output for a run whose steps may add noise of the process."""
+    run = Run("apex_native", "cpu", "O0")
+    step = run.optimizer.step
+
+    def noisy_step() -> None:
+        step()
+        with torch.no_grad():
+            run.module.head.bias += has_noise * torch.randn(2)
+
+    run.optimizer.step = noisy_step
+    torch.manual_seed(dist.get_rank())
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        audit = run.audit()
+        run.train(audit)
+        audit.check_weights()
+        audit.check_weights()
+    run.apex.amp.initialize(nn.Identity(), enabled=False)
+    return printed.getvalue()
+
+
+def test_weights_that_differ_between_processes_are_a_warning(two_processes):
+    assert two_processes(weight_warnings, False) == ["", ""]
+    expected = "warning: the weights head.bias differ between the processes, which validate them"
+    for printed in two_processes(weight_warnings, True):
+        assert printed.startswith(expected) and printed.count("\n") == 1
+
+
 def padded(run: Run) -> None:
     sampler = DistributedSampler(UnreadableDataset())
     run.batches = DataLoader(UnreadableDataset(), 4, sampler=sampler)

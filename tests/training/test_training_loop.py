@@ -522,6 +522,32 @@ def train_with_changed_rates(folder: Path, output: Path, is_late: bool) -> list[
     return [call.args[0] for call in warning.call_args_list]
 
 
+def train_with_noise(folder: Path, output: Path) -> list[str]:
+    """Return the warnings of a run whose steps add noise of each process to the weights."""
+    main = load_project(folder).main
+    train_step = main.train_step
+
+    def noisy_step(run: object, *arguments: object) -> object:
+        inputs = train_step(run, *arguments)
+        with torch.no_grad():
+            next(run.model.parameters()).add_(torch.rand(1))
+        return inputs
+
+    with (
+        mock.patch.object(main, "train_step", noisy_step),
+        mock.patch.object(Logger, "warning") as warning,
+    ):
+        train(folder, output, "--epochs", 2)
+    return [call.args[0] for call in warning.call_args_list]
+
+
+def test_weights_that_noise_makes_differ_between_processes_are_a_warning(
+    shared_project: Callable, two_processes: Processes, tmp_path: Path
+) -> None:
+    for warnings in two_processes(train_with_noise, shared_project(), tmp_path):
+        assert len(warnings) == 1 and "weight differ between the processes" in warnings[0]
+
+
 @pytest.mark.parametrize("is_late", [False, True])
 def test_scheduler_without_effect_is_a_warning(
     shared_project: Callable, two_processes: Processes, tmp_path: Path, is_late: bool

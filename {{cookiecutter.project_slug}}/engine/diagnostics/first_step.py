@@ -184,7 +184,7 @@ class FirstStepAudit:
         self.is_done = False
         self._frozen = [p for p in self.module.parameters() if not p.requires_grad]
         self._lrs: list[float] = []  # of the last step
-        self._has_warned_of_lrs = False
+        self._has_warned_of_lrs = self._has_warned_of_weights = False
         self.accepts_unused = any(
             getattr(model, flag, False)
             for flag in ("find_unused_parameters", "delay_allreduce")  # torch's name, Apex's name
@@ -242,6 +242,20 @@ class FirstStepAudit:
         self.is_done = is_alone or _require_averaged(trained)
         if self.is_done and dist.get_world_size() > 1:
             self._report_own_buffers()
+
+    def check_weights(self) -> None:
+        """Log a warning once if the trained weights differ between the processes."""
+        is_alone = dist.get_world_size() == 1 or is_sharded(self.module)
+        if is_alone or self._has_warned_of_weights:
+            return
+        trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        if different := _different(trained):
+            self._has_warned_of_weights = True
+            self.logger.warning(
+                f"the weights {summarize(different)} differ between the processes, which validate "
+                "them, and rank 0's are saved: random numbers of a training step must be the same "
+                "in all, as those of a generator seeded by --seed and the step"
+            )
 
     def _report_own_buffers(self) -> None:
         is_from_torch = type(self.model) is nn.parallel.DistributedDataParallel
