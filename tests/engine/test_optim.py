@@ -351,6 +351,32 @@ def test_eval_mode_restores_each_submodule() -> None:
     assert [module.training for module in model.modules()] == [True, True, False, False]
 
 
+class Merging(nn.Linear):
+    """Layer that merges a weight into another one in eval mode, as those of LoRA."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.low_rank = nn.Parameter(torch.ones(2, 2))
+        self.is_merged = False
+
+    def train(self, mode: bool = True) -> "Merging":
+        if self.is_merged == mode:
+            self.weight.data += -self.low_rank.data if mode else self.low_rank.data
+            self.is_merged = not mode
+        return super().train(mode)
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_eval_mode_ends_by_the_modules_own_way_into_training(is_frozen: bool) -> None:
+    model = nn.Sequential(Merging())
+    model[0].training = not is_frozen
+    nn.init.zeros_(model[0].weight)
+    with optim.eval_mode(model):
+        assert model[0].is_merged and model[0].weight.eq(1).all()
+    assert not model[0].is_merged and model[0].weight.eq(0).all()
+    assert model[0].training != is_frozen
+
+
 def test_preserved_state_is_that_before_the_body() -> None:
     constant = nn.Module()
     constant.register_buffer("ones", torch.ones(()).expand(2), persistent=False)

@@ -155,13 +155,14 @@ def begin_training_mode(model: nn.Module, warning: Callable[[str], None]) -> Non
 @contextmanager
 def eval_mode(module: nn.Module) -> Iterator[None]:
     """Put `module` into eval mode, and afterwards each submodule back into the mode it had."""
-    in_training = [submodule for submodule in module.modules() if submodule.training]
+    modes = [(submodule, submodule.training) for submodule in module.modules()]
     module.eval()
     try:
         yield
     finally:
-        for submodule in in_training:
-            submodule.training = True
+        module.train()  # a class may merge weights in eval mode, or drop what it has cached
+        for submodule, is_training in modes:
+            submodule.training = is_training
 
 
 @contextmanager
