@@ -286,7 +286,7 @@ def _dict_in_fp32(value: Any) -> Any:
 @cache
 def _warn_of_half(kind: str) -> None:
     distributed.print_on_rank_zero(
-        f"warning: Metrics gets the outputs of the model as they are, and --opt-level casts in it: "
+        "warning: Metrics gets the outputs of the model as they are, and --opt-level casts in it: "
         f"they hold a {kind}, which can't be converted to fp32; return tensors, lists, tuples, "
         "dicts or dataclasses from forward"
     )

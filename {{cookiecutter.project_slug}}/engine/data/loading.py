@@ -154,7 +154,8 @@ class EpochBatches:
 
     def are_outdated(self) -> bool:
         """Return whether the sampler was changed after the batches of its epoch were made."""
-        made = self._made.pop(self.sampler.epoch, None)
+        made = self._made.get(self.sampler.epoch)
+        self._made = {epoch: one for epoch, one in self._made.items() if epoch > self.sampler.epoch}
         batches = BatchSampler(self.sampler, self.batch_size, drop_last=True)
         return made is not None and made != list(batches)
 
