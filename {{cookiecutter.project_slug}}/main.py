@@ -606,7 +606,7 @@ def evaluate(run: Run, batches: Sequence | DataLoader) -> dict[str, float]:
     until_stopped = run.checkpoints.until_stopped(bar)
     # % endif
     results: dict[str, float] = {}
-    with optim.eval_mode(nn.ModuleList(run.eval_models.values())):
+    with optim.eval_mode(*run.eval_models.values()):
         for batch in until_stopped:
             batch = to_device(batch, run.device, run.memory_format)
             inputs, targets = run.backend.without_casts(task.prepare, batch)
@@ -629,8 +629,8 @@ def evaluate(run: Run, batches: Sequence | DataLoader) -> dict[str, float]:
 
 def check_validation(run: Run) -> None:
     """Validate a small batch: a mistake in a metric is an error before training, not after it."""
-    models = nn.ModuleList(run.eval_models.values())
-    with optim.without_compilation(), optim.state_preserved(models):
+    models = run.eval_models.values()
+    with optim.without_compilation(), optim.state_preserved(*models):
         evaluate(run, [run.data.val_sample])
 
 
@@ -642,16 +642,17 @@ def show_samples(run: Run, results: dict[str, float], epoch: int | None = None) 
     suffix = run.logger.monitored.best(results).name.removeprefix(task.METRIC)  # "" or AVERAGE
     model = run.eval_models[suffix]
     val_set = run.data.data_sets["val"]
-    # % if ddp == "fsdp"
-    with distributed.folder_of_rank(run.args.output) as output:  # all ranks run the model
-        show = partial(task.show, model, val_set, run.metrics[suffix], output, epoch)
-        if dist.get_rank() != 0:
-            show()
+    with optim.eval_mode(model):
+        # % if ddp == "fsdp"
+        with distributed.folder_of_rank(run.args.output) as output:  # all ranks run the model
+            show = partial(task.show, model, val_set, run.metrics[suffix], output, epoch)
+            if dist.get_rank() != 0:
+                show()
+            run.logger.log_image(run.progress.step, show)
+        # % else
+        show = partial(task.show, model, val_set, run.metrics[suffix], run.args.output, epoch)
         run.logger.log_image(run.progress.step, show)
-    # % else
-    show = partial(task.show, model, val_set, run.metrics[suffix], run.args.output, epoch)
-    run.logger.log_image(run.progress.step, show)
-    # % endif
+        # % endif
 
 
 def is_finished(run: Run) -> bool:
@@ -672,6 +673,7 @@ def validate_epoch(run: Run) -> None:
     progress.scores.append(logger.monitored.best(results).score)
     run.checkpoints.save(results)  # as best.pt too, if the metric is the best yet
     show_samples(run, results, int(row["epoch"]))
+    run.optimizer.zero_grad()  # a picture may need gradients, such as one by Grad-CAM
     # --steps ended within the epoch: the score is saved, and dropped before the epoch goes on.
     if progress.samples:
         progress.scores = progress.scores[:-1]

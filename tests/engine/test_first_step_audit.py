@@ -518,6 +518,19 @@ def test_weights_that_differ_between_processes_are_a_warning(two_processes):
         assert printed.startswith(expected) and printed.count("\n") == 1
 
 
+def mode_warnings() -> str:
+    """Return the audit's output for a run whose model is left in eval mode."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert audit_error(lambda run: run.module.eval(), "apex_native", "cpu", "O0") == ""
+    return printed.getvalue()
+
+
+def test_training_in_eval_mode_is_a_warning(two_processes):
+    for printed in two_processes(mode_warnings):
+        assert printed.startswith("warning: the model trains in eval mode, as after model.eval()")
+        assert printed.count("\n") == 1
+
+
 def padded(run: Run) -> None:
     sampler = DistributedSampler(UnreadableDataset())
     run.batches = DataLoader(UnreadableDataset(), 4, sampler=sampler)
@@ -593,6 +606,27 @@ def test_untrainable_model_is_an_error(batch, criterion, reason):
     assert str(error.value).startswith(start)
     assert reason in str(error.value)
     assert str(error.value).endswith("choose another --arch, image size or --batch-size")
+
+
+def test_hooks_that_are_closures_of_the_model_are_accepted() -> None:
+    """A copy's hooks change the original."""
+
+    class Hooked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.features = nn.Linear(2, 2), {}
+            self.layer.register_forward_hook(
+                lambda module, inputs, output: self.features.update(low=output)
+            )
+
+        def forward(self, inputs):
+            self.layer(inputs)
+            return self.features.pop("low")
+
+    model = Hooked()
+    batch = [torch.ones(1, 2), torch.ones(1, 2)]
+    check_trainable(model, nn.functional.mse_loss, tuple, batch)
+    assert model.layer.weight.grad is None
 
 
 def test_model_that_can_not_validate_images_of_a_size_is_an_error() -> None:

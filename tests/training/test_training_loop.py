@@ -12,6 +12,7 @@ import re
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -72,6 +73,10 @@ class Samples(torch.utils.data.Dataset):
         return self.images[index], self.targets[index]
 
 
+def draw(logger: Logger, step: int, show: partial) -> None:
+    torch.rand(1)  # may draw random numbers
+
+
 @contextlib.contextmanager
 def on_small_data(
     project: Project, output: str | Path, flags: tuple, build_model: Callable | None = None
@@ -96,7 +101,7 @@ def on_small_data(
             (StopSignals, "start", lambda _: None),
             (Watchdog, "start", lambda _: None),
             (curves.BackgroundProcess, "start", lambda _: None),  # it would take a second
-            (Logger, "log_image", lambda *_: torch.rand(1)),  # of samples that are no images
+            (Logger, "log_image", lambda *given: draw(*given)),  # of samples that are no images
         ):
             patches.enter_context(mock.patch.object(thing, name, value))
         yield
@@ -390,6 +395,30 @@ def test_best_model_is_saved_before_its_picture_is_drawn(
     two_processes(fail_in_show, shared_project(), tmp_path / "run")
     state = torch.load(tmp_path / "run" / "best.pt", weights_only=True)
     assert state["epoch"] == 1 and "val_accuracy" in state["results"]
+
+
+def draw_gradients(logger: Logger, step: int, show: partial) -> None:
+    """As pictures of what a model looks at, of which rank 0 draws one."""
+    if dist.get_rank() == 0:
+        model = show.args[0].eval()
+        parameter = next(model.parameters())
+        model(torch.ones(1, 3, 4, 4)).sum().backward()
+        assert parameter.grad.any()
+
+
+def run_with_pictures(folder: Path, output: Path, has_gradients: bool) -> None:
+    picture = draw_gradients if has_gradients else draw
+    with mock.patch.object(sys.modules[__name__], "draw", picture):
+        train(folder, output, "--epochs", 3, with_norms=True)
+
+
+def test_pictures_that_need_gradients_do_not_change_the_training(
+    shared_project: Callable, two_processes: Processes, tmp_path: Path
+) -> None:
+    folder = shared_project()
+    for has_gradients in (False, True):
+        two_processes(run_with_pictures, folder, tmp_path / str(has_gradients), has_gradients)
+    assert_same_run(tmp_path / "True", tmp_path / "False")
 
 
 def run_self_initializing(folder: Path, output: Path, has_check: bool) -> None:

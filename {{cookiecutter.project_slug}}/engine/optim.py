@@ -153,27 +153,30 @@ def begin_training_mode(model: nn.Module, warning: Callable[[str], None]) -> Non
 
 
 @contextmanager
-def eval_mode(module: nn.Module) -> Iterator[None]:
-    """Put `module` into eval mode, and afterwards each submodule back into the mode it had."""
-    modes = [(submodule, submodule.training) for submodule in module.modules()]
-    module.eval()
+def eval_mode(*models: nn.Module) -> Iterator[None]:
+    """Put models into eval mode, and afterwards each submodule back into the mode it had."""
+    modes = [(module, module.training) for model in models for module in model.modules()]
+    for model in models:
+        model.eval()
     try:
         yield
     finally:
-        module.train()  # a class may merge weights in eval mode, or drop what it has cached
-        for submodule, is_training in modes:
-            submodule.training = is_training
+        for model in models:
+            model.train()  # a class may merge weights in eval mode, or drop what it has cached
+        for module, is_training in modes:
+            module.training = is_training
 
 
 @contextmanager
-def state_preserved(model: nn.Module) -> Iterator[None]:
-    """Undo what the body changes in the model's tensors and in attributes of its modules.
+def state_preserved(*models: nn.Module) -> Iterator[None]:
+    """Undo what the body changes in the models' tensors and in attributes of their modules.
 
     Some models initialize themselves with their first batch, in eval mode, too. Lazy modules are
     left out: the body may initialize them.
     """
     modules = [
         module
+        for model in models
         for module in model.modules()
         if not any(map(is_lazy, chain(module.parameters(False), module.buffers(False))))
     ]
@@ -264,6 +267,7 @@ class FlipAverage(nn.Module):
         self.model = model
 
     def forward(self, images: Tensor) -> Tensor:
+        flipped = images.flip(3)  # first: a model may change its input in place
         output = self.model(images)
         if not isinstance(output, Tensor) or output.dim() > 2:
             shape = getattr(output, "shape", None)
@@ -272,7 +276,7 @@ class FlipAverage(nn.Module):
                 f"--flip-tta needs a model that returns a tensor (N, outputs), not a {kind}"
             )
         output = output.clone()  # of a CUDA graph, whose next run overwrites it
-        return torch.stack([output, self.model(images.flip(3))]).float().mean(dim=0)
+        return torch.stack([output, self.model(flipped)]).float().mean(dim=0)
 
 
 class Ema:

@@ -86,7 +86,11 @@ def check_trainable(
     inputs, targets = prepare(batch)
     copied = _copy(model).train()
     with _explaining("train on", batch, "--arch, image size or --batch-size"):
-        loss = criterion(copied(inputs), targets)
+        try:
+            loss = criterion(copied(inputs), targets)
+        except ERRORS:  # perhaps of a copied hook that is a closure of the model itself
+            with state_preserved(model):
+                loss = criterion(model.train()(inputs), targets)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise TypeError("the loss is not a single number")
 
@@ -184,7 +188,7 @@ class FirstStepAudit:
         self.is_done = False
         self._frozen = [p for p in self.module.parameters() if not p.requires_grad]
         self._lrs: list[float] = []  # of the last step
-        self._has_warned_of_lrs = self._has_warned_of_weights = False
+        self._has_warned_of_lrs = self._has_warned_of_weights = self._has_warned_of_mode = False
         self.accepts_unused = any(
             getattr(model, flag, False)
             for flag in ("find_unused_parameters", "delay_allreduce")  # torch's name, Apex's name
@@ -227,6 +231,12 @@ class FirstStepAudit:
         Raises UserError with their names. With a single rank, it is a warning.
         """
         self._lrs = self._learning_rates()
+        if not (self.module.training or self._has_warned_of_mode):
+            self._has_warned_of_mode = True
+            self.logger.warning(
+                "the model trains in eval mode, as after model.eval() in an own evaluation: put it "
+                "into the body of `with eval_mode(model):`, which is in engine.optim"
+            )
         if any(parameter.requires_grad for parameter in self._frozen):
             self._frozen = [p for p in self._frozen if not p.requires_grad]
             self.is_done = False
