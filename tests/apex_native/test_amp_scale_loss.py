@@ -335,6 +335,22 @@ def test_parameters_that_a_script_puts_into_the_groups_are_unscaled(level, loss_
         torch.testing.assert_close(rows.detach(), torch.full((3,), value - 0.05))
 
 
+@pytest.mark.parametrize("level", ["O0", "O1"])
+def test_parameters_that_a_script_takes_out_of_the_groups_are_unscaled(level):
+    """As of optimizers that step a flat copy of all weights, into which they put gradients."""
+    model = nn.Linear(4, 3)
+    _, optimizer = initialize(model, sgd(model), level, loss_scale=128.0)
+    flat = nn.Parameter(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    optimizer.param_groups[0]["params"] = [flat]
+    for _ in range(2):
+        model.zero_grad()
+        backward(model.weight.sum() + model.bias.sum(), optimizer)
+        assert all(parameter.grad.eq(1).all() for parameter in model.parameters())
+        flat.grad = torch.cat([p.grad.flatten() for p in model.parameters()])
+        optimizer.step()
+    assert len(optimizer._amp_stash.plain) == 3
+
+
 def test_masters_of_replaced_half_parameters_are_dropped():
     model = nn.Linear(4, 3)
     model, optimizer = initialize(model, sgd(model, momentum=0.9), "O5")

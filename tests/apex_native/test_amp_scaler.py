@@ -166,6 +166,42 @@ def test_window_is_that_which_the_script_has_set():
     assert scale() == 4096.0
 
 
+def test_limits_of_the_scale_that_a_script_sets():
+    model = nn.Linear(2, 1)
+    model, optimizer = initialize(model, sgd(model), "O0", loss_scale="dynamic")
+    scaler = amp._amp_state.loss_scalers[0]
+    assert scaler._max_loss_scale == 2.0**24
+    scaler._scale_seq_len, scaler._min_loss_scale, scaler._max_loss_scale = 1, 512.0, 1024.0
+    set_scale(1024.0)
+    clean_blocks(2, model, optimizer)
+    assert scale() == 1024.0
+    for _ in range(3):
+        overflow(model, optimizer)
+    assert scale() == scaler._min_loss_scale == 512.0
+
+
+class StepOfEpoch(torch.optim.SGD):
+    """As LARS of pytorch-lars, whose step takes the epoch."""
+
+    def step(self, epoch, closure=None):
+        self.epoch = epoch
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_step_of_an_optimizer_takes_its_own_arguments(level):
+    model, optimizer = prepare(level, lambda model: StepOfEpoch(model.parameters(), lr=0.1))
+    for arguments, options in (((3,), {}), ((), {"epoch": 3})):
+        backward(model(torch.randn(4, 4)).sum() / 2**20, optimizer)
+        optimizer.step(*arguments, **options)
+        assert optimizer.epoch == 3
+    plain_step = optimizer.step
+    optimizer.step = lambda *given, **options: plain_step(*given, **options)
+    backward(model(torch.randn(4, 4)).sum() * float("inf"), optimizer)
+    optimizer.step(epoch=4)
+    assert optimizer.epoch == 3 or level in ("O0", "O3")
+
+
 def test_min_and_max_loss_scale():
     model = nn.Linear(2, 1)
     model, optimizer = initialize(model, sgd(model), "O0", loss_scale="dynamic")

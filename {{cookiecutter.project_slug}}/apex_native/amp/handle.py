@@ -226,7 +226,7 @@ def _skip_replaced_step(optimizer: Any) -> None:
     ):
         return
 
-    def skip(closure: object = None) -> None:
+    def skip(*args: object, **kwargs: object) -> None:
         optimizer.step, stash.found_inf, stash.is_skipping = replaced, None, False
         stash.drop_master_grads()
 
@@ -261,8 +261,8 @@ def prepare_optimizer(optimizer: Any, master_weights: bool) -> None:
     plain_step, plain_zero_grad = optimizer.step, optimizer.zero_grad
     plain_add_param_group = optimizer.add_param_group
 
-    def step(self: Optimizer, closure: object = None) -> object:
-        return _step(self, plain_step, closure)
+    def step(self: Optimizer, *args: object, **kwargs: object) -> object:
+        return _step(self, plain_step, *args, **kwargs)
 
     def zero_grad(self: Any, *args: object, **kwargs: object) -> None:
         plain_zero_grad(*args, **kwargs)
@@ -316,9 +316,13 @@ def _adopt(optimizer: Any, group: dict, master_weights: bool) -> None:
 def _adopt_all(optimizer: Any, master_weights: bool) -> None:
     """Record the parameters of all groups."""
     stash: AmpStash = optimizer._amp_stash
-    stash.plain.clear()
+    earlier, stash.plain = stash.plain, []
     for group in optimizer.param_groups:
         _adopt(optimizer, group, master_weights)
+    if earlier:  # a script may step others in their place, such as flat copies of its own
+        of_models = {*map(id, chain.from_iterable(m.parameters() for m in _amp_state.models))}
+        present = {*map(id, (*stash.plain, *stash.masters))}
+        stash.plain += [p for p in earlier if id(p) in of_models - present]
     if master_weights:
         halves = {master: half for half, master in stash.masters.items()}
         groups = [group["params"] for group in optimizer.param_groups]
@@ -430,7 +434,7 @@ def _prepare_sgd(optimizer: torch.optim.SGD, group: dict) -> bool:
     return not new
 
 
-def _step(optimizer: Any, plain_step: types.MethodType, closure: object) -> object:
+def _step(optimizer: Any, plain_step: types.MethodType, *args: object, **kwargs: object) -> object:
     """Take a step of `optimizer`, unless a gradient overflowed, and copy masters to the model."""
     stash: AmpStash = optimizer._amp_stash
     if stash.open_blocks:
@@ -446,22 +450,23 @@ def _step(optimizer: Any, plain_step: types.MethodType, closure: object) -> obje
     found_inf, stash.found_inf = stash.found_inf, None
     for parameter in stash.masters:
         current_master(parameter)
-    if closure is not None and (found_inf is not None or stash.masters):
+    has_closure = any(map(callable, (*args, *kwargs.values())))
+    if has_closure and (found_inf is not None or stash.masters):
         raise RuntimeError("amp does not support optimizer.step(closure): call step() without it.")
     skips_on_device = _skips_on_device(optimizer)
 
     result = None
     with disable_casts():
         if found_inf is None:
-            result = plain_step() if closure is None else plain_step(closure)
+            result = plain_step(*args, **kwargs)
         elif skips_on_device:
             optimizer.grad_scale, optimizer.found_inf = None, found_inf
             try:
-                result = plain_step()
+                result = plain_step(*args, **kwargs)
             finally:
                 del optimizer.grad_scale, optimizer.found_inf
         elif not found_inf.item():  # the CPU waits here, as it does in torch.amp.GradScaler.step
-            result = plain_step()
+            result = plain_step(*args, **kwargs)
     _copy_masters(stash.masters)
     stash.drop_master_grads()
     return result

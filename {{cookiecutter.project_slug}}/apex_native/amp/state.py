@@ -42,7 +42,8 @@ class LossScaler:
         self.index = index
         self.growth = scale_factor
         self.window = scale_window
-        self.limits = (max(min_loss_scale or 0.0, self.LOWEST), max_loss_scale)
+        self.limits = self.LOWEST, max_loss_scale
+        self._min_loss_scale = min_loss_scale
         start = min(init_scale, max_loss_scale) if self.dynamic else float(loss_scale)
         device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         # Of the loss; on the device if dynamic. Blocks of ``scale_loss`` and their graphs keep this
@@ -56,16 +57,33 @@ class LossScaler:
         self._overflow_buf = self.counter.new_zeros(1)  # for `update_scale`; scripts set it
         self._pending: list[tuple[torch.cuda.Event | None, Tensor]] = []
 
+    # Scripts for Apex read and set these.
     @property
     def _scale_seq_len(self) -> int:
         return self.window
 
     @_scale_seq_len.setter
-    def _scale_seq_len(self, value: int) -> None:  # scripts for Apex set it
+    def _scale_seq_len(self, value: int) -> None:
         self.window = value
 
     @property
-    def _unskipped(self) -> Tensor:  # scripts for Apex read and set it
+    def _min_loss_scale(self) -> float:
+        return self.limits[0]
+
+    @_min_loss_scale.setter
+    def _min_loss_scale(self, value: float | None) -> None:
+        self.limits = max(value or 0.0, self.LOWEST), self.limits[1]
+
+    @property
+    def _max_loss_scale(self) -> float:
+        return self.limits[1]
+
+    @_max_loss_scale.setter
+    def _max_loss_scale(self, value: float) -> None:
+        self.limits = self.limits[0], value
+
+    @property
+    def _unskipped(self) -> Tensor:
         return self.counter.clone()
 
     @_unskipped.setter
