@@ -279,6 +279,25 @@ def test_disable_and_enable_allreduce(two_processes, at_once):
         assert torch.equal(together, rows.sum(0))
 
 
+def on_each_rank_switch_before_the_backward_pass(x):
+    model = wrap(Weighted(x), False)
+    model.disable_allreduce()
+    for is_evaluation in (True, False):
+        loss = model.train(not is_evaluation)(x)
+        if is_evaluation:  # which may be without no_grad()
+            model.enable_allreduce()
+    with pytest.raises(RuntimeError, match="call them before it"):
+        model.disable_allreduce()
+    model.enable_allreduce()  # as it is
+    loss.backward()
+    model.disable_allreduce()
+
+
+def test_reduction_is_not_switched_before_a_backward_pass(two_processes):
+    """It would come too late, and the processes' weights would differ."""
+    two_processes(on_each_rank_switch_before_the_backward_pass, torch.ones(2))
+
+
 def on_each_rank_broadcast_a_view():
     model = nn.Module()
     model.weight = nn.Parameter((torch.arange(16.0) + 100 * dist.get_rank()).view(2, 8)[:, ::2])

@@ -99,6 +99,14 @@ def test_fused_adam_equals_torch(adam_w_mode, torchs, late):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
 
 
+def test_learning_rate_of_fused_sgd_may_be_that_of_its_groups():
+    """As Horovod's DistributedOptimizer constructs it."""
+    optimizer = FusedSGD([{"params": [nn.Parameter(torch.ones(2))], "lr": 0.5}])
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    with pytest.raises(ValueError, match="required optimization parameter lr"):
+        FusedSGD([nn.Parameter(torch.ones(2))])
+
+
 def test_param_groups_have_their_own_settings():
     a, b = (nn.Parameter(torch.ones(2)) for _ in range(2))
     optimizer = FusedAdam([{"params": [a]}, {"params": [b], "lr": 0.5}], lr=0.1)

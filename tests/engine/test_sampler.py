@@ -309,6 +309,31 @@ def test_collate_fn_of_a_data_set_makes_all_batches(workers: int, tmp_path: Path
         build_loader(data, **options)
 
 
+class Growing(Numbers):
+    length = 8
+
+    def __len__(self) -> int:
+        return self.length
+
+    def set_epoch(self, epoch: int) -> None:
+        self.length = 8 * (epoch + 1)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_length_that_changes_between_epochs_is_an_error(workers: int) -> None:
+    """The order of an epoch is made before, in another process."""
+    data = SeededDataset(Growing(), seed=5)
+    sampler = ResumableDistributedSampler(data, 5, num_replicas=1, rank=0)
+    loader = TrainLoader(data, sampler, batch_size=4, epochs=2, workers=workers, device=CPU)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        if epoch:
+            with pytest.raises(UserError, match="changed the length of a data set from 8 to 16"):
+                list(loader)
+        else:
+            next(iter(loader))
+
+
 class Sparse(Numbers):
     """Numbers whose batches are left out without those that are broken, as in many programs."""
 

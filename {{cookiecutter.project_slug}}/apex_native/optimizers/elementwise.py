@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam
 from torch.optim.adamw import adamw
+from torch.optim.optimizer import required
 from torch.optim.sgd import sgd
 
 Tensors = list[Tensor] | tuple[Tensor, ...]
@@ -158,6 +159,7 @@ class FusedSGD(FusedOptimizer):
     """SGD with momentum, in multi-tensor kernels.
 
     Args:
+        lr: learning rate; required, here or in each parameter group.
         momentum, dampening, weight_decay, nesterov: as in torch.optim.SGD.
         wd_after_momentum: adds the weight decay to the update, not to the gradient.
         materialize_master_grads: accepted as in Apex; amp always makes the masters' gradients.
@@ -171,7 +173,7 @@ class FusedSGD(FusedOptimizer):
     def __init__(  # noqa: PLR0913, Apex's signature
         self,
         params: Iterable,
-        lr: float,
+        lr: Any = required,
         momentum: float = 0.0,
         dampening: float = 0.0,
         weight_decay: float = 0.0,
@@ -181,7 +183,7 @@ class FusedSGD(FusedOptimizer):
         set_grad_none: bool = False,
     ) -> None:
         for name, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
-            if value < 0:
+            if value is not required and value < 0:
                 raise ValueError(f"FusedSGD: {name} is {value}, and must not be negative.")
         if nesterov and (momentum == 0 or dampening != 0):
             raise ValueError("FusedSGD: nesterov needs a momentum and no dampening.")

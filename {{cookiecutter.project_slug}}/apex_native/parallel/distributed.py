@@ -79,6 +79,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         self._in_no_sync = False
         self.is_unsynced = False  # whether the last forward pass was in no_sync()
         self.is_due = False  # from a synced forward pass until the next block of amp.scale_loss
+        self._is_switched = False  # by `disable_allreduce` or `enable_allreduce`
+        self._is_pending = False  # whether a backward pass is to follow, once it is switched
         self._averager: GradientAverager | None = None
         self.averages_at_once = False
         # torch divides before it sums; fp16 gradients overflow where Apex's do only the other way.
@@ -113,12 +115,33 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             self._in_no_sync = outer
 
     def disable_allreduce(self) -> None:
-        """Stop averaging gradients, from the next forward pass on (in Apex, backward pass)."""
-        self.require_backward_grad_sync = False
+        """Stop averaging gradients, from the next forward pass on (in Apex, backward pass).
+
+        Raises RuntimeError between a forward pass and its backward pass.
+        """
+        self._switch(False)
 
     def enable_allreduce(self) -> None:
-        """Average gradients again, from the next forward pass on."""
-        self.require_backward_grad_sync = True
+        """Average gradients again, from the next forward pass on; raises RuntimeError likewise."""
+        self._switch(True)
+
+    def _switch(self, is_synced: bool) -> None:
+        if self._is_pending and is_synced != self.require_backward_grad_sync:
+            raise RuntimeError(
+                "enable_allreduce() and disable_allreduce() take effect in the next forward pass, "
+                "and the backward pass of the last one is to come: call them before it."
+            )
+        self._is_switched = True
+        self.require_backward_grad_sync = is_synced
+
+    def _await_backward(self, outputs: object) -> None:
+        def end_waiting(_: Tensor) -> None:
+            self._is_pending = False
+
+        for output in nested_tensors(outputs):
+            if output.requires_grad:
+                self._is_pending = True
+                output.register_hook(end_waiting)
 
     def average_at_once(self) -> None:
         """Average all gradients of a type at once, after each backward pass from now on.
@@ -159,7 +182,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         if self._averager is not None:
             return self.module(*inputs, **kwargs)
         try:
-            return super().forward(*inputs, **kwargs)
+            outputs = super().forward(*inputs, **kwargs)
         except RuntimeError as error:
             unused = re.search(r"indices which did not receive grad.*?: ([\d ]+)", str(error))
             if unused is None:
@@ -167,6 +190,9 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             trained = list(self._trained)
             names = [trained[int(index)] for index in unused[1].split()]
             raise RuntimeError(no_gradient_message(names)) from None
+        if self._is_switched and self.training:
+            self._await_backward(outputs)
+        return outputs
 
 
 def _allreduce(state: tuple[float, float, bool], bucket: dist.GradBucket) -> Future[Tensor]:

@@ -64,6 +64,7 @@ class SeededDataset(DatasetWrapper):
         _require_visible_methods(dataset)
         self.seed = seed
         self.epoch = 0
+        self._length = len(dataset)
         self.collate_fn: Callable[[list], Any] = default_collate
         if hasattr(dataset, "collate_fn"):
             self.collate_fn = partial(self._collate, dataset.collate_fn)
@@ -81,6 +82,12 @@ class SeededDataset(DatasetWrapper):
             seed_cpu(mix_seeds(self.seed, self.epoch, *self._first))
             if hasattr(self.dataset, "set_epoch"):
                 self.dataset.set_epoch(self.epoch)
+                if len(self.dataset) != self._length:
+                    raise UserError(
+                        f"set_epoch changed the length of a data set from {self._length} to "
+                        f"{len(self.dataset)}: the schedule and resumption need the same in all "
+                        "epochs"
+                    )
             return self.read(indices)
 
     def read(self, indices: Sequence[int]) -> list:
