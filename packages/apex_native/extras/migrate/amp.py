@@ -11,7 +11,7 @@ import libcst as cst
 from libcst import matchers
 from libcst.metadata import QualifiedNameProvider, QualifiedNameSource
 
-from .calls import models_and_optimizers, split
+from .calls import UNPACKED, is_unpacked, models_and_optimizers, split
 from .forward import Forward
 from .gradients import Assignment, function_name
 from .imports import apex_imports
@@ -75,11 +75,12 @@ IGNORED = {"opt_level", "verbosity", "models", "optimizers", "num_losses"}
 IGNORED |= {"keep_batchnorm_fp32", "master_weights"}  # no effect where weights are not cast
 
 
-def _leaves_half(parts: tuple[list[cst.Arg], dict[str, cst.Arg]] | str) -> bool:
-    """Return whether ``amp.initialize`` with these arguments may leave parameters half."""
-    if isinstance(parts, str) or len(parts[0]) > 2:
+def _leaves_half(call: cst.Call) -> bool:
+    """Return whether a call of ``amp.initialize`` may leave parameters half."""
+    positional, keywords = split(call)
+    if is_unpacked(call) or len(positional) > 2:
         return True
-    given = {name: source(arg.value).strip("\"'") for name, arg in parts[1].items()}
+    given = {name: source(arg.value).strip("\"'") for name, arg in keywords.items()}
     level = given.get("opt_level", "O1")
     if level in ("O2", "O5"):
         return given.get("master_weights", "None") not in ("True", "None")
@@ -311,9 +312,9 @@ class Analysis(Optimizers):
             self.usage.reasons.append("amp._amp_state is set elsewhere than amp.initialize")
 
     def _initialize(self, node: cst.Call) -> None:
-        usage, parts = self.usage, split(node)
+        usage = self.usage
         self.starts.append(node)
-        usage.may_cast |= _leaves_half(parts)
+        usage.may_cast |= _leaves_half(node)
         line = self.parent(self.parent(node))
         if not isinstance(line, (cst.SimpleStatementLine, cst.SimpleStatementSuite)):
             usage.reasons.append("amp.initialize is part of a larger expression")
@@ -322,10 +323,10 @@ class Analysis(Optimizers):
         target = self.parent(node)
         if isinstance(target, cst.Assign) and len(target.targets) > 1:
             usage.reasons.append("amp.initialize is assigned to several targets")
-        if isinstance(parts, str):
-            usage.reasons.append(parts)
+        if is_unpacked(node):
+            usage.reasons.append(UNPACKED)
             return
-        _, keywords = parts
+        _, keywords = split(node)
         stated = keywords.get("opt_level")
         written = source(stated.value) if stated else "O1"
         is_literal = not stated or isinstance(stated.value, cst.SimpleString)
@@ -360,9 +361,9 @@ class Analysis(Optimizers):
 
     def _scale_loss(self, node: cst.Call) -> None:
         item = self.parent(node)
-        parts = split(node)
+        positional, _ = split(node)
         is_name = isinstance(item, cst.WithItem) and item.asname is not None
-        if not is_name or isinstance(parts, str) or len(parts[0]) not in (2, 3):
+        if not is_name or is_unpacked(node) or len(positional) not in (2, 3):
             self.usage.reasons.append("amp.scale_loss is not of the form of Apex's documentation")
             return
         statement = self.parent(item)
@@ -373,7 +374,7 @@ class Analysis(Optimizers):
         is_line = isinstance(body, cst.SimpleStatementSuite)
         if len(statement.items) > 1 or (is_line and len(body.body) > 1):
             self.usage.reasons.append("amp.scale_loss shares its statement with something else")
-        value, optimizer = parts[0][0].value, source(parts[0][1].value)
+        value, optimizer = positional[0].value, source(positional[1].value)
         alias = source(item.asname.name.with_changes(lpar=[], rpar=[]))
         self.usage.losses.append(Loss(statement, value, alias, optimizer))
 

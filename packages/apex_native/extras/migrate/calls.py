@@ -1,6 +1,6 @@
 """Rules for calls that have one equivalent in torch: DDP, SyncBN, optimizers and norms.
 
-Each takes the call and returns the new call, or the reason why there is none.
+Each takes the call and returns the new call, or raises NoEquivalentError.
 """
 
 from collections.abc import Callable
@@ -9,7 +9,12 @@ import libcst as cst
 
 from ..covered import COVERED
 
-Rule = Callable[[cst.Call], cst.Call | str]
+Rule = Callable[[cst.Call], cst.Call]
+UNPACKED = "its arguments are unpacked from a variable"
+
+
+class NoEquivalentError(Exception):
+    """A call that torch has no equivalent of; the message is the reason."""
 
 
 def _to(call: cst.Call, name: str, args: list[cst.Arg]) -> cst.Call:
@@ -45,10 +50,13 @@ def _keyword(name: str, value: str) -> cst.Arg:
     return cst.Arg(cst.parse_expression(value), keyword=cst.Name(name), equal=equal)
 
 
-def split(call: cst.Call) -> tuple[list[cst.Arg], dict[str, cst.Arg]] | str:
-    """Return positional and keyword arguments of `call`, or a reason if it unpacks some."""
-    if any(arg.star for arg in call.args):
-        return "its arguments are unpacked from a variable"
+def is_unpacked(call: cst.Call) -> bool:
+    """Return whether arguments of `call` are unpacked from a variable."""
+    return any(arg.star for arg in call.args)
+
+
+def split(call: cst.Call) -> tuple[list[cst.Arg], dict[str, cst.Arg]]:
+    """Return positional and keyword arguments of `call`."""
     positional = [arg for arg in call.args if arg.keyword is None]
     return positional, {arg.keyword.value: arg for arg in call.args if arg.keyword is not None}
 
@@ -72,39 +80,32 @@ def literal(arg: cst.Arg | None, default: str) -> str | None:
 
 def _check(
     call: cst.Call, most: int, kept: str, dropped: dict[str, str]
-) -> tuple[list[cst.Arg], dict[str, cst.Arg]] | str:
+) -> tuple[list[cst.Arg], dict[str, cst.Arg]]:
     """Return the arguments without those of `dropped`, where they have the values given there.
 
-    "" stands for any value. Returns a reason for an argument that has no equivalent.
+    "" stands for any value. Raises NoEquivalentError for other arguments.
     """
-    parts = split(call)
-    if isinstance(parts, str):
-        return parts
-    positional, keywords = parts
+    if is_unpacked(call):
+        raise NoEquivalentError(UNPACKED)
+    positional, keywords = split(call)
     if len(positional) > most:
-        return f"more than {most} positional arguments"
+        raise NoEquivalentError(f"more than {most} positional arguments")
     for name in [name for name in keywords if name not in kept.split()]:
         value = literal(keywords[name], "")
         if name not in dropped or dropped[name] not in ("", value):
-            return f"torch has no equivalent of its argument {name}"
+            raise NoEquivalentError(f"torch has no equivalent of its argument {name}")
         del keywords[name]
     return positional, keywords
 
 
-def fused_adam(call: cst.Call) -> cst.Call | str:
+def fused_adam(call: cst.Call) -> cst.Call:
     """FusedAdam to AdamW or Adam, fused, with the weight decay stated: the defaults differ."""
-    given = split(call)
-    if isinstance(given, str):
-        return given
-    mode = literal(given[1].get("adam_w_mode"), "True")
+    mode = literal(split(call)[1].get("adam_w_mode"), "True")
     dropped = {"adam_w_mode": "", "bias_correction": "True", "set_grad_none": "True"}
     dropped["amsgrad"] = "False"
-    parts = _check(call, 2, "params lr betas eps weight_decay", dropped)
-    if isinstance(parts, str):
-        return parts
+    positional, keywords = _check(call, 2, "params lr betas eps weight_decay", dropped)
     if mode not in ("True", "False"):
-        return "its adam_w_mode is a variable"
-    positional, keywords = parts
+        raise NoEquivalentError("its adam_w_mode is a variable")
     keywords.setdefault("weight_decay", _keyword("weight_decay", "0.0"))
     if "betas" in keywords:  # torch requires floats, also 0.0
         betas = keywords["betas"].value.visit(_Floats())
@@ -114,61 +115,48 @@ def fused_adam(call: cst.Call) -> cst.Call | str:
     return _to(call, f"torch.optim.{name}", [*positional, *keywords.values()])
 
 
-def fused_sgd(call: cst.Call) -> cst.Call | str:
+def fused_sgd(call: cst.Call) -> cst.Call:
     """FusedSGD to SGD."""
     dropped = {"set_grad_none": "", "materialize_master_grads": "", "wd_after_momentum": "False"}
-    parts = _check(call, 6, "params lr momentum dampening weight_decay nesterov", dropped)
-    if isinstance(parts, str):
-        return parts
-    return _to(call, "torch.optim.SGD", [*parts[0], *parts[1].values()])
+    kept = "params lr momentum dampening weight_decay nesterov"
+    positional, keywords = _check(call, 6, kept, dropped)
+    return _to(call, "torch.optim.SGD", [*positional, *keywords.values()])
 
 
-def layer_norm(call: cst.Call) -> cst.Call | str:
+def layer_norm(call: cst.Call) -> cst.Call:
     """FusedLayerNorm to LayerNorm."""
     kept = "normalized_shape eps elementwise_affine"
-    parts = _check(call, 3, kept, {"memory_efficient": ""})
-    if isinstance(parts, str):
-        return parts
-    return _to(call, "torch.nn.LayerNorm", [*parts[0], *parts[1].values()])
+    positional, keywords = _check(call, 3, kept, {"memory_efficient": ""})
+    return _to(call, "torch.nn.LayerNorm", [*positional, *keywords.values()])
 
 
-def rms_norm(call: cst.Call) -> cst.Call | str:
+def rms_norm(call: cst.Call) -> cst.Call:
     """FusedRMSNorm to RMSNorm, with eps stated: the defaults differ."""
     kept = "normalized_shape eps elementwise_affine"
-    parts = _check(call, 3, kept, {"memory_efficient": ""})
-    if isinstance(parts, str):
-        return parts
-    positional, keywords = parts
+    positional, keywords = _check(call, 3, kept, {"memory_efficient": ""})
     if len(positional) < 2:
         keywords.setdefault("eps", _keyword("eps", "1e-5"))
     return _to(call, "torch.nn.RMSNorm", [*positional, *keywords.values()])
 
 
-def distributed(call: cst.Call) -> cst.Call | str:
+def distributed(call: cst.Call) -> cst.Call:
     """Apex's DistributedDataParallel to torch's, which does not broadcast buffers either then."""
-    given = split(call)
-    if isinstance(given, str):
-        return given
-    delay = literal(given[1].get("delay_allreduce"), "False")
+    delay = literal(split(call)[1].get("delay_allreduce"), "False")
     dropped = {"delay_allreduce": "", "message_size": ""}
-    parts = _check(call, 1, "module", dropped)
-    if isinstance(parts, str):
-        return parts
+    positional, keywords = _check(call, 1, "module", dropped)
     if delay not in ("True", "False"):
-        return "its delay_allreduce is a variable"
-    args = [*parts[0], *parts[1].values(), _keyword("broadcast_buffers", "False")]
+        raise NoEquivalentError("its delay_allreduce is a variable")
+    args = [*positional, *keywords.values(), _keyword("broadcast_buffers", "False")]
     if delay == "True":
         args.append(_keyword("find_unused_parameters", "True"))
     return _to(call, "torch.nn.parallel.DistributedDataParallel", args)
 
 
-def sync_batch_norm(call: cst.Call) -> cst.Call | str:
+def sync_batch_norm(call: cst.Call) -> cst.Call:
     """convert_syncbn_model to SyncBatchNorm.convert_sync_batchnorm."""
-    parts = _check(call, 2, "module process_group", {"channel_last": ""})
-    if isinstance(parts, str):
-        return parts
+    positional, keywords = _check(call, 2, "module process_group", {"channel_last": ""})
     name = "torch.nn.SyncBatchNorm.convert_sync_batchnorm"
-    return _to(call, name, [*parts[0], *parts[1].values()])
+    return _to(call, name, [*positional, *keywords.values()])
 
 
 # What the report says of a call beside its new name.

@@ -6,7 +6,7 @@ import libcst as cst
 from libcst.metadata import ParentNodeProvider, PositionProvider, QualifiedNameProvider
 
 from .amp import REGISTERED
-from .calls import NOTES, RULES, models_and_optimizers, unconverted
+from .calls import NOTES, RULES, NoEquivalentError, models_and_optimizers, unconverted
 from .places import (
     apex_name,
     computes,
@@ -120,9 +120,10 @@ class Rewrite(cst.CSTTransformer):
         if name not in RULES:
             self._leave_as_is(original_node, unconverted(name))
             return updated_node
-        result = self._converted(name, updated_node)
-        if isinstance(result, str):
-            self._leave_as_is(original_node, f"{short}: {result}")
+        try:
+            result = self._converted(name, updated_node)
+        except NoEquivalentError as error:
+            self._leave_as_is(original_node, f"{short}: {error}")
             return updated_node
         self._changed(original_node, f"{short} → {source(result.func)}")
         self._add_notes(original_node, name, set(source(result.func).split(".")))
@@ -138,17 +139,17 @@ class Rewrite(cst.CSTTransformer):
             if part[0].isupper():
                 self._changed(call, COMPARED.format(part))
 
-    def _converted(self, name: str, call: cst.Call) -> cst.Call | str:
-        """Return torch's call in place of one in RULES, or the reason why there is none."""
+    def _converted(self, name: str, call: cst.Call) -> cst.Call:
+        """Return torch's call in place of one in RULES. Raises NoEquivalentError without one."""
         usage, last = self.usage, name.rpartition(".")[2]
         if usage.has_half and last in ("FusedAdam", "FusedSGD"):
-            return HALF_MOMENTS
+            raise NoEquivalentError(HALF_MOMENTS)
         if usage.reasons and usage.may_cast and last in ("FusedAdam", "FusedSGD"):
-            return HALF_LEVEL
+            raise NoEquivalentError(HALF_LEVEL)
         if usage.has_allreduce and last == "DistributedDataParallel":
-            return NO_SYNC
+            raise NoEquivalentError(NO_SYNC)
         if last in usage.referenced:
-            return REFERENCED.format(usage.referenced[last])
+            raise NoEquivalentError(REFERENCED.format(usage.referenced[last]))
         return RULES[name](call)
 
     def _amp_call(self, original: cst.Call, updated: cst.Call, short: str) -> Any:
