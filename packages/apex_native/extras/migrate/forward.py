@@ -1,11 +1,12 @@
 """Forward passes: the statements that run a model which amp prepares."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
 import libcst as cst
+from libcst import matchers
 
 from .places import NONE, last_name, last_names, names_in, source
 
@@ -120,12 +121,5 @@ class Forward(cst.CSTVisitor):
 
 
 @lru_cache(2**14)  # functions are asked about until nothing changes
-def _calls_in(node: cst.CSTNode) -> list[cst.Call]:
-    found: list[Any] = []
-
-    class Calls(cst.CSTVisitor):
-        def visit_Call(self, node: cst.Call) -> None:
-            found.append(node)
-
-    node.visit(Calls())
-    return found
+def _calls_in(node: cst.CSTNode) -> Sequence[Any]:
+    return matchers.findall(node, matchers.Call())

@@ -4,14 +4,20 @@ import ast
 import re
 from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 import libcst as cst
+from libcst import matchers
 from libcst.metadata import QualifiedName, QualifiedNameSource
 
 NONE = "None"
 REDUCTIONS = {"mean", "sum"}  # functions and methods that need no casts
 ADDING = ("append", "extend", "insert", "update")  # methods that change a list or a dict
+ASSIGNMENT = matchers.OneOf(
+    *(matchers.AssignTarget(), matchers.AugAssign(), matchers.AnnAssign(), matchers.NamedExpr())
+)
+METHOD_CALL = matchers.Call(func=matchers.Attribute())
 
 
 def source(node: cst.CSTNode) -> str:
@@ -40,14 +46,8 @@ def is_own(name: str, call: cst.Call) -> bool:
 
 def names_in(node: cst.CSTNode) -> set[str]:
     """Return all names in `node`, and ``self.x`` as ``x``."""
-    found: set[str] = set()
-
-    class Names(cst.CSTVisitor):
-        def visit_Name(self, node: cst.Name) -> None:
-            found.add(node.value)
-
-    node.visit(Names())
-    return found - {"self"}
+    names: Sequence[Any] = matchers.findall(node, matchers.Name())
+    return {name.value for name in names} - {"self"}
 
 
 def pairs(node: cst.Assign) -> list[tuple[cst.BaseExpression, cst.BaseExpression]]:
@@ -77,27 +77,11 @@ def last_names(value: cst.BaseExpression) -> set[str]:
 @lru_cache(2**14)  # statements are asked about once for each loss
 def assigned(node: cst.CSTNode) -> frozenset[str]:
     """Return the names that a statement assigns, also in its blocks."""
-    found: set[str] = set()
-
-    class Targets(cst.CSTVisitor):
-        def visit_AssignTarget(self, node: cst.AssignTarget) -> None:
-            found.update(names_in(node.target))
-
-        def visit_AugAssign(self, node: cst.AugAssign) -> None:
-            found.update(names_in(node.target))
-
-        def visit_AnnAssign(self, node: cst.AnnAssign) -> None:
-            found.update(names_in(node.target))
-
-        def visit_NamedExpr(self, node: cst.NamedExpr) -> None:
-            found.update(names_in(node.target))
-
-        def visit_Call(self, node: cst.Call) -> None:
-            if isinstance(node.func, cst.Attribute) and node.func.attr.value in ADDING:
-                found.update(names_in(node.func.value))
-
-    node.visit(Targets())
-    return frozenset(found)
+    assignments: Sequence[Any] = matchers.findall(node, ASSIGNMENT)
+    calls: Sequence[Any] = matchers.findall(node, METHOD_CALL)
+    targets = [each.target for each in assignments]
+    targets += [call.func.value for call in calls if call.func.attr.value in ADDING]
+    return frozenset().union(*map(names_in, targets))
 
 
 def forward_range(body: Sequence[Any], end: int, wanted: set[str]) -> range:
@@ -136,13 +120,9 @@ def computes(value: cst.BaseExpression) -> bool:
 def none_fallbacks(module: cst.Module) -> set[str]:
     """Return the names that a module assigns only None, as after a failed import."""
     values: dict[str, set[str]] = {}
-
-    class Values(cst.CSTVisitor):
-        def visit_Assign(self, node: cst.Assign) -> None:
-            for target, value in pairs(node):
-                values.setdefault(source(target), set()).add(source(value))
-
-    module.visit(Values())
+    assignments: Sequence[Any] = matchers.findall(module, matchers.Assign())
+    for target, value in chain.from_iterable(map(pairs, assignments)):
+        values.setdefault(source(target), set()).add(source(value))
     return {name for name, given in values.items() if given == {NONE}}
 
 
