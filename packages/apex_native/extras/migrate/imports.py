@@ -9,6 +9,7 @@ from libcst.codemod import CodemodContext
 from libcst.codemod.visitors import AddImportsVisitor
 from libcst.helpers import get_full_name_for_node
 
+from .places import source
 from .report import PREFIX
 
 STILL_USED = "what this imports from Apex may be used in a way that migrate does not rewrite"
@@ -130,7 +131,7 @@ class _Remove(cst.CSTTransformer):
 
     def leave_If(self, original_node: cst.If, updated_node: cst.If) -> Any:
         """Remove an if about an import or a statement that is gone."""
-        is_name = re.fullmatch(r"[\w.]+|\w*apex\w*\(\)", _code(updated_node.test))
+        is_name = re.fullmatch(r"[\w.]+|\w*apex\w*\(\)", source(updated_node.test))
         if is_name and not updated_node.orelse and not updated_node.body.body:
             return cst.RemoveFromParent()
         return updated_node
@@ -146,13 +147,9 @@ def _with_names(node: cst.Import | cst.ImportFrom, names: list[cst.ImportAlias])
     return node.with_changes(names=names)
 
 
-def _code(node: cst.CSTNode) -> str:
-    return cst.Module(body=[]).code_for_node(node)
-
-
 def _flags(line: cst.CSTNode) -> list[str]:
     """Return the names to which a statement assigns True, False or None."""
-    match = re.fullmatch(r"(\w+) *= *(True|False|None)", _code(line).split("#")[0].strip())
+    match = re.fullmatch(r"(\w+) *= *(True|False|None)", source(line).split("#")[0].strip())
     return [match[1]] if match else []
 
 
