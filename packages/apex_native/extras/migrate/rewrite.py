@@ -326,24 +326,15 @@ class Rewrite(cst.CSTTransformer):
         lines[0] = lines[0].with_changes(leading_lines=lead)
         return cst.FlattenSentinel(lines)
 
-    def leave_IndentedBlock(
-        self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock
-    ) -> Any:
+    def leave_IndentedBlock(self, original_node: Any, updated_node: Any) -> Any:
         """Put the computation of the losses of the block under autocast."""
-        return self._wrap(original_node, updated_node)
-
-    def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> Any:
-        """Do the same at the top level."""
-        return self._wrap(original_node, updated_node)
-
-    def _wrap(self, original: Any, updated: Any) -> Any:
-        lines = self.usage.autocast.get(original, {})
+        lines = self.usage.autocast.get(original_node, {})
         if self.usage.reasons or not self.usage.has_autocast or not lines:
-            return updated
+            return updated_node
         body: list[Any] = []
         group: list[Any] = []
         enabled = next(iter(lines.values()))
-        for index, line in enumerate(original.body):
+        for index, line in enumerate(original_node.body):
             result = self.results[line]
             nodes = [] if isinstance(result, cst.RemovalSentinel) else _nodes(result)
             if index in lines and not is_boundary(line):
@@ -352,7 +343,9 @@ class Rewrite(cst.CSTTransformer):
             body += self._autocast(group, enabled)
             group = []
             body += nodes
-        return updated.with_changes(body=[*body, *self._autocast(group, enabled)])
+        return updated_node.with_changes(body=[*body, *self._autocast(group, enabled)])
+
+    leave_Module = leave_IndentedBlock  # the same at the top level
 
     def _autocast(self, group: list[Any], enabled: str) -> list[Any]:
         if not group:
