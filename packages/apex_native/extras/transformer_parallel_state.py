@@ -83,14 +83,8 @@ def get_model_parallel_group() -> ProcessGroup:
     return _Groups.model
 
 
-def get_tensor_model_parallel_group() -> ProcessGroup:
-    """Return the group of this process alone."""
-    return get_model_parallel_group()
-
-
-def get_pipeline_model_parallel_group() -> ProcessGroup:
-    """Return the group of this process alone."""
-    return get_model_parallel_group()
+get_tensor_model_parallel_group = get_model_parallel_group
+get_pipeline_model_parallel_group = get_model_parallel_group
 
 
 def get_data_parallel_world_size() -> int:
@@ -120,9 +114,7 @@ def get_tensor_model_parallel_world_size() -> int:
     return 1
 
 
-def get_pipeline_model_parallel_world_size() -> int:
-    """Return 1."""
-    return 1
+get_pipeline_model_parallel_world_size = get_tensor_model_parallel_world_size
 
 
 def get_tensor_model_parallel_rank() -> int:
@@ -130,9 +122,7 @@ def get_tensor_model_parallel_rank() -> int:
     return 0
 
 
-def get_pipeline_model_parallel_rank() -> int:
-    """Return 0."""
-    return 0
+get_pipeline_model_parallel_rank = get_tensor_model_parallel_rank
 
 
 def get_tensor_model_parallel_src_rank() -> int:
@@ -141,18 +131,12 @@ def get_tensor_model_parallel_src_rank() -> int:
 
 
 def get_virtual_pipeline_model_parallel_rank() -> int | None:
-    """Return None: there is no interleaved pipeline."""
+    """Return None: there is no interleaved pipeline, and encoder and decoder are in one stage."""
     return None
 
 
-def get_virtual_pipeline_model_parallel_world_size() -> int | None:
-    """Return None: there is no interleaved pipeline."""
-    return None
-
-
-def get_pipeline_model_parallel_split_rank() -> int | None:
-    """Return None: encoder and decoder are in one stage."""
-    return None
+get_virtual_pipeline_model_parallel_world_size = get_virtual_pipeline_model_parallel_rank
+get_pipeline_model_parallel_split_rank = get_virtual_pipeline_model_parallel_rank
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = False) -> bool:
@@ -160,9 +144,7 @@ def is_pipeline_first_stage(ignore_virtual: bool = False) -> bool:
     return True
 
 
-def is_pipeline_last_stage(ignore_virtual: bool = False) -> bool:
-    """Return True: there is one stage."""
-    return True
+is_pipeline_last_stage = is_pipeline_first_stage
 
 
 def is_pipeline_stage_before_split(rank: int | None = None) -> bool:
@@ -170,6 +152,4 @@ def is_pipeline_stage_before_split(rank: int | None = None) -> bool:
     return True
 
 
-def is_pipeline_stage_after_split(rank: int | None = None) -> bool:
-    """Return True: encoder and decoder are in one stage."""
-    return True
+is_pipeline_stage_after_split = is_pipeline_stage_before_split
