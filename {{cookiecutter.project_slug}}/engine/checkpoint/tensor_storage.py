@@ -54,8 +54,9 @@ class Entry:
         Args:
             sizes: in bytes, of the files in the folder.
         """
-        numbers = [*self.shape, *(n for one in self.chunks for n in (one.start, one.length))]
-        numbers += [one.num_rows for one in self.chunks]
+        numbers = list(self.shape)
+        for one in self.chunks:
+            numbers += one.num_rows, one.start, one.length
         if not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
             raise ValueError("a size is no count")
         if len(self.shape) > MAX_DIMS:
@@ -180,13 +181,10 @@ class _Reader(dcp.FileSystemReader):
 
     def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Future[None]:
         for item in plan.items:
-            values = self._read_chunk(item.storage_index)
-            for dim, (start, length) in enumerate(
-                zip(item.storage_offsets, item.lengths, strict=True)
-            ):
-                values = values.narrow(dim, start, length)
+            spans = zip(item.storage_offsets, item.lengths, strict=True)
+            part = tuple(slice(start, start + length) for start, length in spans)
             target = planner.resolve_tensor(item).detach()
-            target.copy_(values)
+            target.copy_(self._read_chunk(item.storage_index)[part])
             planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
