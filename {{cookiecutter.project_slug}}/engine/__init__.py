@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import stat
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from contextlib import contextmanager, suppress
 from io import BufferedReader, FileIO, TextIOWrapper
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 VERSION = "1.0.0"
 PROJECT = Path(__file__).resolve().parents[1]
@@ -76,6 +78,13 @@ def module_command(name: str) -> list[str]:
     Python 3.10 has neither -P nor PYTHONSAFEPATH.
     """
     return [sys.executable, "-c", RUN_MODULE, name]
+
+
+def start_module(name: str, *arguments: str, **options: Any) -> subprocess.Popen:
+    """Start a module with this process's module search path, and further options of Popen."""
+    path = os.pathsep.join(map(os.path.abspath, sys.path))  # "" in a notebook
+    environment = os.environ | {"PYTHONPATH": path}
+    return subprocess.Popen([*module_command(name), *arguments], env=environment, **options)
 
 
 def is_directly_in(path: Path, folder: Path) -> bool:

@@ -14,13 +14,12 @@ import math
 import os
 import statistics
 import subprocess
-import sys
 from itertools import chain, cycle
 from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
-from engine import EXIT_USAGE, UserError, end_with_parent, module_command, replacing
+from engine import EXIT_USAGE, UserError, end_with_parent, replacing, start_module
 from engine.monitoring.metric import AVERAGE
 from engine.monitoring.run_files import COLUMNS, FACTS, Run, read_run
 from engine.text import one_message, printable
@@ -226,11 +225,10 @@ class BackgroundProcess:
         self.is_current = self.wait(0.0)
         if not self.is_current:
             return
-        path = os.pathsep.join(map(os.path.abspath, sys.path))  # "" in a notebook
         try:
-            self._process = subprocess.Popen(
-                [*module_command("engine.monitoring.curves"), str(self.folder)],
-                env=os.environ | {"PYTHONPATH": path},
+            self._process = start_module(
+                "engine.monitoring.curves",
+                str(self.folder),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 text=True,

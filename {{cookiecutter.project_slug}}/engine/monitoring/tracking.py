@@ -11,7 +11,6 @@ import json
 import os
 import platform
 import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -25,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from engine import DAMAGE, PROJECT, UserError, module_command, regular_only
+from engine import DAMAGE, PROJECT, UserError, regular_only, start_module
 from engine.monitoring.deliver import read_start
 from engine.monitoring.events import append
 from engine.monitoring.trackers import FOLDER, LOG, QUEUE, complete_lines, read_state
@@ -143,13 +142,10 @@ class Tracking:
             return sum(1 for _ in complete_lines(file))
 
     def _start_process(self, name: str) -> None:
-        path = os.pathsep.join(map(os.path.abspath, sys.path))  # "" in a notebook
-        command = [*module_command("engine.monitoring.deliver"), str(self.output)]
-        command += ["--tracker", name, "--follow", str(os.getpid())]
         with open(self.output / FOLDER / LOG.format(name), "wb", opener=regular_only) as log:
-            self._processes[name] = subprocess.Popen(
-                command,
-                env=os.environ | {"PYTHONPATH": path},
+            self._processes[name] = start_module(
+                "engine.monitoring.deliver",
+                *(str(self.output), "--tracker", name, "--follow", str(os.getpid())),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
