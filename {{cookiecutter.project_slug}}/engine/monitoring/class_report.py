@@ -1,7 +1,5 @@
 """Report on a classification: precision, recall and F1, confusion matrix, top-5 accuracy."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Picture of a confusion matrix of any size, with the names of classes in any script."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

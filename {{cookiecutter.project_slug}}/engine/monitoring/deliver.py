@@ -6,8 +6,6 @@ python -m engine.monitoring.deliver OUTPUT --tracker mlflow   send a run to anot
 With --follow, which a run uses, it sends new points until the run has ended.
 """
 
-from __future__ import annotations
-
 import argparse
 import fcntl
 import json

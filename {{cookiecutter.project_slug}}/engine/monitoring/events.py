@@ -1,7 +1,5 @@
 """Writer of TensorBoard events."""
 
-from __future__ import annotations
-
 import io
 import time
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Text in pictures, in any script that an installed font has."""
 
-from __future__ import annotations
-
 from functools import cache, lru_cache
 from pathlib import Path
 

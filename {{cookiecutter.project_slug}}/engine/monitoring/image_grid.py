@@ -1,7 +1,5 @@
 """Pictures of validation samples: grids with captions, and panels with headings and a legend."""
 
-from __future__ import annotations
-
 import errno
 from collections.abc import Sequence
 from pathlib import Path

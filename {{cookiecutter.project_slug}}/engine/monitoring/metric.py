@@ -1,7 +1,5 @@
 """Metric that selects the best model of a run."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 As the process that draws the curves imports this module, it imports no torch.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import json

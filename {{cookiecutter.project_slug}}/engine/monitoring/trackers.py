@@ -3,8 +3,6 @@
 Only the process that delivers the points imports a tracker's package.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import posixpath

@@ -5,8 +5,6 @@ each tracker (engine.monitoring.deliver) reads them there and sends them, so tha
 down or slow cannot delay the training, and what it missed can be sent later.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform
