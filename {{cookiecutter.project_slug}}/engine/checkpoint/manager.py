@@ -304,18 +304,17 @@ class CheckpointManager:
             setattr(progress, name, entries.get(name, value))
         self.logger.rows = entries["history"]
         self.logger.run_id = entries.get("run_id", "") if is_own else ""
-        if not is_own:  # another folder's best checkpoint is not this one's
-            progress.best = -math.inf
-            progress.scores = []
         if is_evaluation and not self.state.ema and format.best_weights(entries) == "ema":
             self.logger.warning(
                 f"--resume {path}: its average of the weights is the better one; add --ema to "
                 "validate that, too"
             )
         change = compatibility.compare_scores(entries["metadata"], self.metadata)
-        if change and is_own and not is_evaluation:
+        is_comparable = is_evaluation or not change
+        if not (is_own and is_comparable):  # another folder's best checkpoint is not this one's
             progress.best = -math.inf
             progress.scores = []
+        if is_own and not is_comparable:
             self.logger.warning(f"--resume {path}: {change}; its scores are not compared")
 
     def _lock_folder(self) -> None:
