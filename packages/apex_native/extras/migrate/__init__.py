@@ -37,7 +37,7 @@ def migrate(code: bytes, level: str = "", loss_scale: str = "") -> tuple[bytes, 
     from libcst.metadata import MetadataWrapper, PositionProvider
 
     from .amp import Analysis
-    from .imports import STILL_USED, apex_imports, clean, note_imports
+    from .imports import STILL_USED, NoteImports, apex_imports, clean
     from .references import References
     from .rewrite import Rewrite
 
@@ -65,7 +65,7 @@ def migrate(code: bytes, level: str = "", loss_scale: str = "") -> tuple[bytes, 
     lines = {name: positions[node].start.line for name, node in imports.items()}
     if silent:
         report.left += [(line, STILL_USED) for name, line in lines.items() if name in silent]
-        module = note_imports(module, silent)
+        module = module.visit(NoteImports(silent))
     elif not report.changed and not report.left:
         report.changed += [(line, "import removed: nothing uses it") for line in lines.values()]
     marked = matchers.EmptyLine(comment=matchers.Comment(MARK))

@@ -73,7 +73,7 @@ def apex_imports(module: cst.CSTNode) -> dict[tuple[str, ...], cst.CSTNode]:
     return found
 
 
-class _Note(cst.CSTTransformer):
+class NoteImports(cst.CSTTransformer):
     """Adds a comment above each of these imports of Apex."""
 
     def __init__(self, imports: set[tuple[str, ...]]) -> None:
@@ -158,11 +158,6 @@ def _is_harmless(line: cst.CSTNode) -> bool:
     small = line.body if isinstance(line, cst.SimpleStatementLine) else [line]
     plain = (cst.Expr, cst.Pass, cst.Raise)
     return all(isinstance(each, plain) for each in small) or bool(_flags(line))
-
-
-def note_imports(module: cst.Module, imports: set[tuple[str, ...]]) -> cst.Module:
-    """Return `module` with a comment above each of these imports of Apex."""
-    return module.visit(_Note(imports))
 
 
 def _has_torch(module: cst.Module) -> bool:
