@@ -385,14 +385,14 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         is_done = _run(args)
     except UserError as error:
-        parser.exit(EXIT_USAGE, f"error: {printable(error)}\n")
+        problem = str(error)
     except (FileNotFoundError, NotADirectoryError):
         problem = f"{args.output} has no points: name the --output folder of a run with --tracker"
-        parser.exit(EXIT_USAGE, f"error: {printable(problem)}\n")
     except OSError as error:
         problem = f"{error.filename or args.output} can't be used ({error.strerror})"
-        parser.exit(EXIT_USAGE, f"error: {printable(problem)}\n")
-    sys.exit(0 if is_done else 1)
+    else:
+        sys.exit(0 if is_done else 1)
+    parser.exit(EXIT_USAGE, f"error: {printable(problem)}\n")
 
 
 if __name__ == "__main__":
