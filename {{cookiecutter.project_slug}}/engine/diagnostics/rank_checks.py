@@ -194,7 +194,7 @@ def rendezvous(rank: int, world_size: int, device: torch.device) -> dist.Store:
         store.set("time", str(time.time()))
         clocks = (store.get(f"clock {other}").decode() for other in range(1, world_size))
         store.set("problem", problem or next(filter(None, clocks), ""))
-    if rank != 0:
+    else:
         store.set(f"clock {rank}", consistency.clock_problem(float(store.get("time")), "rank 0's"))
     if problem := store.get("problem").decode():
         if rank == 0:
