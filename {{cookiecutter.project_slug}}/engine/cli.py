@@ -166,7 +166,7 @@ class ArgumentParser(argparse.ArgumentParser):
             allow_abbrev=False,
         )
 
-    def add_argument(self, *names: str, **options: Any) -> argparse.Action:  # type: ignore[override]
+    def add_argument(self, *names: str, **options: Any) -> argparse.Action:
         """Add a flag or a positional argument, as argparse does."""
         action = super().add_argument(*names, **options)
         self.actions.append(action)
@@ -178,7 +178,7 @@ class ArgumentParser(argparse.ArgumentParser):
             self.groups[title] = ArgumentGroup(self, title)
         return self.groups[title]
 
-    def parse_args(self, args=None, namespace=None):  # type: ignore[override]  # as argparse's
+    def parse_args(self, args=None, namespace=None):  # as argparse's
         """Return the parsed flags; stop the program with one error message if one is invalid."""
         given, unknown = self.parse_known_intermixed_args(args, namespace)  # flags between files
         if unknown:
@@ -233,7 +233,7 @@ class ConfigurableParser(ArgumentParser):
         add("--config", type=path, metavar="FILE", help="JSON file with defaults for these flags")
         add("--print-config", action="store_true", help="print all flags as such a file, and exit")
 
-    def parse_args(self, args=None, namespace=None):  # type: ignore[override]  # as argparse's
+    def parse_args(self, args=None, namespace=None):  # as argparse's
         """Return the parsed flags; stop the program with one error message if one is invalid."""
         given = super().parse_args(args, namespace)
         self._reject_repeated(sys.argv[1:] if args is None else args)

@@ -177,7 +177,7 @@ class _DistributedOptimizer(ZeroRedundancyOptimizer):
         self._unsynced.clear()
         self._divisor.fill_(1.0)
 
-    def state_dict(self, gather_on_root: bool = True) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self, gather_on_root: bool = True) -> dict[str, Any]:
         """Return the state of all processes, in the form of the unsharded optimizer.
 
         Every process calls it. With `gather_on_root`, the others than rank 0 get an empty dict.

@@ -117,7 +117,7 @@ class _Normalize(torch.autograd.Function):
     """(input − mean) · invstd · weight + bias, where the statistics depend on the input, too."""
 
     @staticmethod
-    def forward(ctx, input, weight, bias, statistics, group, buffer):  # type: ignore
+    def forward(ctx, input, weight, bias, statistics, group, buffer):
         ctx.save_for_backward(input, weight, statistics, buffer)
         ctx.group, ctx.bias_dtype = group, None if bias is None else bias.dtype
         implementation = select_implementation(input, group, buffer)
