@@ -15,6 +15,7 @@ from apex_native import compat as fp16_utils
 from fresh import TEMPLATE
 from in_fork import run_python
 from torch import nn
+from torch.optim.optimizer import required
 
 PROJECT = TEMPLATE
 
@@ -262,8 +263,8 @@ SIGNATURES = [
     (optimizers.FusedAdam, lambda params, lr=1e-3, bias_correction=True, betas=(0.9, 0.999),
         eps=1e-8, adam_w_mode=True, weight_decay=0.0, amsgrad=False, set_grad_none=True,
         capturable=False, master_weights=False: None),
-    (optimizers.FusedSGD, lambda params, lr=torch.optim.optimizer.required, momentum=0.0,
-        dampening=0.0, weight_decay=0.0, nesterov=False, wd_after_momentum=False, materialize_master_grads=True,
+    (optimizers.FusedSGD, lambda params, lr=required, momentum=0.0, dampening=0.0,
+        weight_decay=0.0, nesterov=False, wd_after_momentum=False, materialize_master_grads=True,
         set_grad_none=False: None),
     (normalization.FusedLayerNorm, lambda normalized_shape, eps=1e-5, elementwise_affine=True,
         memory_efficient=False: None),
