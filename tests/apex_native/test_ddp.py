@@ -279,6 +279,12 @@ def test_disable_and_enable_allreduce(two_processes, at_once):
         assert torch.equal(together, rows.sum(0))
 
 
+def test_class_that_extends_apexs_reduction_is_an_error():
+    """Its group would be ignored."""
+    with pytest.raises(TypeError, match="allreduce_bucket of Grouped would not be called"):
+        type("Grouped", (DistributedDataParallel,), {"allreduce_bucket": lambda self, bucket: None})
+
+
 def on_each_rank_switch_before_the_backward_pass(x):
     model = wrap(Weighted(x), False)
     model.disable_allreduce()

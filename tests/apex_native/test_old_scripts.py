@@ -102,6 +102,14 @@ def test_script_that_changes_its_folder_imports_a_sibling(start, tmp_path, name)
     assert done.stdout.splitlines() == [expected, f"True {folder / 'sibling.py'}"]
 
 
+def test_functions_of_amp_are_also_those_of_its_module_amp(start, tmp_path):
+    """Editors complete the import so, and public scripts have it."""
+    (tmp_path / "old.py").write_text(
+        "from apex.amp import amp, initialize\nprint(amp.initialize is initialize)\n"
+    )
+    assert start("old.py").stdout == "True\n"
+
+
 FINDING = """
 import colorsys, sys
 from importlib.machinery import PathFinder

@@ -29,6 +29,7 @@ import apex_native.compat  # noqa: F401, the package does not import it
 
 # Modules here, and the modules of Apex that scripts import their names from.
 ALIASES = {
+    "amp": "amp.amp",
     "amp.state": "amp._amp_state amp.scaler",
     "compat": "fp16_utils fp16_utils.fp16util multi_tensor_apply",
     "normalization": "normalization.fused_layer_norm",
@@ -54,7 +55,7 @@ PACKAGED = {
     r"\w*(layer|rms)_norm\w*": "torch.nn.functional.layer_norm or rms_norm",
     r"amp_C|apex_C|MultiTensorApply": "torch's _foreach functions",
     r"(apply_)?flat_dist_call|(un)?flatten|split_by_type": "torch.distributed.all_reduce",
-    r"apex\.amp\.(init|opt)": 'apex.amp.initialize with opt_level="O1"',
+    r"apex\.amp\.(amp\.)?(init|opt)": 'apex.amp.initialize with opt_level="O1"',
     r"apex\.contrib\.clip_grad": "torch.nn.utils.clip_grad_norm_",
     r"apex\.contrib\.(focal_loss|xentropy)": "torch.nn.functional.cross_entropy",
     r"apex\.contrib\.(group_norm|multihead_attn)": "torch.nn.GroupNorm or MultiheadAttention",

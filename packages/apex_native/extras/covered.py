@@ -16,6 +16,12 @@ COVERED: dict[str, dict[str, str]] = {
         "extras.old_amp": "init",
     },
     "apex.amp._amp_state": {"amp.state": "_amp_state master_params"},
+    "apex.amp.amp": {
+        "amp": "initialize master_params state_dict load_state_dict half_function "
+        "bfloat16_function float_function promote_function register_half_function "
+        "register_bfloat16_function register_float_function register_promote_function",
+        "extras.old_amp": "init",
+    },
     "apex.amp.frontend": {"amp": "initialize state_dict load_state_dict"},
     "apex.amp.handle": {"amp": "scale_loss disable_casts"},
     "apex.amp.opt": {"extras.old_amp": "OptimWrapper"},

@@ -15,6 +15,8 @@ from ..amp.casting import current_master, nested_tensors
 from ..amp.state import _amp_state
 from .averaging import GradientAverager, no_gradient_message
 
+APEXS_METHODS = {"allreduce_bucket", "allreduce_fallback", "comm_ready_buckets", "create_hooks"}
+
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
     """Averages gradients over all processes during the backward pass; one device a process.
@@ -91,6 +93,12 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             self.register_comm_hook(
                 (1.0 / gradient_predivide_factor, after, allreduce_always_fp32), _allreduce
             )
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Raise TypeError for a class that extends Apex's own way to reduce, which is not used."""
+        super().__init_subclass__(**kwargs)
+        if own := sorted(vars(cls).keys() & APEXS_METHODS):
+            raise TypeError(f"{own[0]} of {cls.__name__} would not be called: use a comm hook.")
 
     def __setstate__(self, state: dict) -> None:
         """Register the communication hook, which copy and pickle leave behind."""
