@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, compress
 from pathlib import Path
@@ -356,7 +356,7 @@ def _require_equal_weights(module: nn.Module) -> None:
         )
 
 
-def _different(tensors: dict[str, Tensor]) -> list[str]:
+def _different(tensors: Mapping[str, Tensor]) -> list[str]:
     """Return the names of those that differ between the ranks. Only dense ones are compared."""
     # Sums of the bits as integers: exact, in any order, and without a copy of the tensors.
     sums = {
