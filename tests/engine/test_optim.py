@@ -369,11 +369,11 @@ class Merging(nn.Linear):
 @pytest.mark.parametrize("is_frozen", [False, True])
 def test_eval_mode_ends_by_the_modules_own_way_into_training(is_frozen: bool) -> None:
     model = nn.Sequential(Merging())
-    model[0].training = not is_frozen
     nn.init.zeros_(model[0].weight)
+    model[0].train(not is_frozen)
     with optim.eval_mode(model):
         assert model[0].is_merged and model[0].weight.eq(1).all()
-    assert not model[0].is_merged and model[0].weight.eq(0).all()
+    assert model[0].is_merged == is_frozen and model[0].weight.eq(is_frozen).all()
     assert model[0].training != is_frozen
 
 
@@ -388,6 +388,27 @@ def test_preserved_state_is_that_before_the_body() -> None:
     assert (layer.mean, layer.deviation, layer.is_initialized) == (0, 1, False)
     assert layer(torch.tensor([1.0, 3.0])).mean() == 0
     assert (layer.mean, layer.is_initialized) == (2, True)
+
+
+class Growing(nn.Module):
+    """Model that makes its last layer when it knows the size of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = None
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.last is None:
+            self.last = nn.Linear(inputs.shape[1], 2)
+        return self.last(inputs)
+
+
+def test_layers_that_a_model_makes_are_kept_where_state_is_preserved() -> None:
+    model = Growing()
+    with optim.state_preserved(model):
+        expected = model(torch.ones(1, 3))
+    assert torch.equal(model(torch.ones(1, 3)), expected)
+    assert len([*model.parameters()]) == 2
 
 
 def test_lazy_modules_may_be_initialized_where_state_is_preserved() -> None:

@@ -161,9 +161,10 @@ def eval_mode(*models: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for model in models:
-            model.train()  # a class may merge weights in eval mode, or drop what it has cached
+        # By train(): a class may merge weights in eval mode, or drop what it has cached there.
         for module, is_training in modes:
+            if module.training != is_training:
+                module.train(is_training)
             module.training = is_training
 
 
@@ -180,8 +181,7 @@ def state_preserved(*models: nn.Module) -> Iterator[None]:
         for module in model.modules()
         if not any(map(is_lazy, chain(module.parameters(False), module.buffers(False))))
     ]
-    attributes = [dict(vars(module)) for module in modules]
-    buffers = [dict(module.named_buffers(recurse=False)) for module in modules]
+    before = [(dict(vars(module)), _registered(module)) for module in modules]
     tensors = {
         tensor: tensor.detach().clone()
         for module in modules
@@ -191,14 +191,29 @@ def state_preserved(*models: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for module, old_attributes, old_buffers in zip(modules, attributes, buffers, strict=True):
-            vars(module).clear()
-            vars(module).update(old_attributes)
-            for name, buffer in old_buffers.items():  # it may have been replaced
-                setattr(module, name, buffer)
+        for module, (attributes, registered) in zip(modules, before, strict=True):
+            _restore_attributes(module, attributes, registered)
         with torch.no_grad():
             for tensor, value in tensors.items():
                 tensor.copy_(value)
+
+
+def _restore_attributes(
+    module: nn.Module, attributes: dict[str, Any], registered: dict[str, Any]
+) -> None:
+    if _registered(module).keys() != registered.keys():  # it has made layers of its own
+        return
+    vars(module).clear()
+    vars(module).update(attributes)
+    for name, buffer in module.named_buffers(recurse=False):
+        if buffer is not registered[name]:
+            setattr(module, name, registered[name])
+
+
+def _registered(module: nn.Module) -> dict[str, nn.Module | Tensor]:
+    """Return the children, parameters and buffers of a module itself by name."""
+    tensors = chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False))
+    return dict(chain(module.named_children(), tensors))
 
 
 def build_on_meta(create: Callable[[], nn.Module]) -> nn.Module:
