@@ -159,6 +159,11 @@ class Run:
         build_metrics = partial(task.Metrics, len(self.data.classes), self.device, self.args)
         self.metrics = {suffix: build_metrics() for suffix in self.eval_models}
 
+    def include_added_groups(self) -> None:
+        """Let parameter groups that an edit has added follow the schedule, from their rate now."""
+        groups = self.optimizer.param_groups
+        self.base_lrs += [group["lr"] for group in groups[len(self.base_lrs) :]]
+
 
 def init_distributed(args: argparse.Namespace) -> tuple[torch.device, Backend]:
     """Start the process group; choose this process's device and the backend.
@@ -527,9 +532,8 @@ def set_learning_rates(run: Run, num_batches: int) -> None:
         warmup_epochs=args.warmup_epochs,
         schedule=args.schedule,
     )
-    groups = run.optimizer.param_groups
-    run.base_lrs += [group["lr"] for group in groups[len(run.base_lrs) :]]  # that were added
-    for group, base_lr in zip(groups, run.base_lrs, strict=True):
+    run.include_added_groups()
+    for group, base_lr in zip(run.optimizer.param_groups, run.base_lrs, strict=True):
         group["lr"] = base_lr * factor
 
 
@@ -735,6 +739,7 @@ def main() -> None:
         return
     run = build(args)
     steps_per_epoch = math.ceil(run.data.batches_per_epoch / args.accumulate)
+    run.include_added_groups()  # before the checkpoint's learning rates replace theirs
     # Last, since it fills the model, optimizer and amp that `build` has made. A process that
     # replaces a failed one resumes without --resume, too.
     with run.logger.phase("reading the checkpoint", args.timeout + lock.wait_limit()):

@@ -372,7 +372,7 @@ class Predictor:
     def __call__(self, path: Path) -> list[tuple[str, float]]:
         """Return the classes of the image at `path`, most likely first."""
         pixels = self.read(path).unsqueeze(0).to(self.device)
-        inputs, _ = prepare([pixels, torch.zeros(1, dtype=torch.long)])
+        inputs, _ = prepare([pixels, pixels.new_zeros(1, dtype=torch.long)])
         probabilities = self.model(inputs).softmax(dim=1)[0]
         values, indices = probabilities.sort(descending=True)
         pairs = zip(indices.tolist(), values.tolist(), strict=True)

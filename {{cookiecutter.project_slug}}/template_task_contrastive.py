@@ -430,7 +430,8 @@ class Predictor:
     def __call__(self, path: Path) -> list[tuple[str, float]]:
         """Return the captions for the image at `path`, most similar first."""
         pixels = self.read(path).unsqueeze(0).to(self.device)
-        inputs, _ = prepare([pixels, as_tensor(b"", LENGTH).unsqueeze(0)])
+        caption = as_tensor(b"", LENGTH).unsqueeze(0).to(self.device)
+        inputs, _ = prepare([pixels, caption])
         embedding = self.image_encoder(inputs[0])
         probabilities = similarities(embedding, self.texts).softmax(dim=1)[0]
         values, indices = probabilities.sort(descending=True)

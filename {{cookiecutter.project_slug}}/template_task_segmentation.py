@@ -398,7 +398,7 @@ class Predictor:
         mask = tv_tensors.Mask(torch.zeros(height, width, dtype=torch.uint8))
         square, mask = letterbox(tv_tensors.Image(image), mask, self.side)
         batch = square.as_subclass(Tensor).unsqueeze(0).to(self.device)
-        inputs, _ = prepare([batch, mask.unsqueeze(0)])
+        inputs, _ = prepare([batch, mask.unsqueeze(0).to(self.device)])
         logits = logits_of(self.model(inputs))
         labels = logits.argmax(dim=1, keepdim=True).byte().cpu()
         rows = (mask != IGNORED).any(dim=1).sum()  # of the image; the others are padding

@@ -3,13 +3,14 @@
 import contextlib
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from unittest import mock
 
 import fake_apex
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -102,12 +103,29 @@ class ModelOutput(OrderedDict):
 @dataclass(frozen=True)
 class Scores:
     logits: torch.Tensor
+    cached: torch.Tensor = field(init=False)  # not set
+
+
+class Attributes(dict):
+    """Dict whose items are its attributes."""
+
+    def __init__(self, **items: object) -> None:
+        super().__init__(items)
+        self.__dict__ = self
 
 
 def test_outputs_of_dict_and_data_classes_are_converted_in_a_copy() -> None:
     output, scores = ModelOutput(), Scores(torch.ones(2).half())
     output["logits"] = torch.ones(2).bfloat16()
-    found, found_scores = backend.in_fp32([output, scores])
+    attributes = Attributes(logits=torch.ones(2).half())
+    shape, values = torch.ones(2).shape, np.ones(2)
+    found, found_scores, found_attributes, *same = backend.in_fp32(
+        [output, scores, attributes, shape, values]
+    )
+    assert found_attributes.logits is found_attributes["logits"]
+    assert found_attributes.logits.dtype == torch.float32
+    assert attributes.logits.dtype == torch.float16
+    assert same[0] is shape and same[1] is values
     assert type(found) is ModelOutput
     assert found.logits is found["logits"] and found.logits.dtype == torch.float32
     assert found_scores.logits.dtype == torch.float32
@@ -126,7 +144,7 @@ def test_outputs_of_other_classes_are_left_under_the_casts(capsys) -> None:
         for _ in range(2):
             adapter.update_metrics(update, outputs, torch.eye(2))
     assert types == [torch.bfloat16] * 2 + [torch.float32] * 2
-    assert capsys.readouterr().err.count("hold a SimpleNamespace, which can't be converted") == 1
+    assert capsys.readouterr().err.count("hold a SimpleNamespace, which is not converted") == 1
 
 
 def test_the_loss_scale_is_saved_and_restored(name: str) -> None:

@@ -203,7 +203,7 @@ def test_casts_of_the_training_do_not_change_the_data(workers: int) -> None:
 class Chosen(ResumableDistributedSampler):
     """Samples that the training chooses for each epoch."""
 
-    wanted = torch.zeros((), dtype=torch.int)
+    wanted: torch.Tensor
 
     def __iter__(self):
         return iter([int(self.wanted)] * len(self))
@@ -217,11 +217,12 @@ def test_change_of_the_sampler_between_epochs_has_its_effect_at_once(
     """Although workers read two batches ahead, which may be of the next epochs."""
     data = SeededDataset(Numbers(), seed=5)
     sampler = Chosen(data, 5, num_replicas=1, rank=0)
+    sampler.wanted = torch.zeros((), dtype=torch.int)
     options = {"batch_size": batch_size, "workers": workers, "device": CPU}
     loader = TrainLoader(data, sampler, epochs=5, **options)
     for epoch in range(5):
         sampler.set_epoch(epoch)
-        wanted = torch.tensor(7 * epoch)
+        wanted = torch.tensor(7 * epoch, dtype=torch.int)
         sampler.wanted = sampler.wanted.copy_(wanted) if in_place else wanted
         assert {int(index) for batch in loader for index in batch[:, 0]} == {7 * epoch}
 

@@ -551,6 +551,32 @@ def train_with_changed_rates(folder: Path, output: Path, is_late: bool) -> list[
     return [call.args[0] for call in warning.call_args_list]
 
 
+def base_lrs_with_added_group(folder: Path, output: Path, epochs: int) -> list[float]:
+    """Return the peak learning rates of a run to which an edit adds a group, perhaps resumed."""
+    main = load_project(folder).main
+    build, runs = main.build, []
+
+    def build_with_group(args: Namespace) -> object:
+        runs.append(build(args))
+        added = nn.Parameter(torch.ones(1), requires_grad=False)
+        runs[0].optimizer.add_param_group({"params": [added], "lr": 0.1})
+        return runs[0]
+
+    with mock.patch.object(main, "build", build_with_group):
+        train(folder, output, "--epochs", epochs, "--resume", "auto")
+    return runs[0].base_lrs
+
+
+def test_added_group_has_its_learning_rate_after_a_resumption_too(
+    shared_project: Callable, two_processes: Processes, tmp_path: Path
+) -> None:
+    """The checkpoint has the one that the schedule has reached."""
+    folder = shared_project()
+    for epochs in (1, 2):
+        for rates in two_processes(base_lrs_with_added_group, folder, tmp_path, epochs):
+            assert rates[-1] == 0.1
+
+
 def train_with_noise(folder: Path, output: Path) -> list[str]:
     """Return the warnings of a run whose steps add noise of each process to the weights."""
     main = load_project(folder).main
@@ -574,7 +600,7 @@ def test_weights_that_noise_makes_differ_between_processes_are_a_warning(
     shared_project: Callable, two_processes: Processes, tmp_path: Path
 ) -> None:
     for warnings in two_processes(train_with_noise, shared_project(), tmp_path):
-        assert len(warnings) == 1 and "weight differ between the processes" in warnings[0]
+        assert len(warnings) == 1 and "processes have different weights" in warnings[0]
 
 
 @pytest.mark.parametrize("is_late", [False, True])

@@ -5,7 +5,7 @@ All that differs between the two is in here; no other module reads private attri
 
 import copy
 import importlib
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache, partial
@@ -13,6 +13,7 @@ from pkgutil import resolve_name
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -261,34 +262,36 @@ def in_fp32(value: Any) -> Any:
     kind = type(value)
     if isinstance(value, Tensor):
         return value.float() if value.dtype in HALF_TYPES else value
-    if isinstance(value, MutableMapping) or is_dataclass(value):
+    if isinstance(value, dict) or is_dataclass(value):
         return _dict_in_fp32(value)
     if kind in (list, tuple):
         return kind(map(in_fp32, value))
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return kind(*map(in_fp32, value))
-    if value is None or isinstance(value, int | float | str):
+    if value is None or isinstance(value, int | float | str | torch.Size | np.ndarray):
         return value
     raise TypeError(kind.__name__)
 
 
 def _dict_in_fp32(value: Any) -> Any:
     converted = copy.copy(value)
-    if isinstance(value, MutableMapping):
+    if isinstance(value, dict):
         for key, item in value.items():
             converted[key] = in_fp32(item)
+            if isinstance(key, str) and getattr(value, key, None) is item:
+                setattr(converted, key, converted[key])
     else:
         for field in fields(value):  # of a dataclass, perhaps a frozen one
-            object.__setattr__(converted, field.name, in_fp32(getattr(value, field.name)))
+            if hasattr(value, field.name):
+                object.__setattr__(converted, field.name, in_fp32(getattr(value, field.name)))
     return converted
 
 
 @cache
 def _warn_of_half(kind: str) -> None:
     distributed.print_on_rank_zero(
-        "warning: Metrics gets the outputs of the model as they are, and --opt-level casts in it: "
-        f"they hold a {kind}, which can't be converted to fp32; return tensors, lists, tuples, "
-        "dicts or dataclasses from forward"
+        f"warning: the outputs of the model hold a {kind}, which is not converted to fp32: Metrics "
+        "may compute in 16 bits; return tensors, lists, tuples, dicts or dataclasses from forward"
     )
 
 

@@ -172,8 +172,8 @@ def eval_mode(*models: nn.Module) -> Iterator[None]:
 def state_preserved(*models: nn.Module) -> Iterator[None]:
     """Undo what the body changes in the models' tensors and in attributes of their modules.
 
-    Some models initialize themselves with their first batch, in eval mode, too. Lazy modules are
-    left out: the body may initialize them.
+    Some models initialize themselves with their first batch, in eval mode, too. Lazy modules and
+    those to which the body adds layers are left out. So are changes within lists and the like.
     """
     modules = [
         module
@@ -183,7 +183,7 @@ def state_preserved(*models: nn.Module) -> Iterator[None]:
     ]
     before = [(dict(vars(module)), _registered(module)) for module in modules]
     tensors = {
-        tensor: tensor.detach().clone()
+        local_shard(tensor).detach(): local_shard(tensor).detach().to("cpu", copy=True)
         for module in modules
         for tensor in chain(module.parameters(False), module.buffers(False))
         if not distributed.is_expanded(tensor)  # which can't be written to, here and by the body

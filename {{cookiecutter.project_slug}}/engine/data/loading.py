@@ -24,6 +24,7 @@ from engine.data import (
     SeededDataset,
     collate,
     gpu_decoding,
+    rng_preserved,
     select_batch,
 )
 from engine.distributed.watchdog import ignore_stop_signals
@@ -128,7 +129,15 @@ def _attributes(dataset: Any) -> dict[tuple[int, str], Any]:
 
 
 def _differ(one: Any, other: Any) -> bool:
-    return one is not other and not (isinstance(one, int | float | str) and one == other)
+    are_plain = all(map(_is_plain, (one, other)))
+    return one is not other and not (are_plain and one == other)
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a value is a number, a text, or a short list of these."""
+    items = value[:100] if isinstance(value, list | tuple) else [value]
+    is_short = not isinstance(value, list | tuple) or len(value) <= len(items)
+    return is_short and all(isinstance(item, int | float | str) for item in items)
 
 
 class EpochDataset(Dataset):
@@ -156,8 +165,13 @@ class EpochBatches:
         """Return whether the sampler was changed after the batches of its epoch were made."""
         made = self._made.get(self.sampler.epoch)
         self._made = {epoch: one for epoch, one in self._made.items() if epoch > self.sampler.epoch}
+        if made is None:
+            return False
         batches = BatchSampler(self.sampler, self.batch_size, drop_last=True)
-        return made is not None and made != list(batches)
+        with rng_preserved():
+            now = list(batches)
+        with rng_preserved():  # a sampler that draws other samples each time can't be compared
+            return made != now and now == list(batches)
 
     def __iter__(self) -> Iterator[tuple[int, list[int]]]:
         start_sample = self.sampler.start_sample

@@ -188,7 +188,8 @@ class FirstStepAudit:
         self.is_done = False
         self._frozen = [p for p in self.module.parameters() if not p.requires_grad]
         self._lrs: list[float] = []  # of the last step
-        self._has_warned_of_lrs = self._has_warned_of_weights = self._has_warned_of_mode = False
+        self._has_warned_of_lrs = self._has_warned_of_weights = False
+        self._is_in_training = self.module.training
         self.accepts_unused = any(
             getattr(model, flag, False)
             for flag in ("find_unused_parameters", "delay_allreduce")  # torch's name, Apex's name
@@ -231,8 +232,8 @@ class FirstStepAudit:
         Raises UserError with their names. With a single rank, it is a warning.
         """
         self._lrs = self._learning_rates()
-        if not (self.module.training or self._has_warned_of_mode):
-            self._has_warned_of_mode = True
+        if self._is_in_training and not self.module.training:
+            self._is_in_training = False
             self.logger.warning(
                 "the model trains in eval mode, as after model.eval() in an own evaluation: put it "
                 "into the body of `with eval_mode(model):`, which is in engine.optim"
@@ -262,9 +263,9 @@ class FirstStepAudit:
         if different := _different(trained):
             self._has_warned_of_weights = True
             self.logger.warning(
-                f"the weights {summarize(different)} differ between the processes, which validate "
-                "them, and rank 0's are saved: random numbers of a training step must be the same "
-                "in all, as those of a generator seeded by --seed and the step"
+                f"the processes have different weights ({summarize(different)}): each validates "
+                "its own, and those of rank 0 are saved; GPUs must be of one kind, and random "
+                "numbers of a step the same, as from a generator seeded by --seed and the step"
             )
 
     def _report_own_buffers(self) -> None:

@@ -103,13 +103,14 @@ def select_interface(address: str) -> None:
 def _interfaces() -> dict[str, str]:
     """Return the names of the network interfaces by IPv4 address; one may have several."""
     reply = array("B", bytes(1024 * INTERFACE_BYTES))
-    with socket.socket(type=socket.SOCK_DGRAM) as probe:
+    length = 0
+    with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as probe:
         request = struct.pack("iP", len(reply), reply.buffer_info()[0])
         length, _ = struct.unpack("iP", fcntl.ioctl(probe, SIOCGIFCONF, request))
     entries = [reply[start:][:INTERFACE_BYTES] for start in range(0, length, INTERFACE_BYTES)]
     return {
         socket.inet_ntoa(entry[20:24]): entry[:16].tobytes().partition(b"\0")[0].decode()
-        for entry in entries
+        for entry in reversed(entries)
     }
 
 

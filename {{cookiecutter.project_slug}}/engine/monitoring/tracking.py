@@ -191,7 +191,8 @@ def _environment() -> dict[str, str]:
     if torch.cuda.is_available():
         facts |= {"gpu": torch.cuda.get_device_name(), "cuda": str(torch.version.cuda)}
     if commit := _git("rev-parse", "HEAD"):
-        changes = _git("status", "--porcelain", ".")  # new files, which the run may import, too
+        # New files, which the run may import, are changes, too.
+        changes = _git("status", "--porcelain", "--untracked-files=normal", ".")
         answer = {None: "unknown", "": "no"}.get(changes, "yes")
         facts |= {"git_commit": commit, "git_changes": answer}
     return facts
@@ -199,7 +200,7 @@ def _environment() -> dict[str, str]:
 
 def _git(*arguments: str) -> str | None:
     """Return the output of a git command in the project's folder; None if it fails."""
-    command = ["git", "-C", str(PROJECT), *arguments]
+    command = ["git", "--no-optional-locks", "-C", str(PROJECT), *arguments]
     with suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(command, capture_output=True, timeout=GIT_S, check=True)
         return done.stdout.decode(errors="replace").strip()
