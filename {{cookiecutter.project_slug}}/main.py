@@ -161,8 +161,7 @@ class Run:
 
     def include_added_groups(self) -> None:
         """Let parameter groups that an edit has added follow the schedule, from their rate now."""
-        groups = self.optimizer.param_groups
-        self.base_lrs += [group["lr"] for group in groups[len(self.base_lrs) :]]
+        self.base_lrs += optim.base_lrs(self.optimizer.param_groups[len(self.base_lrs) :])
 
 
 def init_distributed(args: argparse.Namespace) -> tuple[torch.device, Backend]:
@@ -458,7 +457,7 @@ def build(args: argparse.Namespace) -> Run:
     with logger.phase("building the model", args.timeout):
         model, ema = build_model(args, backend, device, memory_format, data, logger)
         optimizer = build_optimizer(args, backend, model, logger)
-        base_lrs = [group["lr"] for group in optimizer.param_groups]
+        base_lrs = optim.base_lrs(optimizer.param_groups)
         model, optimizer = wrap_model(args, backend, model, optimizer)
     stop_signals = StopSignals()  # SIGTERM, SIGINT and the like: save, then exit
     watchdog = Watchdog(args.timeout)

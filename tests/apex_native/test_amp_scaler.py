@@ -166,6 +166,18 @@ def test_window_is_that_which_the_script_has_set():
     assert scale() == 4096.0
 
 
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_loss_may_be_scaled_without_optimizers(level):
+    """As for the gradient of an input in adversarial training; it stays scaled, as in Apex."""
+    model, _ = prepare(level, loss_scale="dynamic")
+    before = scale()
+    inputs = torch.ones(1, 4, requires_grad=True)
+    with amp.scale_loss(model.eval()(inputs).float().sum() / 2**10, []) as scaled:
+        scaled.backward()
+    assert inputs.grad.abs().max() > 1
+    assert (scale(), int(amp._amp_state.loss_scalers[0]._unskipped)) == (before, 1)
+
+
 def test_limits_of_the_scale_that_a_script_sets():
     model = nn.Linear(2, 1)
     model, optimizer = initialize(model, sgd(model), "O0", loss_scale="dynamic")

@@ -419,6 +419,15 @@ def test_lazy_modules_may_be_initialized_where_state_is_preserved() -> None:
     assert model[0].in_features == 3
 
 
+def test_a_scheduler_that_is_made_before_the_schedule_is_an_error() -> None:
+    """Its constructor divides the learning rates, for the whole training."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    assert optim.base_lrs(optimizer.param_groups) == [0.1]
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10)
+    with pytest.raises(UserError, match="a scheduler of torch has changed the learning rates"):
+        optim.base_lrs(optimizer.param_groups)
+
+
 def test_sgd_is_fused_on_gpus_but_for_sharded_weights() -> None:
     """Torch 2.15 has no fused SGD for DTensor, which would be an error at the first step."""
     on_gpu = SimpleNamespace(parameters=lambda: iter([SimpleNamespace(is_cuda=True)]))

@@ -256,6 +256,19 @@ def place(model: nn.Module, device: torch.device, memory_format: torch.memory_fo
             tensor.data = tensor.data.to(memory_format=memory_format)
 
 
+def base_lrs(groups: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Return the learning rates of parameter groups, before the schedule changes them.
+
+    Raises UserError if a scheduler has changed them already.
+    """
+    if any("initial_lr" in group for group in groups):
+        raise UserError(
+            "a scheduler of torch has changed the learning rates, which set_learning_rates in "
+            "main.py sets for each step: leave it out, and change the formula there"
+        )
+    return [group["lr"] for group in groups]
+
+
 def has_fused_sgd(model: nn.Module) -> bool:
     """Return whether torch has a fast fused SGD for the parameters: not for FSDP's (torch 2.15)."""
     return next(model.parameters()).is_cuda and not is_sharded(model)

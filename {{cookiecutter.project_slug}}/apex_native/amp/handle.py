@@ -124,7 +124,9 @@ def scale_loss(
         for stash in stashes:
             stash.delayed = scaler, factor
         return
-    found: list[Any] = [_after_backward(stash, factor) for stash in stashes]
+    # Without optimizers, as for the gradient of an input, nothing is unscaled, and the pass counts.
+    nothing = scaler.counter.new_zeros((), dtype=torch.float32)
+    found: list[Any] = [_after_backward(stash, factor) for stash in stashes] or [nothing]
     if scaler.dynamic and delay_overflow_check:
         scaler._overflow_buf = reduce(torch.maximum, found).int().reshape(1)
     elif scaler.dynamic:
@@ -136,8 +138,6 @@ def scale_loss(
 def _prepared(optimizers: Optimizer | list[Optimizer], master_weights: bool) -> list[Any]:
     """Return the optimizers as a list. Raises RuntimeError if one has no state of amp."""
     given: list[Any] = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
-    if not given:
-        raise RuntimeError("amp.scale_loss was given no optimizer.")
     if not all(hasattr(optimizer, "_amp_stash") for optimizer in given):
         raise RuntimeError("amp.scale_loss needs optimizers that amp.initialize returned.")
     for optimizer in given:
