@@ -645,17 +645,17 @@ def show_samples(run: Run, results: dict[str, float], epoch: int | None = None) 
     suffix = run.logger.monitored.best(results).name.removeprefix(task.METRIC)  # "" or AVERAGE
     model = run.eval_models[suffix]
     val_set = run.data.data_sets["val"]
-    with optim.eval_mode(model):
-        # % if ddp == "fsdp"
-        with distributed.folder_of_rank(run.args.output) as output:  # all ranks run the model
-            show = partial(task.show, model, val_set, run.metrics[suffix], output, epoch)
-            if dist.get_rank() != 0:
-                show()
-            run.logger.log_image(run.progress.step, show)
-        # % else
-        show = partial(task.show, model, val_set, run.metrics[suffix], run.args.output, epoch)
+    # % if ddp == "fsdp"
+    with distributed.folder_of_rank(run.args.output) as output, optim.eval_mode(model):
+        show = partial(task.show, model, val_set, run.metrics[suffix], output, epoch)
+        if dist.get_rank() != 0:  # all ranks run the model
+            show()
         run.logger.log_image(run.progress.step, show)
-        # % endif
+    # % else
+    show = partial(task.show, model, val_set, run.metrics[suffix], run.args.output, epoch)
+    with optim.eval_mode(model):
+        run.logger.log_image(run.progress.step, show)
+    # % endif
 
 
 def is_finished(run: Run) -> bool:
