@@ -124,9 +124,9 @@ def scale_loss(
         for stash in stashes:
             stash.delayed = scaler, factor
         return
-    # Without optimizers, as for the gradient of an input, nothing is unscaled, and the pass counts.
-    nothing = scaler.counter.new_zeros((), dtype=torch.float32)
-    found: list[Any] = [_after_backward(stash, factor) for stash in stashes] or [nothing]
+    found: list[Any] = [_after_backward(stash, factor) for stash in stashes] or [
+        scaler.counter.new_zeros((), dtype=torch.float32)  # as for the gradient of an input alone
+    ]
     if scaler.dynamic and delay_overflow_check:
         scaler._overflow_buf = reduce(torch.maximum, found).int().reshape(1)
     elif scaler.dynamic:
