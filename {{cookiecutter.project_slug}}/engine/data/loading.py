@@ -135,9 +135,9 @@ def _differ(one: Any, other: Any) -> bool:
 
 def _is_plain(value: Any) -> bool:
     """Return whether a value is a number, a text, or a short list of these."""
-    items = value[:100] if isinstance(value, list | tuple) else [value]
-    is_short = not isinstance(value, list | tuple) or len(value) <= len(items)
-    return is_short and all(isinstance(item, int | float | str) for item in items)
+    if isinstance(value, list | tuple):
+        return len(value) <= 100 and all(isinstance(item, int | float | str) for item in value)
+    return isinstance(value, int | float | str)
 
 
 class EpochDataset(Dataset):
