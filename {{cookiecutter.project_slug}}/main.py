@@ -10,6 +10,7 @@ the part to edit for another kind of training. Model, data, loss and metrics are
 """
 
 import argparse
+import copy
 import math
 import sys
 from collections.abc import Sequence
@@ -156,8 +157,12 @@ class Run:
                 suffix: optim.FlipAverage(model) for suffix, model in self.eval_models.items()
             }
         # % endif
-        build_metrics = partial(task.Metrics, len(self.data.classes), self.device, self.args)
-        self.metrics = {suffix: build_metrics() for suffix in self.eval_models}
+        self.build_metrics()
+
+    def build_metrics(self) -> None:
+        """Start the metrics anew, with what they keep from one validation to the next."""
+        build = partial(task.Metrics, len(self.data.classes), self.device, self.args)
+        self.metrics = {suffix: build() for suffix in self.eval_models}
 
     def include_added_groups(self) -> None:
         """Let parameter groups that an edit has added follow the schedule, from their rate now."""
@@ -614,7 +619,7 @@ def evaluate(run: Run, batches: Sequence | DataLoader) -> dict[str, float]:
             batch = to_device(batch, run.device, run.memory_format)
             inputs, targets = run.backend.without_casts(task.prepare, batch)
             for suffix, model in run.eval_models.items():
-                outputs = model(inputs)
+                outputs = model(copy.deepcopy(inputs))  # it may change them in place
                 nans[suffix].update(outputs)
                 run.backend.update_metrics(run.metrics[suffix].update, outputs, targets)
         run.watchdog.enter("computing the metrics")
@@ -635,6 +640,7 @@ def check_validation(run: Run) -> None:
     models = run.eval_models.values()
     with optim.without_compilation(), optim.state_preserved(*models):
         evaluate(run, [run.data.val_sample])
+    run.build_metrics()
 
 
 @rng_preserved()

@@ -535,6 +535,46 @@ def test_training_in_eval_mode_is_a_warning(two_processes):
         assert printed.count("\n") == 1
 
 
+class Sam(torch.optim.Optimizer):
+    """An optimizer around another one, whose state it does not save, as davda54/sam."""
+
+    def __init__(self, parameters: list[nn.Parameter], shares_state: bool) -> None:
+        super().__init__(parameters, {})
+        self.base_optimizer = torch.optim.SGD(self.param_groups, 0.1, momentum=0.9)
+        self.param_groups = self.base_optimizer.param_groups
+        if shares_state:
+            self.base_optimizer.state = self.state
+
+
+class Saving(Sam):
+    """The same, saved with the other one."""
+
+    def state_dict(self) -> dict:
+        return self.base_optimizer.state_dict()
+
+
+def warnings_of_an_optimizer_in_another(kind: type, shares_state: bool) -> str:
+    run = Run("apex_native", "cpu", "O0", "none")
+    run.optimizer = kind([*run.module.parameters()], shares_state)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        run.audit()
+    run.apex.amp.initialize(nn.Identity(), enabled=False)
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("kind", "shares_state", "is_warned"),
+    [(Sam, False, True), (Sam, True, False), (Saving, False, False)],
+)
+def test_optimizer_in_another_that_is_not_saved_is_a_warning(
+    one_process, kind, shares_state, is_warned
+):
+    (printed,) = one_process(warnings_of_an_optimizer_in_another, kind, shares_state)
+    assert (
+        "warning: checkpoints lack the state of the optimizer's base_opt" in printed
+    ) == is_warned
+
+
 def padded(run: Run) -> None:
     sampler = DistributedSampler(UnreadableDataset())
     run.batches = DataLoader(UnreadableDataset(), 4, sampler=sampler)

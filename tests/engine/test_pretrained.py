@@ -53,12 +53,15 @@ def test_files_without_counters_of_batch_norms_are_loaded(tmp_path: Path) -> Non
     torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("prefix", ["", "module."])
-def test_versions_of_modules_in_a_file_are_heeded(tmp_path: Path, prefix: str) -> None:
+@pytest.mark.parametrize("wrappers", [[], ["module"], ["module", "_orig_mod"], ["model"]])
+def test_versions_of_modules_in_a_file_are_heeded(tmp_path: Path, wrappers: list[str]) -> None:
     """torchvision's MNASNet refuses weights without one."""
     file = str(tmp_path / "weights.pt")
     theirs, ours = (torchvision.models.mnasnet0_5(num_classes=4) for _ in range(2))
-    torch.save((nn.ModuleDict({"module": theirs}) if prefix else theirs).state_dict(), file)
+    wrapped = theirs
+    for wrapper in wrappers:
+        wrapped = nn.ModuleDict({wrapper: wrapped})
+    torch.save({"model_state_dict": wrapped.state_dict()}, file)
     assert load_pretrained(ours, file, "mnasnet0_5") == f"weights of {file}"
     torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=0, atol=0)
 

@@ -523,6 +523,48 @@ def test_inputs_and_metrics_are_computed_in_fp32(
         assert len(found) > 6 and set(found) == {torch.float32}
 
 
+def inputs_and_counts_of_samples(folder: Path, output: Path) -> tuple[list[float], list[int]]:
+    """Return what a model that changes its inputs in place gets in validations with --ema.
+
+    And the numbers of samples that metrics which keep them have counted.
+    """
+    project, inputs, counts = load_project(folder), [], []
+    task = project.task
+    update, compute = task.Metrics.update, task.Metrics.compute
+
+    class InPlaceNet(nn.Linear):
+        def forward(self, images: Tensor) -> Tensor:
+            if not self.training:
+                inputs.append(images.sum().item())
+                images.add_(1)
+            return super().forward(images.flatten(1))
+
+    def counting_update(metrics: object, output: Tensor, targets: Tensor) -> None:
+        update(metrics, output, targets)
+        metrics.count = getattr(metrics, "count", 0) + len(targets)
+
+    def recording_compute(metrics: object) -> dict[str, float]:
+        counts.append(metrics.count)
+        return compute(metrics)
+
+    with (
+        on_small_data(project, output, ("--epochs", 1, "--ema", 0.9), partial(InPlaceNet, 48, 4)),
+        mock.patch.object(task.Metrics, "update", counting_update),
+        mock.patch.object(task.Metrics, "compute", recording_compute),
+    ):
+        project.main.main()
+    return inputs, counts
+
+
+def test_validations_do_not_depend_on_the_check_or_on_each_other(
+    shared_project: Callable, two_processes: Processes, tmp_path: Path
+) -> None:
+    """With an average of the weights, each batch is validated twice."""
+    for inputs, counts in two_processes(inputs_and_counts_of_samples, shared_project(), tmp_path):
+        assert inputs[-10::2] == inputs[-9::2]  # of 5 batches
+        assert counts[-2:] == [SAMPLES // 2] * 2
+
+
 def train_with_changed_rates(folder: Path, output: Path, is_late: bool) -> list[str]:
     """Return the warnings of a run whose learning rates an edit changes before or after steps."""
     project, schedulers = load_project(folder), []

@@ -49,6 +49,7 @@ def load_pretrained(
     if next(model.parameters()).is_meta:  # rank 0 loads them for all
         return ""
     state, kind, saved_classes = _read(source, arch)
+    state = _without_wrappers(state, model)
     merged = copy.copy(state)  # with the versions of its modules, if it has them
     extra = {name: state.pop(name) for name in [*state] if name.endswith(EXTRA)}
     child = _matching_child(model, state)
@@ -176,14 +177,23 @@ def _find_weights(content: Any, key: str) -> dict[str, Tensor]:
     """
     if not isinstance(content, dict):
         return {}
-    state = next((content[one] for one in (key, "state_dict") if one in content), content)
+    state = next(
+        (content[one] for one in (key, "state_dict", "model_state_dict") if one in content), content
+    )
     is_state = isinstance(state, dict) and all(isinstance(name, str) for name in state)
     if not is_state or not all(
         isinstance(value, Tensor) or name.endswith(EXTRA) for name, value in state.items()
     ):
         return {}
-    state = copy.copy(state)
-    consume_prefix_in_state_dict_if_present(state, "module.")
+    return state
+
+
+def _without_wrappers(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Return `state` without the prefixes of DDP, torch.compile and Lightning, in any order."""
+    state = copy.copy(state)  # with the versions of its modules, if it has them
+    for prefix in 2 * ("module.", "_orig_mod.", "model."):
+        if all(name.startswith(prefix) for name in state) and not hasattr(model, prefix[:-1]):
+            consume_prefix_in_state_dict_if_present(state, prefix)
     return state
 
 

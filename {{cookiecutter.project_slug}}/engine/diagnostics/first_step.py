@@ -201,6 +201,7 @@ class FirstStepAudit:
         _require_types(self.module, optimizer, backend)
         _require_no_others_trained(optimizer, self.module, backend)
         _require_own_device(device)
+        _warn_of_unsaved_state(optimizer, logger)
         if is_sharded(self.module):
             logger.info(_describe_shards(self.module, optimizer))
         else:
@@ -454,6 +455,20 @@ def _require_no_others_trained(optimizer: Optimizer, module: nn.Module, backend:
             "as weights of the loss, which are neither averaged over the processes nor saved: make "
             "them parameters of the model that build_model returns"
         )
+
+
+def _warn_of_unsaved_state(optimizer: Optimizer, logger: Logger) -> None:
+    """Log a warning for an optimizer within `optimizer` that is not saved with it, as SAM's."""
+    for name, inner in vars(optimizer).items():
+        if (
+            isinstance(inner, Optimizer)
+            and inner.state is not optimizer.state
+            and type(optimizer).state_dict is Optimizer.state_dict
+        ):
+            logger.warning(
+                f"checkpoints lack the state of the optimizer's {name}, which a resumed run starts "
+                f"anew: override state_dict() and load_state_dict() of {type(optimizer).__name__}"
+            )
 
 
 def _require_types(module: nn.Module, optimizer: Optimizer, backend: Backend) -> None:
