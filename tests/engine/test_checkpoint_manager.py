@@ -716,6 +716,42 @@ def test_all_state_of_an_optimizer_is_resumed(
     assert two_processes(resumed_state, str(tmp_path), sharded) == [[expected] * 3] * 2
 
 
+def validated_and_resumed(folder: str, sharded: bool) -> list[float]:
+    """Return what a checkpoint has of a model that an edit changes before its validation."""
+    biases = []
+    for _ in range(2):
+        model = nn.Linear(3, 3)
+        if sharded:
+            model.set_requires_gradient_sync = None  # type: ignore[assignment]  # as FSDP's method
+        manager = manager_of(folder, model)
+        manager.resume(Path("auto"), 10)
+        biases.append(model.bias[0].item())
+        write = checkpoint.write
+
+        def write_slowly(path: Path, entries: dict, write: Callable = write) -> None:
+            time.sleep(0.5)
+            write(path, entries)
+
+        with mock.patch.object(checkpoint, "write", write_slowly):
+            if not biases[1:]:
+                manager.save()
+            with torch.no_grad():
+                model.bias.fill_(len(biases))
+            manager.save({"val_accuracy": 0.5})
+            manager.finish()
+        dist.barrier()
+    manager_of(folder, model).resume(Path("auto"), 10)
+    return [*biases[1:], model.bias[0].item()]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_checkpoint_has_the_model_that_was_validated(
+    two_processes: Processes, tmp_path: Path, sharded: bool
+) -> None:
+    """An edit may set batch norm's statistics before a validation, also of a resumed run."""
+    assert two_processes(validated_and_resumed, str(tmp_path), sharded) == [[1.0, 2.0]] * 2
+
+
 def resume_without_added_group(folder: str) -> tuple[int, str]:
     """Return the number of groups in a checkpoint, and the error of a resume without one of them.
 

@@ -32,6 +32,7 @@ CALLS = (  # that a project may use; Apex's version is always 0.1, so they are p
     "parallel.convert_syncbn_model",
     "optimizers.FusedAdam",
 )
+INTEGER_TYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 EXTENSIONS = ("amp_C", "apex_C", "syncbn")  # compiled; only amp_C, for FusedAdam, is required
 BUILD = "build Apex with its C++ and CUDA extensions"
 
@@ -303,6 +304,18 @@ def is_sharded(model: nn.Module) -> bool:
 def local_shard(tensor: Any) -> Tensor:
     """Return this process's shard of a tensor that FSDP shards, or else `tensor` itself."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def bit_sums(tensors: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return a sum for each dense tensor or shard, by which a change of its values is noticed."""
+    shards = {name: local_shard(one) for name, one in tensors.items() if isinstance(one, Tensor)}
+    # Of the bits as integers: exact, in any order, and without a copy of the tensors.
+    return {
+        name: shard.detach().view(INTEGER_TYPES[shard.element_size()]).sum()
+        for name, shard in shards.items()
+        if shard.layout is torch.strided and not shard.is_quantized
+        if shard.element_size() in INTEGER_TYPES
+    }
 
 
 def unwrap(model: nn.Module) -> nn.Module:

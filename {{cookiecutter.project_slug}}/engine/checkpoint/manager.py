@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engine import UserError, distributed, is_directly_in
-from engine.backend import is_sharded, unwrap
+from engine.backend import bit_sums, is_sharded, local_shard, unwrap
 from engine.checkpoint import compatibility, files, format, sharded, validation
 from engine.checkpoint.archive import UnreadableError, security_warning
 from engine.checkpoint.format import TrainingState
@@ -105,6 +105,7 @@ class CheckpointManager:
             self._interval_steps = int(self.save_every)
         self.saved_at = time.monotonic()
         self._saved_step = -1
+        self._weights: tuple[int, dict[str, int]] = (-1, {})  # step and sums of what was saved
         self._is_searched = True  # this host's folder, which may hold another run
         self._has_pinned_memory = False
         self._meter: Meter | None = None
@@ -177,6 +178,7 @@ class CheckpointManager:
                 f"weights, is altered ({reason}); use another one"
             ) from None
         self._writer.newest = source.path
+        self._has_changed(format.collect(self.state))
         notes += "" if required else moments_note + ranks_note  # which are about training
         self.logger.info(message + notes + format.describe_origin(entries["origin"]))
         if is_own and not required:
@@ -408,13 +410,30 @@ class CheckpointManager:
             values["run_id"] = self.logger.run_id
         values |= {"results": results or {}, "best": best.score}  # CheckpointWriter compares it
         values = format.to_cpu(values) | {"ranks": ranks}
-        if not self._writer.amend(values):
+        entries = format.collect(self.state)
+        has_changed = self._has_changed(entries)
+        if has_changed or not self._writer.amend(values):
             self.wait()
-            self._writer.start(format.to_cpu(format.collect(self.state)) | values)
+            if has_changed:
+                self._writer.written_step = -1
+            self._writer.start(format.to_cpu(entries) | values)
             if self._writer.nan_steps or self._writer.failures:
                 self.wait()
                 if self._writer.is_hopeless:  # nan stays, as in batch norm's statistics
                     raise self._writer.error()
+
+    def _has_changed(self, entries: dict[str, Any]) -> bool:
+        """Return whether an edit has changed the weights since the last save of the same step.
+
+        As one that sets batch norm's statistics before a validation.
+        """
+        tensors = entries["model"] | {f"ema.{k}": v for k, v in entries.get("ema", {}).items()}
+        if dist.get_rank() != 0:  # a validation makes whole ones those of rank 0, which saves them
+            tensors = {name: one for name, one in tensors.items() if local_shard(one) is not one}
+        sums = {name: int(one) for name, one in bit_sums(tensors).items()}
+        before, self._weights = self._weights, (self.state.progress.step, sums)
+        has_changed = before[0] == self.state.progress.step and before[1] != sums
+        return any(all_gather(has_changed, self._group)) if self._is_sharded else has_changed
 
     def _sums(self) -> Sums:
         """Return the sums of this rank's meter, which matter within an epoch."""

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from apex_native.amp.casting import nested_tensors
 from engine import PROJECT, UserError, distributed, summarize
-from engine.backend import is_sharded, local_shard, unwrap
+from engine.backend import bit_sums, is_sharded, local_shard, unwrap
 from engine.data import to_device
 from engine.data.loading import TrainLoader
 from engine.optim import eval_mode, state_preserved, without_compilation
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from engine.monitoring.logger import Logger
     from engine.monitoring.meter import LogRecord
 
-INTEGER_TYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 # Of a model or a loss that does not fit the batch.
 ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AssertionError, AttributeError)
 # In training they do not read their statistics.
@@ -360,12 +359,7 @@ def _require_equal_weights(module: nn.Module) -> None:
 
 def _different(tensors: Mapping[str, Tensor]) -> list[str]:
     """Return the names of those that differ between the ranks. Only dense ones are compared."""
-    # Sums of the bits as integers: exact, in any order, and without a copy of the tensors.
-    sums = {
-        name: tensor.detach().view(INTEGER_TYPES[tensor.element_size()]).sum()
-        for name, tensor in tensors.items()
-        if tensor.layout is torch.strided and tensor.element_size() in INTEGER_TYPES
-    }
+    sums = bit_sums(tensors)
     if not sums:
         return []
     lowest, highest = _bounds(torch.stack(list(sums.values())))
