@@ -342,6 +342,14 @@ def test_training_begins_as_the_model_defines_it() -> None:
     assert warnings[0].startswith("build_model returned 3 of 3 modules in eval mode")
 
 
+def test_model_of_torch_compile_is_an_error() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(UserError, match="add --compile instead, or call model.compile()"):
+        optim.begin_training_mode(torch.compile(model), pytest.fail)
+    model.compile()
+    optim.begin_training_mode(model, pytest.fail)
+
+
 def test_eval_mode_restores_each_submodule() -> None:
     model = nn.Sequential(nn.Dropout(), nn.Sequential(nn.Dropout()))
     model[1].eval()

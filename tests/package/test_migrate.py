@@ -695,7 +695,7 @@ for x in data:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("print 1\n", "is not valid Python 3"),
+        ("print 1\n", "can't be parsed as Python 3"),
         ("x = 1\n", "does not import apex; nothing to migrate"),
         (
             "from apex_native import amp\n",

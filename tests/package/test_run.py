@@ -207,3 +207,27 @@ def test_compiled_code_of_another_user_is_not_used(run, tmp_path):
     if os.getuid() == 0:
         os.chown(usual, 65534, 65534, follow_symlinks=False)
     assert Path(run("-c", code, **variables).stdout.strip()) not in (usual, Path("/"))
+
+
+EDITED_LISTS = """
+import torch
+from torch.nn import functional as F
+from apex import amp
+amp.lists.functional_overrides.FP32_FUNCS.remove("softmax")
+amp.lists.functional_overrides.FP16_FUNCS.append("softmax")
+amp.lists.functional_overrides.FP32_FUNCS.remove("softmin")
+amp.lists.functional_overrides.FP32_FUNCS.append("relu")
+amp.initialize(torch.nn.Linear(2, 2), opt_level="O1", verbosity=0)
+half = amp.half_type(torch.float16, torch.device("cpu"))
+ones = torch.ones(2, 2)
+single = F.relu(ones.to(half)), F.softmin(ones, 1)
+print([one.dtype == torch.float32 for one in single])
+print([one.dtype == half for one in (F.softmax(ones, 1), F.softmin(ones.to(half), 1))])
+"""
+
+
+def test_scripts_can_edit_the_lists_of_functions_that_are_cast(run, tmp_path):
+    """As NVIDIA's Tacotron 2 does for softmax."""
+    (tmp_path / "script.py").write_text(EDITED_LISTS)
+    done = run(*COMMAND, "run", "script.py")
+    assert done.stdout == "[True, True]\n[True, True]\n", done.stderr

@@ -56,6 +56,7 @@ PACKAGED = {
     r"amp_C|apex_C|MultiTensorApply": "torch's _foreach functions",
     r"(apply_)?flat_dist_call|(un)?flatten|split_by_type": "torch.distributed.all_reduce",
     r"apex\.amp\.(amp\.)?(init|opt)": 'apex.amp.initialize with opt_level="O1"',
+    r"amp\.lists": "apex.amp.register_half_function or register_float_function",
     r"apex\.contrib\.clip_grad": "torch.nn.utils.clip_grad_norm_",
     r"apex\.contrib\.(focal_loss|xentropy)": "torch.nn.functional.cross_entropy",
     r"apex\.contrib\.(group_norm|multihead_attn)": "torch.nn.GroupNorm or MultiheadAttention",

@@ -142,7 +142,14 @@ def begin_training_mode(model: nn.Module, warning: Callable[[str], None]) -> Non
 
     Args:
         warning: called with a message if the model had layers in eval mode that train now.
+
+    Raises UserError for a model of `torch.compile`, whose parameters have other names.
     """
+    if any(name == "_orig_mod" for name, _ in model.named_children()):
+        raise UserError(
+            "build_model returned a model of torch.compile, in which --layer-decay, --weights and "
+            "exports don't find the layers: add --compile instead, or call model.compile()"
+        )
     in_eval = [module for module in model.modules() if not module.training]
     model.train()
     if changed := sum(module.training for module in in_eval):

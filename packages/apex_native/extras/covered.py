@@ -24,6 +24,8 @@ COVERED: dict[str, dict[str, str]] = {
     },
     "apex.amp.frontend": {"amp": "initialize state_dict load_state_dict"},
     "apex.amp.handle": {"amp": "scale_loss disable_casts"},
+    "apex.amp.lists": {},
+    "apex.amp.lists.functional_overrides": {"extras.cast_lists": "FP16_FUNCS FP32_FUNCS MODULE"},
     "apex.amp.opt": {"extras.old_amp": "OptimWrapper"},
     "apex.contrib": {},
     "apex.contrib.clip_grad": {"extras.losses": "clip_grad_norm_"},

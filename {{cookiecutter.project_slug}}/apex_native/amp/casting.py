@@ -212,8 +212,7 @@ def set_function_casts(device_type: str, dtype: torch.dtype) -> None:
     torch.set_autocast_dtype(device_type, dtype)
     torch.set_autocast_enabled(device_type, True)
     while _amp_state.registered:  # these are replaced for good, and do nothing without casts
-        module, name, decorate = _amp_state.registered.pop()
-        setattr(module, name, decorate(getattr(module, name)))
+        _amp_state.registered.pop()()
 
 
 @functools.cache
@@ -296,7 +295,11 @@ def _register(decorate: Callable, module: object, name: str) -> None:
     """Decorate ``module.name`` at ``initialize``. Raises ValueError if it is missing."""
     if not hasattr(module, name):
         raise ValueError(f"There is no function {name} in {module}.")
-    _amp_state.registered.append((module, name, decorate))
+
+    def replace() -> None:
+        setattr(module, name, decorate(getattr(module, name)))
+
+    _amp_state.registered.append(replace)
 
 
 register_half_function = functools.partial(_register, half_function)

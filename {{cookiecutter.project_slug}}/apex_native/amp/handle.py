@@ -329,6 +329,10 @@ def _adopt_all(optimizer: Any, master_weights: bool) -> None:
         stash.fp16_groups = [[halves[p] for p in group if p in halves] for group in groups]
         stash.fp32_from_fp16_groups = [[p for p in group if p in halves] for group in groups]
         stash.fp32_from_fp32_groups = [[p for p in group if p not in halves] for group in groups]
+        if hasattr(
+            optimizer, "materialize_master_grads"
+        ):  # else it reads gradients of another form
+            optimizer.materialize_master_grads = True
 
 
 def _to_fp32(value: Any) -> Any:

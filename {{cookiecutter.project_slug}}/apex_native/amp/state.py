@@ -203,7 +203,7 @@ class AmpState:
         self.verbosity = 1
         self.allow_incoming_model_not_fp32 = False  # scripts set it
         self.device_type = "cpu"
-        self.registered: list[tuple[object, str, Callable]] = []  # casts, until ``initialize``
+        self.registered: list[Callable[[], None]] = []  # what ``initialize`` is to cast
         self.parallel_models: weakref.WeakSet[Any] = weakref.WeakSet()  # DistributedDataParallels
 
     @property
