@@ -2151,6 +2151,10 @@ def test_automatic_resumption_logs_that_there_is_no_checkpoint(
     """The folder may be the wrong one."""
     said = [f"{tmp_path} has no checkpoint: the run starts from the beginning"]
     assert two_processes(resumed_automatically, str(tmp_path)) == [(None, said)] * 2
+    (tmp_path / "config.json").write_text(json.dumps(SETTINGS | {"resume": "other/best.pt"}))
+    for path, messages in two_processes(resumed_automatically, str(tmp_path)):
+        assert path is None and said[0] in messages
+        assert f"warning: the run in {tmp_path} was started with --resume other" in messages[-1]
 
 
 @pytest.mark.parametrize(

@@ -335,6 +335,35 @@ def test_length_that_changes_between_epochs_is_an_error(workers: int) -> None:
             next(iter(loader))
 
 
+class PseudoLabels(Numbers):
+    """Numbers with labels that the training computes before each epoch."""
+
+    def __init__(self, file: Path) -> None:
+        self.file, self.epoch, self.label = file, -1, -1
+
+    def set_epoch(self, epoch: int) -> None:
+        if epoch != self.epoch:
+            self.epoch, self.label = epoch, int(self.file.read_text())
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(self.label)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_set_epoch_is_called_in_its_epoch(workers: int, tmp_path: Path) -> None:
+    """Also if the workers were started before, as by a run that resumes with a validation."""
+    (tmp_path / "labels").write_text("-1")
+    data = SeededDataset(PseudoLabels(tmp_path / "labels"), seed=5)
+    sampler = ResumableDistributedSampler(data, 5, num_replicas=1, rank=0)
+    loader = TrainLoader(data, sampler, batch_size=4, epochs=3, workers=workers, device=CPU)
+    loader.start()
+    for epoch in range(3):
+        (tmp_path / "labels").write_text(str(epoch))
+        sampler.set_epoch(epoch)
+        batches = torch.stack(list(loader))
+        assert len(batches) == len(loader) and batches.eq(epoch).all()
+
+
 class Sparse(Numbers):
     """Numbers whose batches are left out without those that are broken, as in many programs."""
 

@@ -66,10 +66,16 @@ def log_changed_settings(
             log(f"the run in {folder} was started with {changed}")
 
 
-def warn_of_files_since_start(folder: Path, warn: Callable[[str], None]) -> None:
-    """Warn if the owner's files are not those with which the run in the folder was started."""
+def warn_of_start(folder: Path, warn: Callable[[str], None]) -> None:
+    """Warn if the run in the folder, which has not saved, was started with other files.
+
+    That is with others of the owner's, or from a checkpoint.
+    """
     with suppress(*UNREADABLE):
-        started = {"files": dict(_read_config(folder).get(FILES, {}))}
+        config = _read_config(folder)
+        if (resumed := config.get("resume")) not in (None, "auto"):
+            warn(f"the run in {folder} was started with --resume {resumed}: give that to repeat it")
+        started = {"files": dict(config.get(FILES, {}))}
         warn_of_changed_files(str(folder / CONFIG), started, warn, is_training=True)
 
 

@@ -515,7 +515,7 @@ class CheckpointManager:
             return source
         if choice in (AUTO, None):
             self.logger.info(f"{self.folder} has no checkpoint: the run starts from the beginning")
-            compatibility.warn_of_files_since_start(self.folder, self.logger.warning)
+            compatibility.warn_of_start(self.folder, self.logger.warning)
             return None
         return find(self.folder, choice, warn, self._group)
 

@@ -34,8 +34,9 @@ class TrainLoader:
     """Loader of one epoch after the other, whose workers live as long as it is iterated over.
 
     They load the first batches of an epoch during the last steps, and the validation, of the one
-    before it. Each iteration yields the batches from the position of `sampler` to the end of its
-    epoch, without an incomplete one.
+    before it, unless the data set has a method `set_epoch`, which may read what the training
+    computes before an epoch. Each iteration yields the batches from the position of `sampler` to
+    the end of its epoch, without an incomplete one.
 
     Args:
         epochs: number of epochs, beyond which nothing is loaded.
@@ -63,6 +64,7 @@ class TrainLoader:
         self.sampler = sampler
         self.batch_size = batch_size
         self.batch_sampler = BatchSampler(sampler, batch_size, drop_last=True)
+        self._loads_ahead = not hasattr(dataset.dataset, "set_epoch")
         self._indices = EpochBatches(sampler, batch_size, epochs)
         self._loader = build_loader(EpochDataset(dataset), batch_sampler=self._indices, **options)
         self._batches: Iterator = iter(())
@@ -75,12 +77,17 @@ class TrainLoader:
 
     def start(self) -> None:
         """Start the workers, which share no file that this process opens from now on."""
-        self._position = (self.sampler.epoch, self.sampler.start_sample)
+        if self._loads_ahead:
+            self._position = (self.sampler.epoch, self.sampler.start_sample)
+        else:
+            self._indices.end = self.sampler.epoch  # no batches
         self._batches = iter(self._loader)
 
     def __iter__(self) -> Iterator:
         start = (self.sampler.epoch, self.sampler.start_sample)
         if start != self._position or self._indices.are_outdated():
+            if not self._loads_ahead:
+                self._indices.end = self.sampler.epoch + 1
             self._batches = iter(self._loader)
         if self._loader.num_workers:
             self._warn_of_changes()
@@ -99,7 +106,7 @@ class TrainLoader:
                     "the collate_fn of the training data returned None: all batches are needed, so "
                     "return another sample in the place of one that is left out"
                 )
-            if not remaining:
+            if not remaining and self._loads_ahead:
                 self._position = (self.sampler.epoch + 1, 0)
             yield batch
 
@@ -153,12 +160,12 @@ class EpochDataset(Dataset):
 
 
 class EpochBatches:
-    """Epoch and indices of each batch from the position of `sampler` to the end of all epochs."""
+    """Epoch and indices of each batch from the position of `sampler` to the epoch `end`."""
 
     def __init__(self, sampler: ResumableDistributedSampler, batch_size: int, epochs: int) -> None:
         self.sampler = sampler
         self.batch_size = batch_size
-        self.epochs = epochs
+        self.end = epochs
         self._made: dict[int, list[list[int]]] = {}  # batches by epoch
 
     def are_outdated(self) -> bool:
@@ -175,7 +182,7 @@ class EpochBatches:
 
     def __iter__(self) -> Iterator[tuple[int, list[int]]]:
         start_sample = self.sampler.start_sample
-        for epoch in range(self.sampler.epoch, self.epochs):
+        for epoch in range(self.sampler.epoch, self.end):
             sampler = copy(self.sampler)  # which is still at the epoch that is trained
             sampler.set_epoch(epoch, start_sample)
             batch_sampler = BatchSampler(sampler, self.batch_size, drop_last=True)
