@@ -617,9 +617,10 @@ def evaluate(run: Run, batches: Sequence | DataLoader) -> dict[str, float]:
     with optim.eval_mode(*run.eval_models.values()):
         for batch in until_stopped:
             batch = to_device(batch, run.device, run.memory_format)
-            inputs, targets = run.backend.without_casts(task.prepare, batch)
+            prepared = run.backend.without_casts(task.prepare, batch)
             for suffix, model in run.eval_models.items():
-                outputs = model(copy.deepcopy(inputs))  # it may change them in place
+                inputs, targets = copy.deepcopy(prepared)  # they may be changed in place
+                outputs = model(inputs)
                 nans[suffix].update(outputs)
                 run.backend.update_metrics(run.metrics[suffix].update, outputs, targets)
         run.watchdog.enter("computing the metrics")

@@ -524,7 +524,7 @@ def test_inputs_and_metrics_are_computed_in_fp32(
 
 
 def inputs_and_counts_of_samples(folder: Path, output: Path) -> tuple[list[float], list[int]]:
-    """Return what a model that changes its inputs in place gets in validations with --ema.
+    """Return sums of inputs and targets, which are changed in place, in validations with --ema.
 
     And the numbers of samples that metrics which keep them have counted.
     """
@@ -540,7 +540,9 @@ def inputs_and_counts_of_samples(folder: Path, output: Path) -> tuple[list[float
             return super().forward(images.flatten(1))
 
     def counting_update(metrics: object, output: Tensor, targets: Tensor) -> None:
-        update(metrics, output, targets)
+        inputs.append(targets.sum().item())
+        update(metrics, output, targets.clone())
+        targets.zero_()
         metrics.count = getattr(metrics, "count", 0) + len(targets)
 
     def recording_compute(metrics: object) -> dict[str, float]:
@@ -561,7 +563,8 @@ def test_validations_do_not_depend_on_the_check_or_on_each_other(
 ) -> None:
     """With an average of the weights, each batch is validated twice."""
     for inputs, counts in two_processes(inputs_and_counts_of_samples, shared_project(), tmp_path):
-        assert inputs[-10::2] == inputs[-9::2]  # of 5 batches
+        averages = inputs[-18::4], inputs[-17::4]  # of 5 batches
+        assert (inputs[-20::4], inputs[-19::4]) == averages
         assert counts[-2:] == [SAMPLES // 2] * 2
 
 
