@@ -254,7 +254,7 @@ def read_tensors(path: Path, entries: dict[str, Any], own: Mapping[str, Tensor])
             raise UserError(f"{path}: {name} is {shapes}; use the --arch it was made with")
     try:
         tensors = {name: _empty(one, likes[name]) for name, one in index.items()}
-        tensor_storage.load(path, index, tensors, no_dist=not own)
+        tensor_storage.load(path, index, tensors, alone=not own)
         for name, value in tensors.items():
             _place(entries, name, value)
     except Exception as error:  # altered tensors raise anything

@@ -8,7 +8,6 @@ import io
 import json
 import math
 import sys
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -91,15 +90,22 @@ def save(folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup) -> 
         dcp.save(tensors, storage_writer=_Writer(folder), planner=planner, process_group=group)
 
 
-def load(folder: Path, index: dict[str, Entry], tensors: dict[str, Tensor], no_dist: bool) -> None:
-    """Read into `tensors`; all ranks call it, unless `no_dist` is set.
+def load(folder: Path, index: dict[str, Entry], tensors: dict[str, Tensor], alone: bool) -> None:
+    """Read into `tensors`; all ranks call it, unless this process is `alone`.
 
     Raises OSError on all ranks if one of them fails, or a tensor is altered or holds nan.
     """
-    with _os_errors(), warnings.catch_warnings():
-        if no_dist:
-            warnings.simplefilter("ignore", UserWarning)  # of torch: it assumes one process
-        dcp.load(tensors, storage_reader=_Reader(folder, index), no_dist=no_dist)
+    reader = _Reader(folder, index)
+    with _os_errors():
+        if not alone:
+            dcp.load(tensors, storage_reader=reader)
+            return
+        # As dcp.load with no_dist=True, which torch 2.6 lacks.
+        reader.read_metadata()
+        for key, (_, shape) in reader.chunks.items():
+            spans = zip(key.offset or (), shape, strict=True)
+            part = tuple(slice(start, start + length) for start, length in spans)
+            tensors[key.fqn][part].copy_(reader.read_chunk(key))
 
 
 def read_index(folder: Path, sizes: Mapping[str, int]) -> dict[str, Entry]:
@@ -184,13 +190,13 @@ class _Reader(dcp.FileSystemReader):
             spans = zip(item.storage_offsets, item.lengths, strict=True)
             part = tuple(slice(start, start + length) for start, length in spans)
             target = planner.resolve_tensor(item).detach()
-            target.copy_(self._read_chunk(item.storage_index)[part])
+            target.copy_(self.read_chunk(item.storage_index)[part])
             planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _read_chunk(self, key: MetadataIndex) -> Tensor:
+    def read_chunk(self, key: MetadataIndex) -> Tensor:
         """Return a part of a tensor. Raises UserError or ValueError if it is altered."""
         chunk, shape = self.chunks[key]
         path = self.folder / chunk.file
