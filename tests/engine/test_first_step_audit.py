@@ -518,6 +518,36 @@ def test_weights_that_differ_between_processes_are_a_warning(two_processes):
         assert printed.startswith(expected) and printed.count("\n") == 1
 
 
+def master_warnings(is_data: bool) -> str:
+    """Return the audit's output for a run whose steps clip the half weights."""
+    run = Run("apex_native", "cpu", "O5")
+    step = run.optimizer.step
+
+    def clipping_step() -> None:
+        step()
+        with torch.no_grad():
+            bias = run.module.head.bias
+            (bias.data if is_data else bias).fill_(0.5)
+
+    run.optimizer.step = clipping_step
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        audit = run.audit()
+        run.train(audit)
+        audit.backend.fp32_state_dict(run.model, run.optimizer)  # as a save
+        audit.check_weights()
+        audit.check_weights()
+    run.apex.amp.initialize(nn.Identity(), enabled=False)
+    return printed.getvalue()
+
+
+def test_half_weights_without_their_masters_are_a_warning(two_processes):
+    """WGAN's clipping writes to ``.data``, which masters follow at the start only."""
+    assert two_processes(master_warnings, False) == ["", ""]
+    expected = "warning: weights were written to (head.bias), and not their fp32 masters, which are"
+    for printed in two_processes(master_warnings, True):
+        assert printed.startswith(expected) and printed.count("\n") == 1
+
+
 def mode_warnings() -> str:
     """Return the audit's output for a run whose model is left in eval mode."""
     run = Run("apex_native", "cpu", "O0")

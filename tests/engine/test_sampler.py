@@ -127,7 +127,7 @@ class Augmented(Numbers):
     """Numbers with settings."""
 
     def __init__(self) -> None:
-        self.augments, self.shifts = True, [0]
+        self.augments, self.shifts, self.transform = True, [0], torch.abs
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return super().__getitem__(index) + (0 if self.augments else self.shifts[0])
@@ -143,10 +143,11 @@ def test_change_of_the_data_without_effect_is_a_warning(tmp_path, workers: int, 
     for epoch in range(4):
         if epoch == 2:
             data.augments, data.shifts = False, [1000]  # as labels that are corrected
+            data.transform = torch.neg
         sampler.set_epoch(epoch)
         has_effect = {bool(batch[0, 0] >= 1000) for batch in loader}
         assert has_effect == {epoch >= 2 and not workers}
-    warning = "warning: augments, shifts of the training data changed after the loading workers cop"
+    warning = "warning: augments, shifts, transform of the training data changed after the loading "
     lines = capsys.readouterr().err.splitlines()
     assert [line.startswith(warning) for line in lines] == [True] * workers
 

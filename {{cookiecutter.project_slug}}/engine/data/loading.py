@@ -131,6 +131,7 @@ def _attributes(dataset: Any) -> dict[tuple[int, str], Any]:
         (id(dataset), name): value
         for name, value in own.items()
         if isinstance(value, int | float | str | list | tuple | np.ndarray | Tensor)
+        or callable(value)  # a transform
     }
     return settings | (_attributes(own["dataset"]) if "dataset" in own else {})
 

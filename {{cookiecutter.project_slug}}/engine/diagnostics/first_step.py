@@ -187,7 +187,7 @@ class FirstStepAudit:
         self.is_done = False
         self._frozen = [p for p in self.module.parameters() if not p.requires_grad]
         self._lrs: list[float] = []  # of the last step
-        self._has_warned_of_lrs = self._has_warned_of_weights = False
+        self._has_warned_of_lrs = self._has_warned_of_weights = self._has_warned_of_masters = False
         self._is_in_training = self.module.training
         self.accepts_unused = any(
             getattr(model, flag, False)
@@ -255,7 +255,11 @@ class FirstStepAudit:
             self._report_own_buffers()
 
     def check_weights(self) -> None:
-        """Log a warning once if the trained weights differ between the processes."""
+        """Log a warning once if the trained weights differ between the processes.
+
+        And one if they are not their fp32 masters, after a save has updated these.
+        """
+        self._check_masters()
         is_alone = dist.get_world_size() == 1 or is_sharded(self.module)
         if is_alone or self._has_warned_of_weights:
             return
@@ -266,6 +270,20 @@ class FirstStepAudit:
                 f"the processes have different weights ({summarize(different)}): each validates "
                 "its own, and those of rank 0 are saved; GPUs must be of one kind, and random "
                 "numbers of a step the same, as from a generator seeded by --seed and the step"
+            )
+
+    def _check_masters(self) -> None:
+        masters = self.backend.master_weights(self.optimizer)
+        written = [
+            name
+            for name, one in self.module.named_parameters()
+            if one in masters and not _is_rounded(local_shard(one), local_shard(masters[one]))
+        ]
+        if written and not self._has_warned_of_masters:
+            self._has_warned_of_masters = True
+            self.logger.warning(
+                f"weights were written to ({summarize(written)}), and not their fp32 masters, "
+                "which are trained and saved: change apex.amp.master_params(run.optimizer) instead"
             )
 
     def _report_own_buffers(self) -> None:
@@ -318,6 +336,10 @@ def _require_averaged(parameters: dict[str, nn.Parameter]) -> bool:
             "gradients of its own, leave check_gradients out)"
         )
     return True
+
+
+def _is_rounded(weight: Tensor, master: Tensor) -> bool:
+    return torch.equal(weight, master.to(weight.device, weight.dtype))
 
 
 def _gradient_norm(parameter: nn.Parameter) -> Tensor:
