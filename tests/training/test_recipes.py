@@ -164,6 +164,8 @@ class Made(torch.nn.Module):
 def test_flip_average_needs_a_tensor_of_outputs(function: Callable, kind: str) -> None:
     with pytest.raises(UserError, match=rf"--flip-tta needs a model that returns .*{kind}"):
         FlipAverage(Made(function))(torch.zeros(1, 3, 2, 2))
+    with pytest.raises(UserError, match="--flip-tta needs a model of one tensor of .*not a tuple"):
+        FlipAverage(Made(function))((torch.zeros(1, 3, 2, 2), torch.zeros(1)))
 
 
 def test_flip_average_of_outputs_that_are_no_logits() -> None:

@@ -294,7 +294,7 @@ def without_compilation() -> Iterator[None]:
 class FlipAverage(nn.Module):
     """Model whose outputs, such as logits, are the means of those of an image and its mirror image.
 
-    Raises UserError if the model returns anything but a tensor (N,) or (N, outputs).
+    Raises UserError if the model does not map a tensor (N, C, H, W) to one of (N,) or (N, outputs).
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -302,6 +302,10 @@ class FlipAverage(nn.Module):
         self.model = model
 
     def forward(self, images: Tensor) -> Tensor:
+        if not isinstance(images, Tensor):
+            raise UserError(
+                f"--flip-tta needs a model of one tensor of images, not a {type(images).__name__}"
+            )
         flipped = images.flip(3)  # first: a model may change its input in place
         output = self.model(images)
         if not isinstance(output, Tensor) or output.dim() > 2:
