@@ -20,7 +20,15 @@ from engine.monitoring.run_files import MAX_CELLS, MAX_COUNT, POSITION
 from engine.monitoring.trackers import is_run_id
 
 PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size)
-MAX_TEXT = 4096  # characters of a path, or the name of a model
+# Types of the entries of the metadata, each of which may be missing.
+TEXTS = ("arch", "data", "metric", "metric_mode", "opt_level", "optimizer")
+METADATA: dict[str, type] = {
+    **dict.fromkeys(TEXTS, str),
+    **dict.fromkeys(("by_shard", "flip_tta"), bool),
+    **dict.fromkeys(("classes", "frozen"), list),
+    **dict.fromkeys(("files", "fingerprints", "model_options", "samples"), dict),
+}
+MAX_TEXT = 4096  # characters of each of TEXTS: the arch is compared with all names of models
 FEW_CLASSES = 10_000  # which a model of any size can be of
 MAX_OVERLAP = 16  # times that tensors may share the same bytes, on average
 NUM_WORDS = 624  # of a Mersenne Twister, the random-number generator of all libraries on the CPU
@@ -213,27 +221,17 @@ def is_metadata(value: object) -> bool:
     """Return whether `value` describes a model and its data, or is empty."""
     if not isinstance(value, dict):
         return False
-    classes, samples = value.get("classes", []), value.get("samples", {})
-    frozen = value.get("frozen", [])
-    options, fingerprints = value.get("model_options", {}), value.get("fingerprints", {})
-    if not isinstance(value.get("flip_tta", False), bool):
+    entries = {name: value.get(name, kind()) for name, kind in METADATA.items()}
+    if not all(isinstance(entries[name], kind) for name, kind in METADATA.items()):
         return False
-    names = ("metric", "metric_mode", "arch", "data", "opt_level", "optimizer")
-    texts = [value.get(name, "") for name in names]
+    fingerprints = entries["fingerprints"].values()
     return (
-        isinstance(classes, list)
-        and isinstance(value.get("by_shard", False), bool)
-        and isinstance(frozen, list)
-        and isinstance(samples, dict)
-        and all(map(_is_count, samples.values()))
-        and isinstance(options, dict)
-        and is_image_spec(options.get("image", {}))
-        and isinstance(value.get("files", {}), dict)
-        and isinstance(fingerprints, dict)
-        and all(isinstance(one, dict) for one in fingerprints.values())
-        and all(isinstance(text, str) for one in fingerprints.values() for text in one.values())
-        and all(isinstance(text, str) for text in [*classes, *frozen, *texts])
-        and all(len(text) <= MAX_TEXT for text in texts)  # the arch is compared with all names
+        all(isinstance(name, str) for name in [*entries["classes"], *entries["frozen"]])
+        and all(map(_is_count, entries["samples"].values()))
+        and is_image_spec(entries["model_options"].get("image", {}))
+        and all(isinstance(one, dict) for one in fingerprints)
+        and all(isinstance(text, str) for one in fingerprints for text in one.values())
+        and all(len(entries[name]) <= MAX_TEXT for name in TEXTS)
     )
 
 
