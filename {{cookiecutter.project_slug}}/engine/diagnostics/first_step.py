@@ -185,6 +185,8 @@ class FirstStepAudit:
         self.backend = backend
         self.logger = logger
         self.is_done = False
+        self._is_alone = dist.get_world_size() == 1 or is_sharded(self.module)
+        self._is_from_torch = type(model) is nn.parallel.DistributedDataParallel
         self._frozen = [p for p in self.module.parameters() if not p.requires_grad]
         self._lrs: list[float] = []  # of the last step
         self._has_warned_of_lrs = self._has_warned_of_weights = self._has_warned_of_masters = False
@@ -245,12 +247,11 @@ class FirstStepAudit:
             return  # they may have been unfrozen after the forward pass of this step
         if self.is_done:
             return
-        trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        trained = self._trained()
         unused = [name for name, parameter in trained.items() if parameter.grad is None]
         if unused and not self.accepts_unused:
             self._report_unused(unused)
-        is_alone = dist.get_world_size() == 1 or is_sharded(self.module)
-        self.is_done = is_alone or _require_averaged(trained)
+        self.is_done = self._is_alone or _require_averaged(trained)
         if self.is_done and dist.get_world_size() > 1:
             self._report_own_buffers()
 
@@ -260,11 +261,9 @@ class FirstStepAudit:
         And one if they are not their fp32 masters, after a save has updated these.
         """
         self._check_masters()
-        is_alone = dist.get_world_size() == 1 or is_sharded(self.module)
-        if is_alone or self._has_warned_of_weights:
+        if self._is_alone or self._has_warned_of_weights:
             return
-        trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
-        if different := _different(trained):
+        if different := _different(self._trained()):
             self._has_warned_of_weights = True
             self.logger.warning(
                 f"the processes have different weights ({summarize(different)}): each validates "
@@ -286,9 +285,11 @@ class FirstStepAudit:
                 "which are trained and saved: change apex.amp.master_params(run.optimizer) instead"
             )
 
+    def _trained(self) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+
     def _report_own_buffers(self) -> None:
-        is_from_torch = type(self.model) is nn.parallel.DistributedDataParallel
-        are_equal = is_from_torch and self.model.broadcast_buffers  # before each forward pass
+        are_equal = self._is_from_torch and self.model.broadcast_buffers  # before each forward pass
         frozen = {k: v for k, v in self.module.named_parameters() if distributed.is_frozen(v)}
         saved = self.module.state_dict().keys()
         own = {
@@ -314,8 +315,7 @@ class FirstStepAudit:
         if dist.get_world_size() == 1:
             self.logger.warning(f"{problem}; with several processes this is an error")
             return
-        is_from_torch = type(self.model) is nn.parallel.DistributedDataParallel
-        flag = "find_unused_parameters=True" if is_from_torch else "--delay-allreduce"
+        flag = "find_unused_parameters=True" if self._is_from_torch else "--delay-allreduce"
         raise UserError(f"{problem}, or accept it with {flag}")
 
 
