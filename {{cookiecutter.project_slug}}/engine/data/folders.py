@@ -200,15 +200,12 @@ def list_classes(
     if not found:
         scan.report()
         raise UserError(f"{folder} holds no images (CLASS/IMAGE.jpg or .png)")
-    if classes is None:
-        classes = found
-    labels = {name: label for label, name in enumerate(classes)}
-    _require_known(folder, found, classes)
-    for name in classes:
+    labels = _number_classes(folder, found, classes)
+    for name in labels:
         if name not in files:
             scan.ignore("classes without images", os.path.join(scan.root, name))
     scan.report()
-    return [(path, labels[name]) for name in found for path in files[name]], list(classes)
+    return [(path, labels[name]) for name in found for path in files[name]], list(labels)
 
 
 def _require_distinct(folder: Path, targets: dict[str, str]) -> None:
@@ -223,12 +220,18 @@ def _require_distinct(folder: Path, targets: dict[str, str]) -> None:
             )
 
 
-def _require_known(folder: Path, found: Sequence[str], classes: Sequence[str]) -> None:
-    known = set(classes)
-    unknown = [name for name in found if name not in known]
+def _number_classes(
+    folder: Path, found: Sequence[str], classes: Sequence[str] | None
+) -> dict[str, int]:
+    """Return the label of each class: of `classes`, or of those that are `found`.
+
+    Raises UserError if one is found that is not among `classes`.
+    """
+    labels = {name: label for label, name in enumerate(found if classes is None else classes)}
+    unknown = [name for name in found if name not in labels]
     if not unknown:
-        return
-    names = {unicodedata.normalize("NFC", name): name for name in known}
+        return labels
+    names = {unicodedata.normalize("NFC", name): name for name in labels}
     for name in unknown:
         if alike := names.get(unicodedata.normalize("NFC", name)):
             raise UserError(
@@ -246,11 +249,8 @@ def _list_packed(
 ) -> tuple[Sequence[tuple[str, int]], list[str]]:
     pack = shards.Pack(folder, "cls")
     found = pack.manifest.classes
-    if classes is None:
-        classes = found
-    _require_known(folder, found, classes)
-    places = {name: label for label, name in enumerate(classes)}
-    return shards.PackedImages(pack, [places[name] for name in found]), list(classes)
+    labels = _number_classes(folder, found, classes)
+    return shards.PackedImages(pack, [labels[name] for name in found]), list(labels)
 
 
 def list_labels(samples: Sequence[tuple[str, int]]) -> list[int]:
