@@ -63,19 +63,13 @@ class Rewrite(cst.CSTTransformer):
             if lines and isinstance(result, STATEMENTS):
                 result = result.with_changes(leading_lines=[*result.leading_lines, *lines])
             if original_node in self.usage.unscale and not self.usage.reasons:
-                result = self._after(self._unscale(original_node), result)
+                result = cst.FlattenSentinel([*self._unscale(original_node), *_nodes(result)])
             self.results[original_node] = result
         return result
 
     def _name(self, node: cst.CSTNode) -> str:
         names = self.get_metadata(QualifiedNameProvider, node, set())
         return apex_name(names, self.usage.fallbacks)
-
-    def _after(self, lines: list[Any], result: Any) -> Any:
-        """Return `lines`, followed by what a statement became."""
-        if isinstance(result, cst.RemovalSentinel):
-            return cst.FlattenSentinel(lines)
-        return cst.FlattenSentinel([*lines, *_nodes(result)])
 
     def _unscale(self, node: cst.CSTNode) -> list[Any]:
         return [
@@ -335,8 +329,7 @@ class Rewrite(cst.CSTTransformer):
         group: list[Any] = []
         enabled = next(iter(lines.values()))
         for index, line in enumerate(original_node.body):
-            result = self.results[line]
-            nodes = [] if isinstance(result, cst.RemovalSentinel) else _nodes(result)
+            nodes = _nodes(self.results[line])
             if index in lines and not is_boundary(line):
                 group += nodes
                 continue
@@ -357,7 +350,9 @@ class Rewrite(cst.CSTTransformer):
 
 
 def _nodes(result: Any) -> list[Any]:
-    """Return the statements that a statement became."""
+    """Return the statements that a statement became: none if it was removed."""
+    if isinstance(result, cst.RemovalSentinel):
+        return []
     return list(result) if isinstance(result, cst.FlattenSentinel) else [result]
 
 
