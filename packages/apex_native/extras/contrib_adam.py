@@ -7,6 +7,7 @@ import torch
 from apex_native.optimizers.elementwise import FusedOptimizer, Tensors
 from torch import Tensor
 
+from .multi_tensor_optimizers import update_moments
 from .old_adam import GroupClipping
 
 
@@ -22,10 +23,7 @@ class UnclippedAdam(FusedOptimizer):
         beta1, beta2 = group["betas"]
         means = [state["exp_avg"] for state in states]
         squares = [state["exp_avg_sq"] for state in states]
-        torch._foreach_mul_(means, beta1)
-        torch._foreach_add_(means, grads, alpha=1 - beta1)
-        torch._foreach_mul_(squares, beta2)
-        torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)
+        update_moments(list(grads), means, squares, 1 - beta1, beta1, beta2)
         if self.eps_inside_sqrt:
             denominators = torch._foreach_add(squares, group["eps"])
             torch._foreach_sqrt_(denominators)

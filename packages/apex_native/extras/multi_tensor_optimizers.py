@@ -10,7 +10,7 @@ from torch import Tensor
 from .multi_tensor import Lists, in_fp32, write_back
 
 
-def _update_moments(
+def update_moments(
     grads: list[Tensor], means: list[Tensor], squares: list[Tensor], factor: float, beta1: float,
     beta2: float,
 ) -> None:  # fmt: skip
@@ -61,7 +61,7 @@ def multi_tensor_adam(  # noqa: PLR0913, amp_C's signature
     values, means, squares = written
     if mode == 0:
         grads = list(torch._foreach_add(grads, values, alpha=weight_decay))
-    _update_moments(grads, means, squares, 1 - beta1, beta1, beta2)
+    update_moments(grads, means, squares, 1 - beta1, beta1, beta2)
     corrections = _corrections(bias_correction, beta1, beta2, step)
     updates = _adam_direction(means, squares, corrections, epsilon)
     if mode == 1:
@@ -168,7 +168,7 @@ def multi_tensor_lamb(  # noqa: PLR0913, amp_C's signature
     if mode == 0:
         torch._foreach_add_(grads, values, alpha=weight_decay)
     factor = 1 - beta1 if grad_averaging else 1.0
-    _update_moments(grads, means, squares, factor, beta1, beta2)
+    update_moments(grads, means, squares, factor, beta1, beta2)
     corrections = _corrections(bias_correction, beta1, beta2, step)
     updates = _adam_direction(means, squares, corrections, epsilon)
     if mode == 1:
