@@ -308,35 +308,37 @@ def warn_of_changed_data(
     Args:
         is_evaluation: only the validation data matters.
     """
-    changes = compare_data(entries["metadata"], own)
-    rest = "; the rest of its epoch may repeat or leave out samples" if entries["samples"] else ""
-    if is_evaluation and "val" in changes:
-        warn(
-            f"--resume {path}: this is other data than it was validated on in training "
-            f"({changes['val']})"
-        )
-    elif changes and not is_evaluation:
-        text = ", ".join(f"{name}: {change}" for name, change in changes.items())
-        warn(f"--resume {path}: the data has changed ({text}{rest if 'train' in changes else ''})")
-    seed = entries["metadata"].get("seed")
-    known = entries["metadata"].get("fingerprints", {}).get("train", {})
-    digests = own["fingerprints"].get("train", {})
-    by_shard = own.get("by_shard", False)
-    problem = ""
+    metadata = entries["metadata"]
+    changes = compare_data(metadata, own)
+    seed = metadata.get("seed")
     has_other_seed = isinstance(seed, int) and seed != own.get("seed", seed)
-    if has_other_seed:
-        problem = f"it has --seed {seed}, which orders and augments the data, and this run another"
-    elif known and digests and not known.keys() & digests.keys():  # of a folder and of a pack
-        problem = "the order of its data can't be compared with that of this data"
-    elif entries["metadata"].get("by_shard", by_shard) != by_shard:
-        problem = "data that is read by URL has another order than local data"
     if is_evaluation:
-        if has_other_seed and is_same_val_data(entries["metadata"], own) is None:
+        if "val" in changes:
+            warn(
+                f"--resume {path}: this is other data than it was validated on in training "
+                f"({changes['val']})"
+            )
+        if has_other_seed and is_same_val_data(metadata, own) is None:
             warn(
                 f"--resume {path}: it has --seed {seed}, and this run another: if the validation "
                 "data is split off at random, this is another split"
             )
-    elif problem and (rest or has_other_seed):
+        return
+    rest = "; the rest of its epoch may repeat or leave out samples" if entries["samples"] else ""
+    if changes:
+        text = ", ".join(f"{name}: {change}" for name, change in changes.items())
+        warn(f"--resume {path}: the data has changed ({text}{rest if 'train' in changes else ''})")
+    known = metadata.get("fingerprints", {}).get("train", {})
+    digests = own["fingerprints"].get("train", {})
+    by_shard = own.get("by_shard", False)
+    problem = ""
+    if has_other_seed:
+        problem = f"it has --seed {seed}, which orders and augments the data, and this run another"
+    elif known and digests and not known.keys() & digests.keys():  # of a folder and of a pack
+        problem = "the order of its data can't be compared with that of this data"
+    elif metadata.get("by_shard", by_shard) != by_shard:
+        problem = "data that is read by URL has another order than local data"
+    if problem and (rest or has_other_seed):
         warn(f"--resume {path}: {problem}{rest}")
 
 
