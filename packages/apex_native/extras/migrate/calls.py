@@ -11,13 +11,17 @@ from ..covered import COVERED
 
 Rule = Callable[[cst.Call], cst.Call]
 UNPACKED = "its arguments are unpacked from a variable"
+OF_NORMS = "normalized_shape eps elementwise_affine"  # arguments of Apex's norms and of torch's
 
 
 class NoEquivalentError(Exception):
     """A call that torch has no equivalent of; the message is the reason."""
 
 
-def _to(call: cst.Call, name: str, args: list[cst.Arg]) -> cst.Call:
+def _to(
+    call: cst.Call, name: str, positional: list[cst.Arg], keywords: dict[str, cst.Arg]
+) -> cst.Call:
+    args = [*positional, *keywords.values()]
     if args:
         comma = call.args[-1].comma if call.args else cst.MaybeSentinel.DEFAULT
         args[-1] = args[-1].with_changes(comma=comma)
@@ -63,10 +67,10 @@ def split(call: cst.Call) -> tuple[list[cst.Arg], dict[str, cst.Arg]]:
 
 def models_and_optimizers(call: cst.Call) -> list[cst.BaseExpression]:
     """Return what ``amp.initialize`` is given to prepare, by position or by keyword."""
-    given = [arg.value for arg in call.args if arg.keyword is None and not arg.star]
-    keywords = {arg.keyword.value: arg.value for arg in call.args if arg.keyword is not None}
+    positional, keywords = split(call)
+    given = [arg.value for arg in positional if not arg.star]
     names = ("models", "optimizers")[len(given) :]
-    return given + [keywords[name] for name in names if name in keywords]
+    return given + [keywords[name].value for name in names if name in keywords]
 
 
 def literal(arg: cst.Arg | None, default: str) -> str | None:
@@ -112,31 +116,27 @@ def fused_adam(call: cst.Call) -> cst.Call:
         keywords["betas"] = keywords["betas"].with_changes(value=betas)
     keywords["fused"] = _keyword("fused", "True")
     name = "AdamW" if mode == "True" else "Adam"
-    return _to(call, f"torch.optim.{name}", [*positional, *keywords.values()])
+    return _to(call, f"torch.optim.{name}", positional, keywords)
 
 
 def fused_sgd(call: cst.Call) -> cst.Call:
     """FusedSGD to SGD."""
     dropped = {"set_grad_none": "", "materialize_master_grads": "", "wd_after_momentum": "False"}
     kept = "params lr momentum dampening weight_decay nesterov"
-    positional, keywords = _check(call, 6, kept, dropped)
-    return _to(call, "torch.optim.SGD", [*positional, *keywords.values()])
+    return _to(call, "torch.optim.SGD", *_check(call, 6, kept, dropped))
 
 
 def layer_norm(call: cst.Call) -> cst.Call:
     """FusedLayerNorm to LayerNorm."""
-    kept = "normalized_shape eps elementwise_affine"
-    positional, keywords = _check(call, 3, kept, {"memory_efficient": ""})
-    return _to(call, "torch.nn.LayerNorm", [*positional, *keywords.values()])
+    return _to(call, "torch.nn.LayerNorm", *_check(call, 3, OF_NORMS, {"memory_efficient": ""}))
 
 
 def rms_norm(call: cst.Call) -> cst.Call:
     """FusedRMSNorm to RMSNorm, with eps stated: the defaults differ."""
-    kept = "normalized_shape eps elementwise_affine"
-    positional, keywords = _check(call, 3, kept, {"memory_efficient": ""})
+    positional, keywords = _check(call, 3, OF_NORMS, {"memory_efficient": ""})
     if len(positional) < 2:
         keywords.setdefault("eps", _keyword("eps", "1e-5"))
-    return _to(call, "torch.nn.RMSNorm", [*positional, *keywords.values()])
+    return _to(call, "torch.nn.RMSNorm", positional, keywords)
 
 
 def distributed(call: cst.Call) -> cst.Call:
@@ -146,17 +146,16 @@ def distributed(call: cst.Call) -> cst.Call:
     positional, keywords = _check(call, 1, "module", dropped)
     if delay not in ("True", "False"):
         raise NoEquivalentError("its delay_allreduce is a variable")
-    args = [*positional, *keywords.values(), _keyword("broadcast_buffers", "False")]
+    keywords["broadcast_buffers"] = _keyword("broadcast_buffers", "False")
     if delay == "True":
-        args.append(_keyword("find_unused_parameters", "True"))
-    return _to(call, "torch.nn.parallel.DistributedDataParallel", args)
+        keywords["find_unused_parameters"] = _keyword("find_unused_parameters", "True")
+    return _to(call, "torch.nn.parallel.DistributedDataParallel", positional, keywords)
 
 
 def sync_batch_norm(call: cst.Call) -> cst.Call:
     """convert_syncbn_model to SyncBatchNorm.convert_sync_batchnorm."""
-    positional, keywords = _check(call, 2, "module process_group", {"channel_last": ""})
     name = "torch.nn.SyncBatchNorm.convert_sync_batchnorm"
-    return _to(call, name, [*positional, *keywords.values()])
+    return _to(call, name, *_check(call, 2, "module process_group", {"channel_last": ""}))
 
 
 # What the report says of a call beside its new name.
