@@ -305,7 +305,7 @@ class DistributedFusedLAMB(_DistributedOptimizer):
             use_nvlamb=use_nvlamb,
         )
         self.max_grad_norm = max_grad_norm
-        self._global_scale: Tensor | float = 1.0
+        self.global_scale: Tensor | float = 1.0
 
     def set_is_accumulation_step(self, is_accumulation_step: bool) -> None:
         """Set whether the next backward pass only accumulates gradients in each process."""
@@ -316,21 +316,15 @@ class DistributedFusedLAMB(_DistributedOptimizer):
 
     def set_global_scale(self, global_scale: Tensor | float) -> None:
         """Set the loss scale by which ``step`` divides gradients, unless GradScaler calls it."""
-        self._global_scale = global_scale
-
-    @property
-    def global_scale(self) -> Tensor | float:
-        """The loss scale that was set."""
-        return self._global_scale
+        self.global_scale = global_scale
 
     def complete_reductions(self) -> None:
         """Average the gradients that were not averaged yet."""
         self.grad_sync()
 
-    @torch.no_grad()
     def _update(self) -> None:
         if not hasattr(self, "found_inf"):
-            self._divide_gradients(torch.as_tensor(self._global_scale).squeeze())
+            self._divide_gradients(torch.as_tensor(self.global_scale).squeeze())
         norm = self.grad_norm()
         if not norm.isfinite():  # as in Apex, a step that overflowed is skipped
             return
