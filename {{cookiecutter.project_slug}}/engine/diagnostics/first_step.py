@@ -23,13 +23,12 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from apex_native.amp.casting import nested_tensors
 from engine import PROJECT, UserError, distributed, summarize
-from engine.backend import bit_sums, is_sharded, local_shard, unwrap
+from engine.backend import Backend, bit_sums, is_sharded, local_shard, unwrap
 from engine.data import to_device
 from engine.data.loading import TrainLoader
 from engine.optim import eval_mode, state_preserved, without_compilation
 
 if TYPE_CHECKING:
-    from engine.backend import Backend
     from engine.monitoring.logger import Logger
     from engine.monitoring.meter import LogRecord
 
