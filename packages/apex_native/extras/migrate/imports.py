@@ -11,6 +11,7 @@ from libcst.helpers import get_full_name_for_node
 
 from .places import source
 from .report import PREFIX
+from .tree import OutsideImports
 
 STILL_USED = "what this imports from Apex may be used in a way that migrate does not rewrite"
 NOTE = cst.Comment(PREFIX + STILL_USED)
@@ -22,27 +23,17 @@ FP16_UTILS = re.compile(
 )
 
 
-class _Used(cst.CSTVisitor):
+class _Used(OutsideImports):
     """The names that a module uses outside its imports."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()
-
-    def visit_Import(self, node: cst.Import) -> bool:
-        return False
-
-    def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:
-        return False
 
     def visit_AssignTarget(self, node: cst.AssignTarget) -> bool:
         return not isinstance(node.target, cst.Name)
 
     def visit_Attribute(self, node: cst.Attribute) -> bool:
         node.value.visit(self)
-        return False
-
-    def visit_Arg(self, node: cst.Arg) -> bool:
-        node.value.visit(self)  # not the keyword
         return False
 
     def visit_Name(self, node: cst.Name) -> None:

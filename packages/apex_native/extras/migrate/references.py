@@ -4,14 +4,14 @@ import libcst as cst
 from libcst.metadata import QualifiedNameProvider
 
 from .places import NONE, apex_name, source
-from .tree import Tree
+from .tree import OutsideImports, Tree
 
 MADE_BY = {"SyncBatchNorm": "convert_syncbn_model"}  # classes, and functions that create them
 # Around a name that gets another value, is asked for its truth, or states a type.
 HARMLESS = (cst.AssignTarget, cst.NameItem, cst.If, cst.Assert, cst.UnaryOperation, cst.Annotation)
 
 
-class References(Tree):
+class References(OutsideImports, Tree):
     """Collects the classes of Apex that a module uses without calling them.
 
     A class of torch in their place would not be the one that these uses compare with or change.
@@ -22,16 +22,6 @@ class References(Tree):
         self.fallbacks = fallbacks
         self.found: dict[str, str] = {}  # the class, by the name of it or of what creates it
         self.compared: set[str] = set()  # classes of torch that isinstance() is given
-
-    def visit_Import(self, node: cst.Import) -> bool:
-        return False
-
-    def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:
-        return False
-
-    def visit_Arg(self, node: cst.Arg) -> bool:
-        node.value.visit(self)  # not the keyword
-        return False
 
     def visit_Attribute(self, node: cst.Attribute) -> bool:
         self._add(node)

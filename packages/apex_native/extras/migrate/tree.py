@@ -13,6 +13,20 @@ LOOPS = (cst.For, cst.While)
 IS_MAIN = matchers.Comparison(left=matchers.Name("__name__"))
 
 
+class OutsideImports(cst.CSTVisitor):
+    """A visitor that leaves out imports, and the names of keyword arguments."""
+
+    def visit_Import(self, node: cst.Import) -> bool:
+        return False
+
+    def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:
+        return False
+
+    def visit_Arg(self, node: cst.Arg) -> bool:
+        node.value.visit(self)
+        return False
+
+
 class Tree(cst.CSTVisitor):
     """A visitor that finds what is around a node."""
 
