@@ -57,8 +57,7 @@ def multi_tensor_adam(  # noqa: PLR0913, amp_C's signature
 
     `mode` 0 adds the weight decay to the gradient, 1 to the update.
     """
-    grads, *written = (in_fp32(tensors) for tensors in tensor_lists)
-    values, means, squares = written
+    grads, values, means, squares = (in_fp32(tensors) for tensors in tensor_lists)
     if mode == 0:
         grads = list(torch._foreach_add(grads, values, alpha=weight_decay))
     update_moments(grads, means, squares, 1 - beta1, beta1, beta2)
@@ -67,8 +66,9 @@ def multi_tensor_adam(  # noqa: PLR0913, amp_C's signature
     if mode == 1:
         torch._foreach_add_(updates, values, alpha=weight_decay)
     torch._foreach_add_(values, updates, alpha=-lr)
-    for tensors, results in zip(tensor_lists[1:], written, strict=True):
-        write_back(tensors, results)
+    write_back(tensor_lists[1], values)
+    write_back(tensor_lists[2], means)
+    write_back(tensor_lists[3], squares)
 
 
 @torch.no_grad()
@@ -161,8 +161,7 @@ def multi_tensor_lamb(  # noqa: PLR0913, amp_C's signature
     `max_grad_norm` where that is above 1. `mode` as in Adam. As in Apex, the gradients are
     overwritten, by the updates before they are scaled to the parameters' norms.
     """
-    grads, *written = (in_fp32(tensors) for tensors in tensor_lists)
-    values, means, squares = written
+    grads, values, means, squares = (in_fp32(tensors) for tensors in tensor_lists)
     clip = (global_grad_norm / max_grad_norm).clamp(min=1).squeeze()
     grads = list(torch._foreach_div(grads, clip))
     if mode == 0:
@@ -182,8 +181,9 @@ def multi_tensor_lamb(  # noqa: PLR0913, amp_C's signature
         ]
         torch._foreach_mul_(updates, ratios)
     torch._foreach_add_(values, updates, alpha=-lr)
-    for tensors, results in zip(tensor_lists[1:], written, strict=True):
-        write_back(tensors, results)
+    write_back(tensor_lists[1], values)
+    write_back(tensor_lists[2], means)
+    write_back(tensor_lists[3], squares)
 
 
 @torch.no_grad()
