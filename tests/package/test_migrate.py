@@ -791,10 +791,11 @@ def test_states_of_earlier_checkpoints_are_converted_as_documented():
     (block,) = re.findall(r"```python\n(old = .*?)```", text, re.DOTALL)
     scaler, layer = torch.amp.GradScaler("cpu"), torch.nn.Linear(2, 1)
     state = {"exp_avg": torch.ones(1, 2), "exp_avg_sq": torch.ones(1, 2)}
+    late = {"exp_avg": torch.ones(1), "exp_avg_sq": torch.ones(1), "step": torch.tensor(2.0)}
     group = {"lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "step": 7}
-    checkpoint = {
-        "amp": {"loss_scaler0": {"loss_scale": 128.0, "unskipped": 3}},
-        "optimizer": {"state": {0: state}, "param_groups": [{**group, "params": [0, 1]}]},
+    checkpoint = {  # at a static scale, Apex counts on
+        "amp": {"loss_scaler0": {"loss_scale": 128.0, "unskipped": 4003}},
+        "optimizer": {"state": {0: state, 1: late}, "param_groups": [{**group, "params": [0, 1]}]},
     }
     exec(block, {"torch": torch, "scaler": scaler, "checkpoint": checkpoint})
     scaler.load_state_dict(checkpoint["amp"])
@@ -803,7 +804,8 @@ def test_states_of_earlier_checkpoints_are_converted_as_documented():
     optimizer.load_state_dict(checkpoint["optimizer"])
     scaler.scale(layer(torch.ones(2)).sum()).backward()
     scaler.step(optimizer)
-    assert optimizer.state[layer.weight]["step"] == 8
+    steps = [optimizer.state[one]["step"].item() for one in layer.parameters()]
+    assert steps == [8, 3]  # of the bias, which apex_native counts by itself
 
 
 def test_report_says_that_earlier_checkpoints_need_a_conversion(tmp_path):
