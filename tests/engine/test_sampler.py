@@ -363,6 +363,7 @@ def test_set_epoch_is_called_in_its_epoch(workers: int, tmp_path: Path) -> None:
         sampler.set_epoch(epoch)
         batches = torch.stack(list(loader))
         assert len(batches) == len(loader) and batches.eq(epoch).all()
+    assert len(loader._indices._made) == 1  # not those of all epochs
 
 
 class Sparse(Numbers):

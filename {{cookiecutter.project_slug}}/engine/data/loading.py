@@ -182,6 +182,7 @@ class EpochBatches:
             return made != now and now == list(batches)
 
     def __iter__(self) -> Iterator[tuple[int, list[int]]]:
+        self._made = {}
         start_sample = self.sampler.start_sample
         for epoch in range(self.sampler.epoch, self.end):
             sampler = copy(self.sampler)  # which is still at the epoch that is trained
