@@ -10,7 +10,6 @@ the part to edit for another kind of training. Model, data, loss and metrics are
 """
 
 import argparse
-import copy
 import math
 import sys
 from collections.abc import Sequence
@@ -589,8 +588,9 @@ def join_forward(run: Run) -> None:
     """Run the models on a sample: ranks with more validation batches need this rank's weights."""
     batch = to_device(run.data.val_sample, run.device, run.memory_format)
     inputs, _ = run.backend.without_casts(task.prepare, batch)
-    for model in run.eval_models.values():
-        model(inputs)
+    models = run.eval_models.values()
+    for model, own_inputs in zip(models, optim.own_copies(inputs, len(models)), strict=True):
+        model(own_inputs)
 
 
 # % endif
@@ -618,9 +618,9 @@ def evaluate(run: Run, batches: Sequence | DataLoader) -> dict[str, float]:
         for batch in until_stopped:
             batch = to_device(batch, run.device, run.memory_format)
             prepared = run.backend.without_casts(task.prepare, batch)
-            for suffix, model in run.eval_models.items():
-                inputs, targets = copy.deepcopy(prepared)  # they may be changed in place
-                outputs = model(inputs)
+            copies = optim.own_copies(prepared, len(run.eval_models))
+            for suffix, (inputs, targets) in zip(run.eval_models, copies, strict=True):
+                outputs = run.eval_models[suffix](inputs)
                 nans[suffix].update(outputs)
                 run.backend.update_metrics(run.metrics[suffix].update, outputs, targets)
         run.watchdog.enter("computing the metrics")

@@ -66,6 +66,19 @@ def test_versions_of_modules_in_a_file_are_heeded(tmp_path: Path, wrappers: list
     torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=0, atol=0)
 
 
+def test_names_of_a_child_are_no_prefix(tmp_path: Path) -> None:
+    """Many encoders keep their layers in an attribute `model`."""
+    theirs, ours = (nn.ModuleDict({"model": nn.Linear(2, 2)}) for _ in range(2))
+    torch.save(theirs.state_dict(), tmp_path / "weights.pt")
+    both = nn.ModuleDict({"encoder": ours, "head": nn.Linear(3, 3)})
+    load_pretrained(both, str(tmp_path / "weights.pt"), "own")
+    torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=0, atol=0)
+    torch.save(nn.ModuleDict({"model": theirs}).state_dict(), tmp_path / "lightning.pt")
+    fresh = nn.ModuleDict({"model": nn.Linear(2, 2)})
+    load_pretrained(fresh, str(tmp_path / "lightning.pt"), "own")
+    torch.testing.assert_close(fresh.state_dict(), theirs.state_dict(), rtol=0, atol=0)
+
+
 def test_extra_state_of_modules_is_loaded(tmp_path: Path) -> None:
     theirs, ours = (nn.Sequential(Versioned(2, 2)) for _ in range(2))
     theirs[0].count = 3

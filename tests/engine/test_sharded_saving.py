@@ -247,6 +247,34 @@ def write_slowly(folder: str) -> list[str]:
     return list(manager.logger)
 
 
+def removals_of_a_replaced_checkpoint(folder: str) -> list[bool]:
+    """Return whether a checkpoint was there whenever a folder was removed for its new weights."""
+    manager = manager_of(Path(folder))
+    train_a_step(manager)
+    manager.finish()
+    found, remove = [], shutil.rmtree
+
+    def record(path: Path, **options: Any) -> None:
+        if Path(path).is_dir():
+            found.append(Path(folder, "step-1").is_dir())
+        remove(path, **options)
+
+    with torch.no_grad():
+        next(manager.state.model.parameters()).zero_()
+    with patch.object(shutil, "rmtree", record):
+        manager.save()
+        manager.finish()
+    return found
+
+
+def test_checkpoint_is_there_until_another_replaces_it(
+    two_processes: Processes, tmp_path: Path
+) -> None:
+    """A kill while its folder is removed, which may take long, loses nothing."""
+    assert two_processes(removals_of_a_replaced_checkpoint, str(tmp_path)) == [[True], []]
+    assert {one.name for one in tmp_path.iterdir()} == {"best", "last", "step-1"}
+
+
 def amend_while_a_rank_is_behind(folder: str) -> list[str]:
     """Return a rank's messages; rank 0 still writes what rank 1 has written when it is amended."""
     manager = manager_of(Path(folder))

@@ -307,15 +307,20 @@ def local_shard(tensor: Any) -> Tensor:
 
 
 def bit_sums(tensors: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return a sum for each dense tensor or shard, by which a change of its values is noticed."""
-    shards = {name: local_shard(one) for name, one in tensors.items() if isinstance(one, Tensor)}
-    # Of the bits as integers: exact, in any order, and without a copy of the tensors.
-    return {
-        name: shard.detach().view(INTEGER_TYPES[shard.element_size()]).sum()
-        for name, shard in shards.items()
-        if shard.layout is torch.strided and not shard.is_quantized
-        if shard.element_size() in INTEGER_TYPES
-    }
+    """Return a sum for each plain tensor or shard, by which a change of its values is noticed.
+
+    Its bits are summed as integers: exactly, in any order, and without a copy of those of fp32.
+    """
+    sums = {}
+    for name, tensor in tensors.items():
+        shard = local_shard(tensor)
+        is_plain = type(shard) in (Tensor, nn.Parameter) and shard.layout is torch.strided
+        if is_plain and not shard.is_quantized and not shard.is_nested:
+            kind = INTEGER_TYPES.get(shard.element_size())
+            if kind:
+                bits = shard.detach().resolve_conj().resolve_neg().view(kind)
+                sums[name] = bits.sum(dtype=kind if kind == torch.int32 else None).long()
+    return sums
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -263,6 +263,13 @@ def place(model: nn.Module, device: torch.device, memory_format: torch.memory_fo
             tensor.data = tensor.data.to(memory_format=memory_format)
 
 
+def own_copies(value: T, count: int) -> Iterator[T]:
+    """Yield `value` for each of `count` models that may change it in place: copies, then itself."""
+    for _ in range(count - 1):
+        yield copy.deepcopy(value)
+    yield value
+
+
 def base_lrs(groups: Sequence[Mapping[str, Any]]) -> list[float]:
     """Return the learning rates of parameter groups, before the schedule changes them.
 

@@ -67,8 +67,8 @@ def _uncast(function: Callable) -> Callable:
 
 def _decorators() -> dict[str, Callable]:
     """Return how to cast each function that the lists name."""
-    half, single = dict.fromkeys(FP16_FUNCS, amp.half_function), amp.float_function
-    return half | dict.fromkeys(FP32_FUNCS, single)
+    decorators = dict.fromkeys(FP16_FUNCS, amp.half_function)
+    return decorators | dict.fromkeys(FP32_FUNCS, amp.float_function)
 
 
 def _apply() -> None:

@@ -329,9 +329,8 @@ def _adopt_all(optimizer: Any, master_weights: bool) -> None:
         stash.fp16_groups = [[halves[p] for p in group if p in halves] for group in groups]
         stash.fp32_from_fp16_groups = [[p for p in group if p in halves] for group in groups]
         stash.fp32_from_fp32_groups = [[p for p in group if p not in halves] for group in groups]
-        if hasattr(
-            optimizer, "materialize_master_grads"
-        ):  # else it reads gradients of another form
+        # FusedSGD of an installed Apex would read the gradients in a form that only Apex has.
+        if hasattr(optimizer, "materialize_master_grads"):
             optimizer.materialize_master_grads = True
 
 

@@ -74,7 +74,7 @@ def warn_of_start(folder: Path, warn: Callable[[str], None]) -> None:
     with suppress(*UNREADABLE):
         config = _read_config(folder)
         if (resumed := config.get("resume")) not in (None, "auto"):
-            warn(f"the run in {folder} was started with --resume {resumed}: give that to repeat it")
+            warn(f"the run in {folder} was started with --resume {resumed}: add that to repeat it")
         started = {"files": dict(config.get(FILES, {}))}
         warn_of_changed_files(str(folder / CONFIG), started, warn, is_training=True)
 

@@ -381,7 +381,8 @@ class CheckpointManager:
         """Save the run as it is now.
 
         Waits for the device, and until the checkpoint before this one is written. If that is of the
-        same step, as after a validation, its thread writes the new values later; nothing waits.
+        same step and weights, as after a validation, its thread writes the new values later;
+        nothing waits.
         Raises UserError if the tensors hold nan, and those of the save before did at another step.
 
         Args:
@@ -425,7 +426,8 @@ class CheckpointManager:
     def _has_changed(self, entries: dict[str, Any]) -> bool:
         """Return whether an edit has changed the weights since the last save of the same step.
 
-        As one that sets batch norm's statistics before a validation.
+        As one that sets batch norm's statistics before a validation. Sums of the bits are compared,
+        which a change of the order alone leaves as they are.
         """
         tensors = entries["model"] | {f"ema.{k}": v for k, v in entries.get("ema", {}).items()}
         if dist.get_rank() != 0:  # a validation makes whole ones those of rank 0, which saves them

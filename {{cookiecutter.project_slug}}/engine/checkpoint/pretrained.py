@@ -189,10 +189,15 @@ def _find_weights(content: Any, key: str) -> dict[str, Tensor]:
 
 
 def _without_wrappers(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Return `state` without the prefixes of DDP, torch.compile and Lightning, in any order."""
+    """Return `state` without the prefixes of DDP, torch.compile and Lightning, in any order.
+
+    If the model or one of its children has the names as they are, they stay.
+    """
     state = copy.copy(state)  # with the versions of its modules, if it has them
+    own = model.state_dict()
     for prefix in 2 * ("module.", "_orig_mod.", "model."):
-        if all(name.startswith(prefix) for name in state) and not hasattr(model, prefix[:-1]):
+        is_known = own.keys() & _renamed(state, own).keys() or _matching_child(model, state)
+        if not is_known and all(name.startswith(prefix) for name in state):
             consume_prefix_in_state_dict_if_present(state, prefix)
     return state
 

@@ -146,8 +146,10 @@ def _complete(
     files[INDEX] = manifest.describe(temporary / INDEX)
     _write_state(temporary / STATE, entries, identity)
     manifest.write(temporary, identity, files)
-    if is_checkpoint(path):  # of another run, or damaged
-        remove(path)
+    replaced = path.with_name(f"{path.name}-removed{SUFFIX}")  # not that of one being written
+    if is_checkpoint(path):  # of another run, damaged, or before an edit changed the weights
+        shutil.rmtree(replaced, ignore_errors=True)
+        path.rename(replaced)
     elif path.exists():
         path.rmdir()  # an error, if it holds files of the user
     with suppress(OSError):  # a file system without modes; else, that of other folders
@@ -155,6 +157,8 @@ def _complete(
         temporary.chmod(temporary.stat().st_mode | mode | (mode & 0o444) >> 2)
     temporary.rename(path)
     flush_folder(path.parent)
+    if exists(replaced):  # only now: that may take long
+        remove(replaced)
 
 
 def update(path: Path, entries: dict[str, Any]) -> None:

@@ -93,7 +93,8 @@ def save(folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup) -> 
 def load(folder: Path, index: dict[str, Entry], tensors: dict[str, Tensor], alone: bool) -> None:
     """Read into `tensors`; all ranks call it, unless this process is `alone`.
 
-    Raises OSError on all ranks if one of them fails, or a tensor is altered or holds nan.
+    Raises OSError on all ranks if one of them fails, or a tensor is altered or holds nan; alone,
+    also UserError or ValueError for such a tensor.
     """
     reader = _Reader(folder, index)
     with _os_errors():

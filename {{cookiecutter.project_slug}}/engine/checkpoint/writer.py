@@ -185,7 +185,7 @@ class CheckpointWriter:
                 self.warn(f"{incomplete} can't be removed: remove it, to free its space")
 
     def _write_shards(self, path: Path, entries: dict[str, Any], group: dist.ProcessGroup) -> None:
-        """Write a folder; all ranks call it. Its tensors are not written again at the same step."""
+        """Write a folder; all ranks call it. `written_step` has its tensors already."""
         is_written = self.written_step == entries["step"]
         if dist.get_rank() == 0:
             with suppress(OSError):  # the disk does not answer just now: it may be there

@@ -20,6 +20,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, default_collate
 
 from engine import UserError, distributed, end_with_parent
 from engine.data import (
+    DatasetWrapper,
     ResumableDistributedSampler,
     SeededDataset,
     collate,
@@ -34,9 +35,9 @@ class TrainLoader:
     """Loader of one epoch after the other, whose workers live as long as it is iterated over.
 
     They load the first batches of an epoch during the last steps, and the validation, of the one
-    before it, unless the data set has a method `set_epoch`, which may read what the training
-    computes before an epoch. Each iteration yields the batches from the position of `sampler` to
-    the end of its epoch, without an incomplete one.
+    before it, unless the data set has a method `set_epoch`: it is called in its epoch, and may read
+    what the training has computed for it. Each iteration yields the batches from the position of
+    `sampler` to the end of its epoch, without an incomplete one.
 
     Args:
         epochs: number of epochs, beyond which nothing is loaded.
@@ -64,7 +65,10 @@ class TrainLoader:
         self.sampler = sampler
         self.batch_size = batch_size
         self.batch_sampler = BatchSampler(sampler, batch_size, drop_last=True)
-        self._loads_ahead = not hasattr(dataset.dataset, "set_epoch")
+        own = dataset.dataset
+        while isinstance(own, DatasetWrapper):  # whose set_epoch depends on the epoch alone
+            own = own.dataset
+        self._loads_ahead = not hasattr(own, "set_epoch")
         self._indices = EpochBatches(sampler, batch_size, epochs)
         self._loader = build_loader(EpochDataset(dataset), batch_sampler=self._indices, **options)
         self._batches: Iterator = iter(())

@@ -271,13 +271,15 @@ class FirstStepAudit:
             )
 
     def _check_masters(self) -> None:
+        if self._has_warned_of_masters:
+            return
         masters = self.backend.master_weights(self.optimizer)
         written = [
             name
             for name, one in self.module.named_parameters()
             if one in masters and not _is_rounded(local_shard(one), local_shard(masters[one]))
         ]
-        if written and not self._has_warned_of_masters:
+        if written:
             self._has_warned_of_masters = True
             self.logger.warning(
                 f"weights were written to ({summarize(written)}), and not their fp32 masters, "
@@ -338,7 +340,8 @@ def _require_averaged(parameters: dict[str, nn.Parameter]) -> bool:
 
 
 def _is_rounded(weight: Tensor, master: Tensor) -> bool:
-    return torch.equal(weight, master.to(weight.device, weight.dtype))
+    rounded = master.to(weight.device, weight.dtype)
+    return torch.allclose(weight, rounded, rtol=0, atol=0, equal_nan=True)
 
 
 def _gradient_norm(parameter: nn.Parameter) -> Tensor:
@@ -478,7 +481,7 @@ def _warn_of_unsaved_state(optimizer: Optimizer, logger: Logger) -> None:
         if (
             isinstance(inner, Optimizer)
             and inner.state is not optimizer.state
-            and type(optimizer).state_dict is Optimizer.state_dict
+            and getattr(optimizer.state_dict, "__func__", None) is Optimizer.state_dict
         ):
             logger.warning(
                 f"checkpoints lack the state of the optimizer's {name}, which a resumed run starts "

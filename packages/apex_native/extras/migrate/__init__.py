@@ -144,7 +144,7 @@ def main(arguments: list[str]) -> int:
     except (RecursionError, MemoryError):  # of libcst and of Python's own parser
         return _fail(f"{args.script} holds expressions that are nested too deeply; split them")
     except (cst.ParserSyntaxError, UnicodeDecodeError, SyntaxError) as error:
-        fix = "convert Python 2, and tabs in indentations, first"
+        fix = "convert Python 2, and indentations of tabs and spaces, first"
         return _fail(f"{args.script} can't be parsed as Python 3 ({fix}): {error}")
     except ValueError as error:
         return _fail(f"{args.script}: {error}; it is unchanged")
