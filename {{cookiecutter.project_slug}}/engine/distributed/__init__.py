@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from io import TextIOWrapper
 from itertools import chain
 from pathlib import Path
@@ -33,6 +34,7 @@ MAX_PORT = 2**16 - 1
 CORRECTABLE = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, *FULL_DISK)
 PATIENCE_S = 5.0  # in which a launcher ends all processes of a job that failed
 GLOO_THREADS_S = 0.1  # in which threads of gloo end
+FORK_PAUSE_S = 0.01  # in which threads let go of Python's locks
 SETTLE_S = 3.0  # in which the peer monitor learns of another process's failure
 
 
@@ -195,6 +197,9 @@ def rendezvous(
             "look at its output"
         ) from None
     select_gloo_interface()
+    if sys.version_info < (3, 12):
+        # There, a process that is forked while a thread of gloo enters Python waits for ever.
+        os.register_at_fork(before=partial(time.sleep, FORK_PAUSE_S))
     return store
 
 
