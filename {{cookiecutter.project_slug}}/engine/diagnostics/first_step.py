@@ -257,7 +257,7 @@ class FirstStepAudit:
     def check_weights(self) -> None:
         """Log a warning once if the trained weights differ between the processes.
 
-        And one if they are not their fp32 masters, after a save has updated these.
+        And one if they are not their fp32 masters, rounded.
         """
         self._check_masters()
         if self._is_alone or self._has_warned_of_weights:
@@ -271,20 +271,23 @@ class FirstStepAudit:
             )
 
     def _check_masters(self) -> None:
-        if self._has_warned_of_masters:
+        if self._has_warned_of_masters or not self._unlike_masters():
             return
-        masters = self.backend.master_weights(self.optimizer)
-        written = [
-            name
-            for name, one in self.module.named_parameters()
-            if one in masters and not _is_rounded(local_shard(one), local_shard(masters[one]))
-        ]
-        if written:
+        self.backend.fp32_state_dict(self.model, self.optimizer)  # masters follow what torch counts
+        if written := self._unlike_masters():
             self._has_warned_of_masters = True
             self.logger.warning(
                 f"weights were written to ({summarize(written)}), and not their fp32 masters, "
                 "which are trained and saved: change apex.amp.master_params(run.optimizer) instead"
             )
+
+    def _unlike_masters(self) -> list[str]:
+        masters = self.backend.master_weights(self.optimizer)
+        return [
+            name
+            for name, one in self.module.named_parameters()
+            if one in masters and not _is_rounded(local_shard(one), local_shard(masters[one]))
+        ]
 
     def _trained(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
