@@ -353,9 +353,7 @@ def test_parameters_that_a_script_takes_out_of_the_groups_are_unscaled(level):
 
 def test_masters_of_replaced_half_parameters_are_dropped():
     model = nn.Linear(4, 3)
-    optimizer = sgd(model, momentum=0.9)
-    optimizer.materialize_master_grads = False
-    model, optimizer = initialize(model, optimizer, "O5")
+    model, optimizer = initialize(model, sgd(model, momentum=0.9), "O5")
     for _ in range(3):
         rows = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
         optimizer.param_groups[0]["params"][1] = rows
@@ -364,8 +362,15 @@ def test_masters_of_replaced_half_parameters_are_dropped():
         assert torch.allclose(rows.float(), torch.full((3,), 0.9), atol=0.01)
     assert len(optimizer._amp_stash.masters) == len(optimizer.state) == 2
     assert [*map(len, optimizer._amp_stash.fp16_groups)] == [2]
-    assert optimizer.materialize_master_grads  # of FusedSGD, else an installed Apex's needs others
     repr(optimizer._amp_stash)
+
+
+def test_fused_sgd_of_an_installed_apex_reads_the_gradients_of_masters():
+    model = nn.Linear(4, 3)
+    optimizer = sgd(model)
+    optimizer.materialize_master_grads = False
+    initialize(model, optimizer, "O5")
+    assert optimizer.materialize_master_grads
 
 
 def test_zero_grad_drops_gradients_at_o2():

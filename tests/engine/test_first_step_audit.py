@@ -490,18 +490,16 @@ def test_buffers_or_frozen_parameters_that_differ_between_processes_are_a_warnin
         assert printed.startswith(expected) if is_warned else printed == ""
 
 
-def weight_warnings(has_noise: bool) -> str:
-    """Return the audit's output for a run whose steps may add noise of the process."""
-    run = Run("apex_native", "cpu", "O0")
+def output_with(run: Run, change: Callable[[], object]) -> str:
+    """Return the audit's output for a run with a change of the weights after each step."""
     step = run.optimizer.step
 
-    def noisy_step() -> None:
+    def step_and_change() -> None:
         step()
         with torch.no_grad():
-            run.module.head.bias += has_noise * torch.randn(2)
+            change()
 
-    run.optimizer.step = noisy_step
-    torch.manual_seed(dist.get_rank())
+    run.optimizer.step = step_and_change
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         audit = run.audit()
         run.train(audit)
@@ -509,6 +507,13 @@ def weight_warnings(has_noise: bool) -> str:
         audit.check_weights()
     run.apex.amp.initialize(nn.Identity(), enabled=False)
     return printed.getvalue()
+
+
+def weight_warnings(has_noise: bool) -> str:
+    """Return the audit's output for a run whose steps may add noise of the process."""
+    run = Run("apex_native", "cpu", "O0")
+    torch.manual_seed(dist.get_rank())
+    return output_with(run, lambda: run.module.head.bias.add_(has_noise * torch.randn(2)))
 
 
 def test_weights_that_differ_between_processes_are_a_warning(two_processes):
@@ -521,22 +526,8 @@ def test_weights_that_differ_between_processes_are_a_warning(two_processes):
 def master_warnings(is_data: bool) -> str:
     """Return the audit's output for a run whose steps clip the half weights."""
     run = Run("apex_native", "cpu", "O5")
-    step = run.optimizer.step
-
-    def clipping_step() -> None:
-        step()
-        with torch.no_grad():
-            bias = run.module.head.bias
-            (bias.data if is_data else bias).fill_(0.5)
-
-    run.optimizer.step = clipping_step
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        audit = run.audit()
-        run.train(audit)
-        audit.check_weights()
-        audit.check_weights()
-    run.apex.amp.initialize(nn.Identity(), enabled=False)
-    return printed.getvalue()
+    bias = run.module.head.bias
+    return output_with(run, lambda: (bias.data if is_data else bias).fill_(0.5))
 
 
 def test_half_weights_without_their_masters_are_a_warning(two_processes):
