@@ -588,8 +588,7 @@ def join_forward(run: Run) -> None:
     """Run the models on a sample: ranks with more validation batches need this rank's weights."""
     batch = to_device(run.data.val_sample, run.device, run.memory_format)
     inputs, _ = run.backend.without_casts(task.prepare, batch)
-    models = run.eval_models.values()
-    for model, own_inputs in zip(models, optim.own_copies(inputs, len(models)), strict=True):
+    for _, model, own_inputs in optim.with_copies(run.eval_models, inputs):
         model(own_inputs)
 
 
@@ -618,9 +617,8 @@ def evaluate(run: Run, batches: Sequence | DataLoader) -> dict[str, float]:
         for batch in until_stopped:
             batch = to_device(batch, run.device, run.memory_format)
             prepared = run.backend.without_casts(task.prepare, batch)
-            copies = optim.own_copies(prepared, len(run.eval_models))
-            for suffix, (inputs, targets) in zip(run.eval_models, copies, strict=True):
-                outputs = run.eval_models[suffix](inputs)
+            for suffix, model, (inputs, targets) in optim.with_copies(run.eval_models, prepared):
+                outputs = model(inputs)
                 nans[suffix].update(outputs)
                 run.backend.update_metrics(run.metrics[suffix].update, outputs, targets)
         run.watchdog.enter("computing the metrics")

@@ -263,11 +263,12 @@ def place(model: nn.Module, device: torch.device, memory_format: torch.memory_fo
             tensor.data = tensor.data.to(memory_format=memory_format)
 
 
-def own_copies(value: T, count: int) -> Iterator[T]:
-    """Yield `value` for each of `count` models that may change it in place: copies, then itself."""
-    for _ in range(count - 1):
-        yield copy.deepcopy(value)
-    yield value
+def with_copies(models: Mapping[str, nn.Module], value: T) -> Iterator[tuple[str, nn.Module, T]]:
+    """Yield names and models with a `value` of their own, which they may change in place."""
+    *others, last = models.items()
+    for name, model in others:
+        yield name, model, copy.deepcopy(value)
+    yield *last, value
 
 
 def base_lrs(groups: Sequence[Mapping[str, Any]]) -> list[float]:

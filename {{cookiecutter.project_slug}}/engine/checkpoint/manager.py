@@ -178,7 +178,7 @@ class CheckpointManager:
                 f"weights, is altered ({reason}); use another one"
             ) from None
         self._writer.newest = source.path
-        self._has_changed(format.collect(self.state))
+        self._note_weights(format.collect(self.state))
         notes += "" if required else moments_note + ranks_note  # which are about training
         self.logger.info(message + notes + format.describe_origin(entries["origin"]))
         if is_own and not required:
@@ -412,7 +412,7 @@ class CheckpointManager:
         values |= {"results": results or {}, "best": best.score}  # CheckpointWriter compares it
         values = format.to_cpu(values) | {"ranks": ranks}
         entries = format.collect(self.state)
-        has_changed = self._has_changed(entries)
+        has_changed = self._note_weights(entries)
         if has_changed or not self._writer.amend(values):
             self.wait()
             if has_changed:
@@ -423,11 +423,11 @@ class CheckpointManager:
                 if self._writer.is_hopeless:  # nan stays, as in batch norm's statistics
                     raise self._writer.error()
 
-    def _has_changed(self, entries: dict[str, Any]) -> bool:
-        """Return whether an edit has changed the weights since the last save of the same step.
+    def _note_weights(self, entries: dict[str, Any]) -> bool:
+        """Remember the weights; return whether they are others than at the last save of this step.
 
-        As one that sets batch norm's statistics before a validation. Sums of the bits are compared,
-        which a change of the order alone leaves as they are.
+        As after an edit that sets batch norm's statistics before a validation. Sums of the bits are
+        compared, which a change of the order alone leaves as they are.
         """
         tensors = entries["model"] | {f"ema.{k}": v for k, v in entries.get("ema", {}).items()}
         if dist.get_rank() != 0:  # a validation makes whole ones those of rank 0, which saves them

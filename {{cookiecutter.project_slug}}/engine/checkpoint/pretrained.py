@@ -177,9 +177,8 @@ def _find_weights(content: Any, key: str) -> dict[str, Tensor]:
     """
     if not isinstance(content, dict):
         return {}
-    state = next(
-        (content[one] for one in (key, "state_dict", "model_state_dict") if one in content), content
-    )
+    keys = (key, "state_dict", "model_state_dict")
+    state = next((content[one] for one in keys if one in content), content)
     is_state = isinstance(state, dict) and all(isinstance(name, str) for name in state)
     if not is_state or not all(
         isinstance(value, Tensor) or name.endswith(EXTRA) for name, value in state.items()

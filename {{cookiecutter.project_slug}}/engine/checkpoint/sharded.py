@@ -146,18 +146,15 @@ def _complete(
     files[INDEX] = manifest.describe(temporary / INDEX)
     _write_state(temporary / STATE, entries, identity)
     manifest.write(temporary, identity, files)
-    replaced = path.with_name(f"{path.name}-removed{SUFFIX}")  # not that of one being written
-    if is_checkpoint(path):  # of another run, damaged, or before an edit changed the weights
-        shutil.rmtree(replaced, ignore_errors=True)
-        path.rename(replaced)
-    elif path.exists():
+    replaced = _set_aside(path) if is_checkpoint(path) else None  # damaged, or of other weights
+    if path.exists():
         path.rmdir()  # an error, if it holds files of the user
     with suppress(OSError):  # a file system without modes; else, that of other folders
         mode = (temporary / STATE).stat().st_mode & 0o666
         temporary.chmod(temporary.stat().st_mode | mode | (mode & 0o444) >> 2)
     temporary.rename(path)
     flush_folder(path.parent)
-    if exists(replaced):  # only now: that may take long
+    if replaced:  # only now: that may take long
         remove(replaced)
 
 
@@ -194,10 +191,15 @@ def remove(path: Path) -> None:
         path.unlink()
         return
     if path.suffix != SUFFIX:
-        temporary = path.with_name(f"{path.name}-removed{SUFFIX}")  # not that of one being written
-        shutil.rmtree(temporary, ignore_errors=True)
-        path = path.rename(temporary)
+        path = _set_aside(path)
     shutil.rmtree(path, ignore_errors=True)
+
+
+def _set_aside(path: Path) -> Path:
+    """Give a sharded checkpoint the name of an incomplete one, which is returned."""
+    temporary = path.with_name(f"{path.name}-removed{SUFFIX}")  # not that of one being written
+    shutil.rmtree(temporary, ignore_errors=True)
+    return path.rename(temporary)
 
 
 def read_state(path: Path) -> dict[str, Any]:

@@ -343,8 +343,7 @@ def _require_averaged(parameters: dict[str, nn.Parameter]) -> bool:
 
 
 def _is_rounded(weight: Tensor, master: Tensor) -> bool:
-    rounded = master.to(weight.device, weight.dtype)
-    return torch.allclose(weight, rounded, rtol=0, atol=0, equal_nan=True)
+    return torch.allclose(weight, master.to(weight), rtol=0, atol=0, equal_nan=True)
 
 
 def _gradient_norm(parameter: nn.Parameter) -> Tensor:
