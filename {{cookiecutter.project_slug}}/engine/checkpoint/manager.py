@@ -105,7 +105,7 @@ class CheckpointManager:
             self._interval_steps = int(self.save_every)
         self.saved_at = time.monotonic()
         self._saved_step = -1
-        self._weights: tuple[int, dict[str, int]] = (-1, {})  # step and sums of what was saved
+        self._weights: tuple[int, dict[str, Tensor]] = (-1, {})  # step and sums of what was saved
         self._is_searched = True  # this host's folder, which may hold another run
         self._has_pinned_memory = False
         self._meter: Meter | None = None
@@ -426,13 +426,13 @@ class CheckpointManager:
     def _note_weights(self, entries: dict[str, Any]) -> bool:
         """Remember the weights; return whether they are others than at the last save of this step.
 
-        As after an edit that sets batch norm's statistics before a validation. Sums of the bits are
-        compared, which a change of the order alone leaves as they are.
+        As after an edit that sets batch norm's statistics before a validation. Sums of bits, which
+        don't show a change of order, are compared only then: reading them waits for the GPU.
         """
         tensors = entries["model"] | {f"ema.{k}": v for k, v in entries.get("ema", {}).items()}
         if dist.get_rank() != 0:  # a validation makes whole ones those of rank 0, which saves them
             tensors = {name: one for name, one in tensors.items() if local_shard(one) is not one}
-        sums = {name: int(one) for name, one in bit_sums(tensors).items()}
+        sums = bit_sums(tensors)
         before, self._weights = self._weights, (self.state.progress.step, sums)
         has_changed = before[0] == self.state.progress.step and before[1] != sums
         return any(all_gather(has_changed, self._group)) if self._is_sharded else has_changed
