@@ -26,7 +26,7 @@ from engine.data import (
 )
 from engine.data.images import Crop, Span, crop_and_resize, decode, read_encoded
 from engine.data.loading import EpochBatches, TrainLoader, build_loader
-from engine.data.skipping import skip_broken
+from engine.data.skipping import SkippingDataset, skip_broken
 from engine.monitoring.image_grid import sample_evenly
 from fresh import TEMPLATE
 from PIL import Image
@@ -350,11 +350,19 @@ class PseudoLabels(Numbers):
         return torch.tensor(self.label)
 
 
+class WrappingPseudoLabels(PseudoLabels, DatasetWrapper):
+    dataset = Numbers()
+
+
+@pytest.mark.parametrize("kind", [PseudoLabels, WrappingPseudoLabels])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_set_epoch_is_called_in_its_epoch(workers: int, tmp_path: Path) -> None:
+def test_set_epoch_is_called_in_its_epoch(
+    workers: int, kind: type[PseudoLabels], tmp_path: Path
+) -> None:
     """Also if the workers were started before, as by a run that resumes with a validation."""
     (tmp_path / "labels").write_text("-1")
-    data = SeededDataset(PseudoLabels(tmp_path / "labels"), seed=5)
+    files = SkippingDataset(kind(tmp_path / "labels"), 1, tmp_path / "broken")
+    data = SeededDataset(files, seed=5)
     sampler = ResumableDistributedSampler(data, 5, num_replicas=1, rank=0)
     loader = TrainLoader(data, sampler, batch_size=4, epochs=3, workers=workers, device=CPU)
     loader.start()

@@ -66,7 +66,8 @@ class TrainLoader:
         self.batch_size = batch_size
         self.batch_sampler = BatchSampler(sampler, batch_size, drop_last=True)
         own = dataset.dataset
-        while isinstance(own, DatasetWrapper):  # whose set_epoch depends on the epoch alone
+        # The set_epoch of the engine's depends on the epoch alone.
+        while isinstance(own, DatasetWrapper) and type(own).__module__.startswith("engine."):
             own = own.dataset
         self._loads_ahead = not hasattr(own, "set_epoch")
         self._indices = EpochBatches(sampler, batch_size, epochs)
