@@ -708,6 +708,7 @@ MANIFESTS = {
     "class that is there twice": lambda manifest: manifest.update(classes=["cat", "cat"]),
     "class that is half a surrogate pair": lambda manifest: manifest.update(classes=["\ud800"]),
     "options of another type": lambda manifest: manifest.update(options=5),
+    "option of another type": lambda manifest: manifest.update(options={"short_side": "big"}),
 }
 
 

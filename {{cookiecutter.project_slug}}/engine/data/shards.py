@@ -91,6 +91,7 @@ class Manifest:
         if not (
             re.fullmatch(f"[0-9a-f]{{{ID_LENGTH}}}", manifest.id)
             and all(isinstance(name, str) for name in manifest.classes)
+            and all(isinstance(value, int) for value in manifest.options.values())
             and len(manifest.classes) <= 10_000 + 100 * manifest.samples  # a model has all
             and len(set(manifest.classes)) == len(manifest.classes)
             and all(shard.name == shard_name(number) for number, shard in enumerate(entries))
