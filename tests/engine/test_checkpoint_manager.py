@@ -1754,6 +1754,27 @@ def test_resume_compares_classes_samples_and_opt_level(
         assert sum(images in message for message in said) == 1
 
 
+def resumed_in_an_epoch(folder: str, samples: int) -> tuple[int, list[str]]:
+    """Return the position and the messages of a run that was 8 samples into an epoch of 5."""
+    manager = manager_of(folder, data_sets={"train": range(5)})
+    manager.state.progress.samples = 8
+    manager._means = [{"train_loss": (1.0, 1)}]
+    save_and_finish(manager)
+    again = manager_of(folder, data_sets={"train": range(samples)})
+    again.resume(Path(folder, "last.pt"), 10)
+    return again.state.progress.samples, list(again.logger)
+
+
+def test_epoch_of_a_sampler_may_be_longer_than_the_data(
+    two_processes: Processes, tmp_path: Path
+) -> None:
+    """As that of one that reads the samples of rare classes more often."""
+    [(position, said), _] = two_processes(resumed_in_an_epoch, str(tmp_path), 5)
+    assert position == 8 and "warning" not in said[0]
+    [(position, said), _] = two_processes(resumed_in_an_epoch, str(tmp_path), 6)
+    assert position == 0 and any("8 samples into an epoch, which has 6 now" in one for one in said)
+
+
 class LabelledSamples(list):
     def __init__(self, labels: list[int]) -> None:
         super().__init__(labels)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import json
 import os
 import shutil
 import sys
@@ -313,6 +314,52 @@ def test_check_reads_no_tensors(
     expected = (OK, f"{tmp_path}/step-6, after 0 epochs, 6 steps")
     for choice in (AUTO, tmp_path / "step-6"):
         assert run_check(check_resume, settings(output=tmp_path, resume=choice)) == expected
+
+
+def resume_and_list_checked_files(folder: str) -> list[str]:
+    """Return the files whose checksums this rank computes when it resumes."""
+    manager = manager_of(Path(folder))
+    train_a_step(manager)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("LOCAL_WORLD_SIZE", "2")
+        patched.setenv("LOCAL_RANK", str(dist.get_rank()))
+        with patch.object(manifest, "describe", wraps=manifest.describe) as describe:
+            manager_of(Path(folder)).resume(Path(folder, "step-1"), 1)
+    return [call.args[0].name for call in describe.call_args_list]
+
+
+def test_processes_of_a_host_share_the_check_of_a_checkpoint(
+    two_processes: Processes, tmp_path: Path
+) -> None:
+    first, second = two_processes(resume_and_list_checked_files, str(tmp_path))
+    files = [*json.loads((tmp_path / "step-1" / "manifest.json").read_text())["files"]]
+    assert (first[:2], second) == (files[::2], files[1::2])  # then rank 0 looks at the best one
+
+
+def resume_with_a_damaged_file(folder: str, name: str) -> str:
+    manager = manager_of(Path(folder))
+    train_a_step(manager)
+    path = Path(folder, "step-1", name)
+    if dist.get_rank() == 0:
+        with path.open("r+b") as file:
+            byte = file.read(1)
+            file.seek(0)
+            file.write(bytes([byte[0] ^ 1]))
+    dist.barrier()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("LOCAL_WORLD_SIZE", "2")
+        patched.setenv("LOCAL_RANK", str(dist.get_rank()))
+        with pytest.raises(UserError) as error:
+            manager_of(Path(folder)).resume(Path(folder, "step-1"), 1)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", "__1_0.distcp", "index.json"])
+def test_damaged_file_of_a_checkpoint_is_an_error_on_each_rank(
+    two_processes: Processes, tmp_path: Path, name: str
+) -> None:
+    for error in two_processes(resume_with_a_damaged_file, str(tmp_path), name):
+        assert f"its {name} is torn or altered" in error
 
 
 def resume_on_separate_disks(folder: str) -> tuple[str, str]:

@@ -323,6 +323,29 @@ def test_process_ends_with_its_parent_in_any_state(tmp_path, state, module, call
     wait_for_end(child, seconds=5)
 
 
+def test_ctrl_c_in_the_pause_before_a_fork_has_its_effect() -> None:
+    """Python ignores exceptions of what it calls before a fork."""
+    script = """
+        import os, signal, threading, time
+        from engine import distributed
+
+        distributed.FORK_PAUSE_S = 0.5
+        os.register_at_fork(before=distributed.pause_before_fork)
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        if not os.fork():
+            os._exit(0)
+        os.wait()
+        try:
+            time.sleep(5)
+        except KeyboardInterrupt:
+            print("interrupted")
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    environment = os.environ | {"PYTHONPATH": str(TEMPLATE)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("interrupted\n", "")
+
+
 def test_worker_of_a_process_that_has_ended_ends() -> None:
     """Such as one that was forked just before its process was killed."""
     script = """

@@ -153,11 +153,13 @@ class CheckpointManager:
         moments_note = restore(source.path, entries, self.state, is_evaluation=required)
         self._restore_progress(source.path, entries, is_own, required)
         progress = self.state.progress
-        train_set = self.data_sets.get("train")
-        if train_set is not None and progress.samples > len(train_set) and not required:
+        length = len(self.data_sets.get("train", ()))
+        # The epochs of an owner's sampler may be longer than the data.
+        has_changed = saved.get("samples", {}).get("train", 0) != length
+        if has_changed and progress.samples > length and not required:
             self.logger.warning(
                 f"--resume {source.path}: it is {progress.samples} samples into an epoch, which "
-                f"has {len(train_set)} now; this epoch is trained from its beginning"
+                f"has {length} now; this epoch is trained from its beginning"
             )
             progress.samples = 0
         if progress.step is None:  # in another script's checkpoint
@@ -575,7 +577,7 @@ class CheckpointManager:
 
     def _load_shards(self, path: Path, with_optimizer: bool) -> dict[str, Any]:
         """Return the entries of a sharded checkpoint, with this rank's shards of its tensors."""
-        entries = format.check(path, sharded.read_state(path))
+        entries = format.check(path, sharded.read_state(path, self._group))
         sharded.read_tensors(path, entries, self._templates(with_optimizer))
         step = entries["step"]
         if path.resolve() == self.folder.resolve() / f"step-{step}":

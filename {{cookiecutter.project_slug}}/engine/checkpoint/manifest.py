@@ -35,9 +35,12 @@ def exists(path: Path) -> bool:
     return True
 
 
-def validate(path: Path) -> None:
-    """Raise UserError if a file is missing, or has another size or checksum than it was written."""
-    for name, expected in read(path)["files"].items():
+def validate(path: Path, part: slice = slice(None)) -> None:
+    """Raise UserError if a file is missing, or has another size or checksum than it was written.
+
+    Only this `part` of the files is checked.
+    """
+    for name, expected in [*read(path)["files"].items()][part]:
         file = path / name
         try:
             # The size first: to read a file that is larger than expected could take hours.

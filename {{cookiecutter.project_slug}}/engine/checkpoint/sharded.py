@@ -25,7 +25,7 @@ from engine import OUTPUT_FIX, SUFFIX, UserError, exists, flush_folder, writing
 from engine.backend import local_shard
 from engine.checkpoint import archive, manifest, validation
 from engine.checkpoint.manifest import INDEX, MANIFEST
-from engine.distributed import all_gather
+from engine.distributed import all_gather, own_part
 
 if TYPE_CHECKING:
     from engine.checkpoint.tensor_storage import Entry
@@ -202,13 +202,18 @@ def _set_aside(path: Path) -> Path:
     return path.rename(temporary)
 
 
-def read_state(path: Path) -> dict[str, Any]:
+def read_state(path: Path, group: dist.ProcessGroup | None = None) -> dict[str, Any]:
     """Return the entries of a checkpoint other than its tensors.
 
-    Raises UserError if one of the files is missing or altered, or of another checkpoint.
+    Args:
+        group: of all ranks, which call this together; those of a host share its validation.
+
+    Raises UserError, on all ranks of `group`, if one of the files is missing or altered, or of
+    another checkpoint.
     """
     path = path.resolve()  # once: a run that goes on replaces links such as best
-    manifest.validate(path)
+    with _together(group):
+        manifest.validate(path, own_part() if group else slice(None))
     if (path / STATE).is_symlink():
         raise UserError(f"{path}: its {STATE} is no regular file; use another one")
     entries = archive.read(path / STATE)
@@ -294,7 +299,7 @@ def _place(entries: dict[str, Any], name: str, value: Tensor) -> None:
 
 
 @contextmanager
-def _together(group: dist.ProcessGroup) -> Iterator[None]:
+def _together(group: dist.ProcessGroup | None) -> Iterator[None]:
     """Context after which all ranks of `group` raise the first error of any of them."""
     own: Exception | None = None
     try:

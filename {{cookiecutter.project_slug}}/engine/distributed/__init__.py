@@ -1,5 +1,6 @@
 """Start and end of a process: its rank, its device, its process group, its exit status."""
 
+import _thread
 import errno
 import os
 import re
@@ -7,12 +8,12 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import partial
 from io import TextIOWrapper
 from itertools import chain
 from pathlib import Path
@@ -199,8 +200,16 @@ def rendezvous(
     select_gloo_interface()
     if sys.version_info < (3, 12):
         # There, a process that is forked while a thread of gloo enters Python waits for ever.
-        os.register_at_fork(before=partial(time.sleep, FORK_PAUSE_S))
+        os.register_at_fork(before=pause_before_fork)
     return store
+
+
+def pause_before_fork() -> None:
+    """Wait, as a hook of `os.register_at_fork`, whose exceptions Python ignores: Ctrl-C, too."""
+    try:
+        time.sleep(FORK_PAUSE_S)
+    except KeyboardInterrupt:
+        threading.Timer(FORK_PAUSE_S, _thread.interrupt_main).start()
 
 
 def _log_restart(rank: int) -> None:
@@ -267,8 +276,17 @@ def folder_of_rank(folder: Path) -> Iterator[Path]:
 
 def cpu_cores() -> int:
     """Return the number of CPU cores for each process of this host."""
-    processes = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    return max(1, len(os.sched_getaffinity(0)) // processes)
+    return max(1, len(os.sched_getaffinity(0)) // _local_world_size())
+
+
+def own_part() -> slice:
+    """Return this process's part of work that the processes of its host share."""
+    processes = _local_world_size()
+    return slice(int(os.environ.get("LOCAL_RANK", "0")) % processes, None, processes)
+
+
+def _local_world_size() -> int:
+    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def make_deterministic() -> None:
@@ -291,7 +309,7 @@ def broadcast_buffers(model: nn.Module) -> None:
     """
     is_trained = any(one.requires_grad for one in model.parameters())  # else, an average
     frozen = [one for one in model.parameters() if is_trained and is_frozen(one)]
-    saved = model.state_dict().keys()
+    saved = model.state_dict(keep_vars=True).keys()  # without copies of half weights
     buffers = (buffer for name, buffer in model.named_buffers() if name in saved)
     for buffer in chain(buffers, frozen):
         if buffer.layout is torch.strided and not is_expanded(buffer):  # else, a constant
