@@ -1,6 +1,7 @@
 """Adapter of real Apex, for which a fake of release 25.05 stands in, and of apex_native."""
 
 import contextlib
+import math
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from engine.backend import ApexBackend, Backend, unwrap
 from engine.checkpoint import TrainingState
 from engine.checkpoint import format as checkpoint
 from engine.checkpoint.restore import restore
+from engine.monitoring.meter import NanCounter
 from processes import Processes
 from torch import nn
 
@@ -112,6 +114,13 @@ class Attributes(dict):
     def __init__(self, **items: object) -> None:
         super().__init__(items)
         self.__dict__ = self
+
+
+def test_nan_is_noticed_in_outputs_of_data_classes() -> None:
+    counter = NanCounter(torch.device("cpu"))
+    for value in (1.0, math.nan):
+        counter.update([Scores(torch.tensor([value]))])
+    assert counter.compute() == 1
 
 
 def test_outputs_of_dict_and_data_classes_are_converted_in_a_copy() -> None:

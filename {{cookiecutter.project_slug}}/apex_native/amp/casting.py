@@ -5,6 +5,7 @@ import os
 import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -336,9 +337,11 @@ def _widest_type(values: object) -> torch.dtype:
 
 
 def nested_tensors(value: object) -> Iterator[Tensor]:
-    """Yield the tensors in `value`: a tensor, or lists, tuples and mappings in any nesting."""
+    """Yield the tensors in `value`: of lists, tuples, mappings and dataclasses in any nesting."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple | list | Mapping):
         for item in value.values() if isinstance(value, Mapping) else value:
             yield from nested_tensors(item)
+    elif is_dataclass(value):
+        yield from nested_tensors([getattr(value, one.name, None) for one in fields(value)])
