@@ -261,7 +261,8 @@ def build_dummy_data(
     batch = task.dummy_batch(args.batch_size, device, **args.model_options)
     batch = to_device(batch, device, memory_format)
     repeated = RepeatedBatch(batch, DUMMY_STEPS, dist.get_world_size())
-    sample = [tensor[:2].cpu() for tensor in batch]
+    few = task.dummy_batch(min(2, args.batch_size), torch.device("cpu"), **args.model_options)
+    sample = to_device(few, torch.device("cpu"), memory_format)
     return Data(
         train_loader=repeated,
         sampler=repeated,
@@ -298,7 +299,7 @@ def build_model(
     # % if ddp != "fsdp"
     # An error message now, instead of an exception at the first step.
     sample = None if args.eval_only else data.sample
-    first_step.check_model(model, task.criterion, task.prepare, sample, data.val_sample)
+    first_step.check_model(model, task.criterion, task.prepare, sample, data.val_sample, device)
     # % endif
     if args.weights:
         logger.info(load_pretrained(model, args.weights, args.arch, data.classes, build))

@@ -6,11 +6,12 @@ import io
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from engine import UserError, backend
+from engine import UserError, backend, distributed
 from engine.backend import ApexBackend, Backend
 from engine.diagnostics import first_step
 from engine.diagnostics.first_step import (
@@ -27,6 +28,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRando
 from torch.utils.data.distributed import DistributedSampler
 
 HAS_APEX = backend.problem_with_apex("O1", compiled=False) is None
+CPU = torch.device("cpu")
 SAMPLES = 23  # 11 for each of two processes, in batches of 4
 
 
@@ -341,6 +343,25 @@ def test_samples_may_be_drawn_with_replacement_but_not_the_same_by_all(two_proce
     assert two_processes(audit_error, drawn_with_replacement, *how) == ["", ""]
     answers = two_processes(audit_error, drawn_alike, *how)
     assert all("are read by several processes" in answer for answer in answers)
+
+
+def balanced(run: Run) -> None:
+    """As a sampler of as many samples of each class as the rarest has."""
+    few = range(4)
+    sampler = DistributedSampler(few, num_replicas=2, rank=dist.get_rank())
+    run.batches = DataLoader(UnreadableDataset(), 1, sampler=sampler)
+
+
+def said_by_the_audit(*how) -> tuple[str, list[str]]:
+    with patch.object(distributed, "print_on_rank_zero") as said:
+        error = audit_error(*how)
+    return error, [message for call in said.call_args_list for message in call.args]
+
+
+def test_sampler_that_omits_samples_is_a_warning(two_processes):
+    [(error, said), _] = two_processes(said_by_the_audit, balanced, "apex_native", "cpu", "O0")
+    assert not error
+    assert said == ["warning: 19 of 23 samples are read by no process in this epoch"]
 
 
 def test_optimizer_without_some_parameters_is_an_error(setting):
@@ -735,23 +756,46 @@ def test_batch_whose_tensors_are_not_all_of_its_size_is_validated_whole():
             return torch.zeros(int(count)).index_add(0, groups, values)
 
     batch = [torch.ones(5), torch.tensor([0, 0, 0, 1, 1]), torch.tensor(2)]
-    check_model(Sums(), nn.functional.mse_loss, lambda inputs: (inputs, None), None, batch)
+    check_model(Sums(), nn.functional.mse_loss, lambda inputs: (inputs, None), None, batch, CPU)
 
 
 def test_batch_with_names_is_an_error():
     batch = [torch.ones(2, 2), torch.ones(2, 2), ("1.png", "2.png")]
     with pytest.raises(UserError, match="element 2 of each batch is a tuple and not a tensor"):
-        check_model(nn.Linear(2, 2), nn.functional.mse_loss, lambda b: b[:2], batch, batch)
+        check_model(nn.Linear(2, 2), nn.functional.mse_loss, lambda b: b[:2], batch, batch, CPU)
 
 
 def test_expanded_buffer_is_an_error():
     """load_state_dict can't write to one."""
     batch = [torch.ones(2, 2), torch.ones(2, 2)]
     model = nn.Linear(2, 2)
-    check_model(model, nn.functional.mse_loss, tuple, batch, batch)
+    check_model(model, nn.functional.mse_loss, tuple, batch, batch, CPU)
     model.register_buffer("grid", torch.ones(2, 1).expand(2, 3))
     with pytest.raises(UserError, match="grid of the model is expanded"):
-        check_model(model, nn.functional.mse_loss, tuple, batch, batch)
+        check_model(model, nn.functional.mse_loss, tuple, batch, batch, CPU)
+
+
+class NeedsGpu(nn.Linear):
+    """As kernels that are for one, and for half types."""
+
+    def forward(self, inputs):
+        output = super().forward(inputs)
+        if output.dtype != torch.float16 or not output.is_cuda:
+            raise RuntimeError("half types on a GPU are supported alone")
+        return output
+
+
+@pytest.mark.gpu
+def test_model_that_can_only_compute_on_a_gpu_is_checked_there():
+    batch, model = [torch.ones(2, 3), torch.ones(2, 2)], NeedsGpu(3, 2)
+    check_model(model, nn.functional.mse_loss, tuple, batch, batch, torch.device("cuda"))
+    assert not model.weight.is_cuda
+    with pytest.raises(UserError, match="half types on a GPU are supported alone"):
+        check_model(model, nn.functional.mse_loss, tuple, batch, batch, CPU)
+    batch = [torch.ones(2, 3), torch.ones(2, 5)]
+    with pytest.raises(UserError, match="size of tensor"):
+        model = nn.Linear(3, 2)
+        check_model(model, nn.functional.mse_loss, tuple, batch, batch, torch.device("cuda"))
 
 
 def test_error_names_the_line_of_the_owners_script(monkeypatch):

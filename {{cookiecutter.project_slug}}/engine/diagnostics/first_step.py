@@ -47,13 +47,15 @@ def check_model(
     prepare: Callable,
     sample: Sequence[Tensor] | None,
     val_sample: Sequence[Tensor],
+    device: torch.device,
 ) -> None:
     """Raise UserError if the model can't train on a batch, validate such images, or be saved.
 
     Args:
         prepare: returns the inputs and the targets of a batch.
-        sample: tensors on the model's device; None in an evaluation.
+        sample: tensors on the CPU, as the model is; None in an evaluation.
         val_sample: the same of the validation data, of which one sample is enough.
+        device: on which a copy is tried if the model can't compute on the CPU.
     """
     to_device(val_sample, torch.device("cpu"), torch.preserve_format)  # refuses all but tensors
     for name, value in model.state_dict().items():
@@ -62,11 +64,25 @@ def check_model(
                 f"{name} of the model is expanded, and can't be loaded from a checkpoint: add "
                 ".contiguous() where it is registered"
             )
-    if sample is not None:
-        check_trainable(model, criterion, prepare, sample)
     if len({tensor.shape[:1] for tensor in val_sample}) == 1:  # a collate_fn may make others
         val_sample = [tensor[:1] for tensor in val_sample]
-    check_evaluable(model, prepare, val_sample)
+
+    def check(model: nn.Module, device: torch.device) -> None:
+        if sample is not None:
+            batch = to_device(sample, device, torch.preserve_format)
+            check_trainable(model, criterion, prepare, batch)
+        check_evaluable(model, prepare, to_device(val_sample, device, torch.preserve_format))
+
+    try:
+        check(model, torch.device("cpu"))
+    except UserError as error:
+        if device.type == "cpu":
+            raise
+        try:  # an own kernel may be for a GPU alone, and for half types
+            with torch.autocast(device.type):
+                check(_copy(model).to(device), device)
+        except UserError:
+            raise error from None
 
 
 def check_trainable(
@@ -295,7 +311,7 @@ class FirstStepAudit:
     def _report_own_buffers(self) -> None:
         are_equal = self._is_from_torch and self.model.broadcast_buffers  # before each forward pass
         frozen = {k: v for k, v in self.module.named_parameters() if distributed.is_frozen(v)}
-        saved = self.module.state_dict().keys()
+        saved = self.module.state_dict(keep_vars=True).keys()
         own = {
             f"{prefix}.{name}".removeprefix("."): buffer
             for prefix, part in self.module.named_modules()
@@ -452,8 +468,10 @@ def _require_fair_shards(batches: DataLoader | TrainLoader, device: torch.device
         fix = "give the DataLoader sampler=DistributedSampler(dataset), and no shuffle"
         raise UserError(f"{duplicates} of {total} samples are read by several processes: {fix}")
     if omitted >= len(lengths) * max(map(len, shard), default=1):  # fewer make short batches
-        fix = "give the sampler the actual number of processes"
-        raise UserError(f"{omitted} of {total} samples are read by no process: {fix}")
+        problem = f"{omitted} of {total} samples are read by no process"
+        if getattr(batches.sampler, "num_replicas", None) != len(lengths):
+            raise UserError(f"{problem}: give the sampler the actual number of processes")
+        distributed.print_on_rank_zero(f"warning: {problem} in this epoch")
 
 
 def _require_all_trained(trained: set[Tensor], module: nn.Module) -> None:
