@@ -101,7 +101,8 @@ def load_model(path: Path) -> tuple[nn.Module, dict]:
             f"task.py that it was trained with ({shorten(str(error), 160)})"
         ) from None
     warn_of_changed_files(printable(path), metadata, warn, is_training=False)
-    return model.eval(), metadata
+    model.eval()
+    return model, metadata
 
 
 def sample_inputs(options: dict[str, Any], batch_size: int) -> Any:

@@ -25,6 +25,7 @@ from engine.checkpoint.restore import restore
 from engine.monitoring.meter import NanCounter
 from processes import Processes
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 LEVELS = ("O0", "O1", "O2", "O3")
 HALF = {"cast_model_type": torch.float16}  # on the CPU, too
@@ -250,6 +251,19 @@ def test_the_fp32_state_has_the_values_of_the_masters(name: str, level: str) -> 
         assert torch.equal(loaded[key].to(value.dtype), value)
         if level == "O2":
             assert torch.equal(loaded[key], expected[key])
+
+
+def test_model_that_is_saved_by_other_names_is_loaded() -> None:
+    adapter = backend.load_backend("native", "O2")
+    model = nn.Sequential(checkpoint_wrapper(network()))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0, **HALF)
+    saved = adapter.fp32_state_dict(model, optimizer)
+    expected = {name: value.mul(1 + 2.0**-20).to(value.dtype) for name, value in saved.items()}
+    assert "0.0.weight" in expected  # the parameter's name has the wrapper's, too
+    adapter.load_fp32_state_dict(model, optimizer, expected)
+    loaded = adapter.fp32_state_dict(model, optimizer)
+    assert all(torch.equal(loaded[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -178,6 +178,25 @@ def test_an_output_that_is_zero_up_to_rounding_is_no_difference(tmp_path):
     assert "as the model's" in export.export_model(Outputs().eval(), path, lambda n: torch.ones(n))
 
 
+class MaskedOutputs(nn.Module):
+    def forward(self, inputs):
+        mask = inputs > 1
+        return inputs.masked_fill(mask, -float("inf")), mask, inputs[:, :0]
+
+
+class WronglyMasked(MaskedOutputs):
+    def forward(self, inputs):
+        return super().forward(inputs + torch.compiler.is_compiling())
+
+
+def test_outputs_may_be_infinite_or_empty_or_masks(tmp_path):
+    path = tmp_path / "model.pt2"
+    samples = torch.arange(12.0).view(6, 2)
+    export.export_model(MaskedOutputs().eval(), path, lambda count: samples[:count])
+    with pytest.raises(UserError, match="differ from the model's by up to inf, where .* is 1;"):
+        export.export_model(WronglyMasked().eval(), path, lambda count: samples[:count])
+
+
 def test_exported_program_takes_others_than_views(tmp_path):
     """The samples may be parts of a batch, such as all tokens but the last."""
     path = tmp_path / "model.pt2"

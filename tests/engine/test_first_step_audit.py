@@ -775,6 +775,20 @@ def test_expanded_buffer_is_an_error():
         check_model(model, nn.functional.mse_loss, tuple, batch, batch, CPU)
 
 
+class KeepsNorm(nn.Sequential):
+    """As in many programs, it returns nothing."""
+
+    def train(self, mode=True):
+        super().train(mode)
+        self[0].eval()
+
+
+def test_method_train_may_return_nothing():
+    batch, model = [torch.ones(2, 3), torch.ones(2, 3)], KeepsNorm(nn.BatchNorm1d(3))
+    check_model(model, nn.functional.mse_loss, tuple, batch, batch, CPU)
+    assert not model[0].num_batches_tracked
+
+
 class NeedsGpu(nn.Linear):
     """As kernels that are for one, and for half types."""
 

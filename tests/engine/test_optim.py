@@ -13,6 +13,7 @@ from engine import UserError, backend, distributed, optim
 from processes import Processes
 from self_initializing import SelfInitializing
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.utils.parametrizations import weight_norm
 from versioned import Versioned
 
@@ -256,6 +257,17 @@ def buffers_after_a_broadcast() -> list[torch.Tensor]:
     distributed.broadcast_buffers(average)
     assert average.weight.eq(dist.get_rank()).all()
     return [model.grid.contiguous(), model.view.contiguous(), model.count, model.bias]
+
+
+def broadcast_buffers_with_other_names() -> float:
+    norm = nn.BatchNorm1d(1)
+    nn.init.constant_(norm.running_mean, dist.get_rank())
+    distributed.broadcast_buffers(nn.Sequential(checkpoint_wrapper(norm)))
+    return norm.running_mean.item()
+
+
+def test_buffers_that_are_saved_by_other_names_are_broadcast(two_processes: Processes) -> None:
+    assert two_processes(broadcast_buffers_with_other_names) == [0.0, 0.0]
 
 
 def broadcast_sparse_buffer() -> bool:

@@ -109,12 +109,8 @@ class Backend:
         self, model: nn.Module, optimizer: Optimizer, state: Mapping[str, Tensor]
     ) -> None:
         """Load what `fp32_state_dict` returned into the model and the masters."""
+        self.master_weights(optimizer)  # made now, since apex_native loads them, too
         unwrap(model).load_state_dict(state)
-        masters = self.master_weights(optimizer)
-        with torch.no_grad():
-            for name, parameter in unwrap(model).named_parameters():
-                if parameter in masters:
-                    masters[parameter].copy_(state[name])
 
     @contextmanager
     def gradient_sync(self, model: Any, enabled: bool) -> Iterator[None]:
@@ -251,6 +247,16 @@ class ApexBackend(Backend):
             if parameter in masters:
                 state[name] = masters[parameter].detach()
         return state
+
+    def load_fp32_state_dict(
+        self, model: nn.Module, optimizer: Optimizer, state: Mapping[str, Tensor]
+    ) -> None:
+        super().load_fp32_state_dict(model, optimizer, state)
+        masters = self.master_weights(optimizer)
+        with torch.no_grad():
+            for name, parameter in unwrap(model).named_parameters():
+                if parameter in masters:
+                    masters[parameter].copy_(state[name])
 
 
 def in_fp32(value: Any) -> Any:

@@ -139,13 +139,22 @@ def _compare(found: list[Tensor], expected: Any) -> tuple[bool, float, float]:
 
     It is the first that is not right, or else the one that differs most.
     """
+    tensors = map(_widen, found), map(_widen, nested_tensors(expected))
     pairs = [
-        ((one - other).abs().max().item(), other.abs().max().item())
-        for one, other in zip(found, nested_tensors(expected), strict=True)
+        (_largest(torch.where(one == other, 0.0, one - other)), _largest(other[other.isfinite()]))
+        for one, other in zip(*tensors, strict=True)
     ]
     rounding = ROUNDING * max(largest for _, largest in pairs)  # of an output that should be zero
     wrong = [pair for pair in pairs if not pair[0] <= max(TOLERANCE * pair[1], rounding)]  # NaN too
     return not wrong, *(wrong[0] if wrong else max(pairs))
+
+
+def _widen(values: Tensor) -> Tensor:
+    return values.to(torch.promote_types(values.dtype, torch.float64))
+
+
+def _largest(values: Tensor) -> float:
+    return values.abs().max().item() if values.numel() else 0.0
 
 
 def _export_program(

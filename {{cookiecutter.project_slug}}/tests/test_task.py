@@ -72,11 +72,13 @@ def fail(parser: cli.ArgumentParser, message: str) -> NoReturn:
     pytest.fail(f"FLAGS: {message}")
 
 
-def build(args: Namespace, dataset: Dataset) -> nn.Module:
+def build(args: Namespace, dataset: Dataset, training: bool) -> nn.Module:
     """Return the model for `dataset`, the same at each call."""
     torch.manual_seed(0)
     num_classes = len(getattr(dataset, "classes", ()))
-    return task.build_model(args.arch, num_classes, **args.model_options)
+    model = task.build_model(args.arch, num_classes, **args.model_options)
+    model.train(training)
+    return model
 
 
 def spread_batch(dataset: Dataset, count: int = BATCH_SIZE) -> list[Tensor]:
@@ -112,7 +114,7 @@ def test_validation_samples_are_not_augmented(val_set: Dataset) -> None:
 
 
 def test_loss_is_a_finite_scalar_with_gradients(args: Namespace, train_set: Dataset) -> None:
-    model = build(args, train_set).train()
+    model = build(args, train_set, training=True)
     inputs, targets = task.prepare(spread_batch(train_set))
     loss = task.criterion(model(inputs), targets)
     assert loss.ndim == 0
@@ -126,7 +128,7 @@ def test_loss_is_a_finite_scalar_with_gradients(args: Namespace, train_set: Data
 
 def test_loss_depends_on_the_targets(args: Namespace, train_set: Dataset) -> None:
     """Give the samples of a batch the targets of other samples, directly or in the batch."""
-    model = build(args, train_set).eval()
+    model = build(args, train_set, training=False)
 
     @torch.no_grad()
     def loss_of(batch: list[Tensor], rolls_targets: bool = False) -> float:
@@ -158,13 +160,13 @@ def train_on_one_batch(model: nn.Module, batch: list[Tensor]) -> list[float]:
 
 
 def test_training_on_one_batch_reduces_the_loss(args: Namespace, train_set: Dataset) -> None:
-    losses = train_on_one_batch(build(args, train_set), spread_batch(train_set))
+    losses = train_on_one_batch(build(args, train_set, training=True), spread_batch(train_set))
     assert min(losses[-3:]) < losses[0]
 
 
 def test_label_smoothing_is_accepted(args: Namespace, train_set: Dataset) -> None:
     inputs, targets = task.prepare(spread_batch(train_set))
-    output = build(args, train_set).eval()(inputs)
+    output = build(args, train_set, training=False)(inputs)
     assert task.criterion(output, targets, 0.1).isfinite()
 
 
@@ -177,7 +179,7 @@ def compute_metrics(
     Reused ones have other results before they are reset.
     """
     metrics = task.Metrics(len(getattr(val_set, "classes", ())), CPU, args)
-    model = build(args, val_set).eval()
+    model = build(args, val_set, training=False)
     batch = spread_batch(val_set)
     if is_reused:
         inputs, targets = task.prepare(batch)
@@ -201,7 +203,7 @@ def test_metrics_do_not_depend_on_the_batches(args: Namespace, val_set: Dataset)
 @torch.no_grad()
 def test_training_on_one_batch_improves_the_metric(args: Namespace, val_set: Dataset) -> None:
     """METRIC changes in the direction of METRIC_MODE."""
-    model = build(args, val_set)
+    model = build(args, val_set, training=True)
     batch = spread_batch(val_set)
     inputs, targets = task.prepare(batch)
     scores = []
@@ -209,17 +211,20 @@ def test_training_on_one_batch_improves_the_metric(args: Namespace, val_set: Dat
         if is_trained:
             with torch.enable_grad():
                 train_on_one_batch(model, batch)
+        model.train()
         for _ in range(20):  # batch norm's running statistics become those of the batch
-            model.train()(inputs)
+            model(inputs)
+        model.eval()
         metrics = task.Metrics(len(getattr(val_set, "classes", ())), CPU, args)
-        metrics.update(model.eval()(inputs), targets)
+        metrics.update(model(inputs), targets)
         scores.append(MonitoredMetric(task.METRIC, task.METRIC_MODE).best(metrics.compute()).score)
     assert scores[1] >= scores[0]
 
 
 def test_dummy_batch_can_be_trained(args: Namespace) -> None:
     torch.manual_seed(0)
-    model = task.build_model(args.arch, task.DUMMY_CLASSES, **args.model_options).eval()
+    model = task.build_model(args.arch, task.DUMMY_CLASSES, **args.model_options)
+    model.eval()
     inputs, targets = task.prepare(list(task.dummy_batch(2, CPU, **args.model_options)))
     with torch.no_grad():
         assert task.criterion(model(inputs), targets).isfinite()

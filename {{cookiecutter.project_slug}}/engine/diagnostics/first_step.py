@@ -98,13 +98,15 @@ def check_trainable(
         batch: tensors on the model's device.
     """
     inputs, targets = prepare(batch)
-    copied = _copy(model).train()
+    copied = _copy(model)
+    copied.train()  # which may return None, if a class overrides it
     with _explaining("train on", batch, "--arch, image size or --batch-size"):
         try:
             loss = criterion(copied(inputs), targets)
         except ERRORS:  # perhaps of a copied hook that is a closure of the model itself
             with state_preserved(model):
-                loss = criterion(model.train()(inputs), targets)
+                model.train()
+                loss = criterion(model(inputs), targets)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise TypeError("the loss is not a single number")
 
@@ -311,7 +313,7 @@ class FirstStepAudit:
     def _report_own_buffers(self) -> None:
         are_equal = self._is_from_torch and self.model.broadcast_buffers  # before each forward pass
         frozen = {k: v for k, v in self.module.named_parameters() if distributed.is_frozen(v)}
-        saved = self.module.state_dict(keep_vars=True).keys()
+        saved = distributed.saved_buffers(self.module)
         own = {
             f"{prefix}.{name}".removeprefix("."): buffer
             for prefix, part in self.module.named_modules()

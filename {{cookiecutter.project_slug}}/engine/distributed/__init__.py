@@ -309,13 +309,18 @@ def broadcast_buffers(model: nn.Module) -> None:
     """
     is_trained = any(one.requires_grad for one in model.parameters())  # else, an average
     frozen = [one for one in model.parameters() if is_trained and is_frozen(one)]
-    saved = model.state_dict(keep_vars=True).keys()  # without copies of half weights
-    buffers = (buffer for name, buffer in model.named_buffers() if name in saved)
-    for buffer in chain(buffers, frozen):
+    for buffer in chain(saved_buffers(model).values(), frozen):
         if buffer.layout is torch.strided and not is_expanded(buffer):  # else, a constant
             values = buffer.contiguous()  # torch would send other memory than that of a view
             dist.broadcast(values.flatten().view(torch.uint8), src=0)  # gloo and NCCL lack int16
             buffer.copy_(values)
+
+
+def saved_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers that a checkpoint of `model` holds, perhaps by another name."""
+    saved = model.state_dict(keep_vars=True)  # which copies no half weights
+    kept = {*saved, *map(id, saved.values())}
+    return {name: one for name, one in model.named_buffers() if name in kept or id(one) in kept}
 
 
 def extra_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
