@@ -62,7 +62,9 @@ def test_own_flags_may_lack_help_and_take_lists_of_numbers(monkeypatch, file):
     add("--names", nargs="*", default=[])
     add("--hidden", type=int, default=3, help=argparse.SUPPRESS)
     add("--scales-of-others", nargs="+", type=float)
-    flags = ["--scales", "0.25", "--names", "a", "b", "--hidden", "4"]
+    add("--no-crop", dest="crops", action="store_false")
+    add("-v", "--verbose", action="count", default=0)
+    flags = ["--scales", "0.25", "--names", "a", "b", "--hidden", "4", "--no-crop", "-vv"]
     given = cli.parsed_settings(parser.parse_args(flags)) | {"scales_of_others": [-1e-5, 2.0]}
     path = file(cli.as_json(given))
     assert cli.parsed_settings(parser.parse_args(["--config", str(path)])) == given

@@ -288,10 +288,11 @@ class ConfigurableParser(ArgumentParser):
 
     def _convert(self, action: argparse.Action, value: object) -> object:
         """Return `value` as parsing the flag itself would."""
-        if value is None and action.default is None:
-            return None
+        is_switch = isinstance(action, BooleanOptionalAction)
+        if (value is None and action.default is None) or (action.nargs == 0 and not is_switch):
+            return value  # what an owner's "store_false" or "count" stores
         flag = action.option_strings[0]
-        if isinstance(action, BooleanOptionalAction):
+        if is_switch:
             expected, is_valid = "true or false", isinstance(value, bool)
             words = [flag if value else f"--no-{flag[2:]}"]
         elif action.nargs not in (None, "?", 0):
