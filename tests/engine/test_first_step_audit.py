@@ -21,9 +21,11 @@ from engine.diagnostics.first_step import (
     check_trainable,
     device_identity,
 )
+from engine.optim import Ema
 from processes import Processes
 from self_initializing import SelfInitializing
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
@@ -731,20 +733,31 @@ def test_check_of_the_validation_initializes_no_layer() -> None:
     assert (model[0].mean, model[0].deviation, model[0].is_initialized) == (0, 1, False)
 
 
-def test_model_that_can_not_be_copied_is_an_error():
-    model = torch.nn.utils.weight_norm(nn.Linear(2, 2))
-    model(torch.ones(1, 2))
-    with pytest.raises(
-        UserError, match="the model can't be copied, .*: use the weight_norm of torch"
-    ):
-        check_trainable(model, nn.functional.mse_loss, tuple, [torch.ones(1, 2), torch.ones(1, 2)])
+def pruned() -> nn.Module:
+    return prune.l1_unstructured(nn.Linear(2, 2), "weight", 0.5)
 
 
-def test_model_that_holds_a_lock_is_an_error():
+def with_lock() -> nn.Module:
     model = nn.Linear(2, 2)
     model.lock = threading.Lock()
-    with pytest.raises(UserError, match=r"can't be copied .*lock.* a method __deepcopy__"):
-        check_trainable(model, nn.functional.mse_loss, tuple, [torch.ones(1, 2), torch.ones(1, 2)])
+    return model
+
+
+def weight_normed() -> nn.Module:
+    return torch.nn.utils.weight_norm(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("build", [pruned, with_lock, weight_normed])
+def test_model_that_can_not_be_copied_is_checked(build):
+    model, batch = build(), [torch.ones(1, 2), torch.ones(1, 2)]
+    model.eval()
+    before = model.weight.detach().clone()
+    check_trainable(model, nn.functional.mse_loss, tuple, batch)
+    assert torch.equal(model.weight, before) and not model.training
+    with pytest.raises(UserError, match="this --arch can't train on a batch of 1 samples"):
+        check_trainable(model, nn.functional.mse_loss, tuple, [torch.ones(1, 3), torch.ones(1, 2)])
+    with pytest.raises(UserError, match="--ema: the model can't be copied"):
+        Ema(model, 0.9)
 
 
 def test_batch_whose_tensors_are_not_all_of_its_size_is_validated_whole():

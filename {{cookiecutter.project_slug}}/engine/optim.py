@@ -338,10 +338,19 @@ class Ema:
 
     Attributes:
         module: a copy of the model that holds the average.
+
+    Raises UserError if the model can't be copied.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
-        self.module = copy.deepcopy(model).requires_grad_(False)
+        try:
+            self.module = copy.deepcopy(model).requires_grad_(False)
+        except (RuntimeError, TypeError) as error:  # such as a lock's
+            raise UserError(
+                f"--ema: the model can't be copied ({error}): give the class of that object a "
+                "method __deepcopy__, or use the weight_norm of torch.nn.utils.parametrizations in "
+                "place of that of torch.nn.utils"
+            ) from None
         self.decay = decay
         self._infinite: set[str] | None = None  # masks, of which a mean would be nan
 

@@ -80,8 +80,8 @@ def check_model(
             raise
         try:  # an own kernel may be for a GPU alone, and for half types
             with torch.autocast(device.type):
-                check(_copy(model).to(device), device)
-        except UserError:
+                check(copy.deepcopy(model).to(device), device)
+        except (UserError, *ERRORS):
             raise error from None
 
 
@@ -98,34 +98,17 @@ def check_trainable(
         batch: tensors on the model's device.
     """
     inputs, targets = prepare(batch)
-    copied = _copy(model)
-    copied.train()  # which may return None, if a class overrides it
     with _explaining("train on", batch, "--arch, image size or --batch-size"):
         try:
+            copied = copy.deepcopy(model)
+            copied.train()  # which may return None, if a class overrides it
             loss = criterion(copied(inputs), targets)
-        except ERRORS:  # perhaps of a copied hook that is a closure of the model itself
+        except ERRORS:  # perhaps of a model that can't be copied, or whose hooks are closures of it
             with state_preserved(model):
                 model.train()
                 loss = criterion(model(inputs), targets)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise TypeError("the loss is not a single number")
-
-
-def _copy(model: nn.Module) -> nn.Module:
-    try:
-        return copy.deepcopy(model)
-    except TypeError as error:  # such as a lock's
-        raise UserError(
-            f"the model can't be copied ({error}), which this check and --ema do: give the class "
-            "that holds it a method __deepcopy__, or keep it elsewhere"
-        ) from None
-    except RuntimeError as error:
-        if "deepcopy protocol" not in str(error):
-            raise
-        raise UserError(
-            "the model can't be copied, since a tensor of it is computed from others: use the "
-            "weight_norm of torch.nn.utils.parametrizations in place of that of torch.nn.utils"
-        ) from None
 
 
 @torch.no_grad()
