@@ -157,15 +157,16 @@ def test_versions_and_extra_state_of_modules_are_saved(tmp_path: Path) -> None:
         *(torch.optim.RMSprop, torch.optim.Rprop),
     ],
 )
-def test_state_of_any_optimizer_is_restored(tmp_path: Path, kind: type) -> None:
-    """Its tensors may be of other shapes than the parameters'."""
-    model = nn.Conv2d(3, 4, 3)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_state_of_any_optimizer_is_restored(tmp_path: Path, kind: type, dtype: torch.dtype) -> None:
+    """Its tensors may be of other shapes and types than the parameters'."""
+    model = nn.Conv2d(3, 4, 3, dtype=dtype)
     optimizer = kind(model.parameters())
-    model(torch.randn(2, 3, 8, 8)).square().mean().backward()
+    model(torch.randn(2, 3, 8, 8, dtype=dtype)).square().mean().backward()
     optimizer.step()
     checkpoint.write(tmp_path / "last.pt", entries_of(model, optimizer))
     expected = copy.deepcopy(optimizer.state_dict()["state"])
-    model = nn.Conv2d(3, 4, 3)
+    model = nn.Conv2d(3, 4, 3, dtype=dtype)
     again = kind(model.parameters())
     restore(tmp_path / "last.pt", checkpoint.load(tmp_path / "last.pt"), state_of(model, again))
     torch.testing.assert_close(again.state_dict()["state"], expected, rtol=0, atol=0)

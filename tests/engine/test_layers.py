@@ -7,6 +7,10 @@ from engine import optim
 from engine.blocks import layer_numbers
 from engine.small_models import build_small_model
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
+from torchvision.models.resnet import BasicBlock
 
 
 @pytest.mark.parametrize(
@@ -28,6 +32,13 @@ def test_layers_of_a_resnet_are_those_of_timm() -> None:
     model = timm.create_model("resnet18")
     assert model.group_matcher
     assert ours == layer_numbers(model)
+
+
+def test_layers_that_are_wrapped_have_the_same_numbers() -> None:
+    model = torchvision.models.resnet18()
+    before = [*layer_numbers(model).values()]
+    apply_activation_checkpointing(model, check_fn=lambda m: isinstance(m, BasicBlock))
+    assert [*layer_numbers(model).values()] == before
 
 
 def test_class_token_and_position_embedding_belong_to_the_input() -> None:

@@ -106,21 +106,21 @@ def layer_numbers(model: nn.Module) -> dict[str, int]:
         from timm.models import group_parameters  # only its models have the method
 
         return group_parameters(model, matcher(coarse=False), reverse=True)
-    numbers: dict[str, int] = {}
+    numbers: dict[nn.Parameter, int] = {}  # not by names, which a wrapper may change
     number = 0
     for layer in _layers(model):
-        parameters = dict(model.get_submodule(layer).named_parameters(layer))
+        parameters = [*model.get_submodule(layer).parameters()]
         if not parameters or _is_auxiliary(layer):
             continue
         # A norm belongs to the layer before it.
-        has_weights = any(parameter.dim() > 1 for parameter in parameters.values())
+        has_weights = any(parameter.dim() > 1 for parameter in parameters)
         if has_weights and numbers:
             number += 1
-        numbers |= dict.fromkeys(parameters, number)
+        numbers = dict.fromkeys(parameters, number) | numbers  # a shared one is of the first layer
     # What is left, such as a position embedding, is part of the input; but a single number, such as
     # a temperature, scales the output, and auxiliary heads are trained as the head is.
     return {
-        name: numbers.get(name, number if p.numel() == 1 or _is_auxiliary(name) else 0)
+        name: numbers.get(p, number if p.numel() == 1 or _is_auxiliary(name) else 0)
         for name, p in model.named_parameters()
     }
 

@@ -287,3 +287,5 @@ def _place_moments(
         if is_moment and value is not None and value.shape == parameter.shape:
             dtype = torch.float32 if is_fused else loaded[name].dtype
             loaded[name] = torch.empty_like(parameter, dtype=dtype).copy_(value)
+        elif isinstance(value, Tensor) and not value.dim() and name in loaded:  # as ASGD's eta
+            loaded[name] = value.to(loaded[name].device, copy=True)
