@@ -138,9 +138,10 @@ def _explaining(action: str, batch: Sequence[Tensor], choices: str) -> Iterator[
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         shapes = ", ".join(" × ".join(map(str, tensor.shape)) for tensor in batch)
         line = _owners_line(error)
+        fix = "add --no-channels-last" if "view size" in reason else f"choose another {choices}"
         raise UserError(
             f"this --arch can't {action} a batch of {len(batch[0])} samples (tensors of shape "
-            f"{shapes}): {reason}; choose another {choices}"
+            f"{shapes}): {reason}; {fix}"
             f"{f', or correct {line}' if line else ''}"
         ) from None
 
