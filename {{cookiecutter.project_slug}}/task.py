@@ -204,19 +204,16 @@ def read_datasets(args: argparse.Namespace) -> tuple[SizedDataset, SizedDataset]
     on_cpu = args.auto_augment or spec.interpolation != "bilinear"  # the GPU's is bilinear
     decode = choose_decoder("cpu" if on_cpu else args.decode, args.skip_broken)
     to_center = partial(center_crop, spec=spec.for_eval())
-    if args.eval_only:
-        val_set = Images(args.data / "val", to_center, decode=decode)
-        return val_set, val_set
-    train_set = Images(
-        args.data / "train", partial(random_crop, spec=spec, hflip=args.hflip), decode=decode
-    )
-    if len(train_set.classes) == 1:
-        raise UserError(
-            f"--data {args.data} has one class, {train_set.classes[0]}: it takes {LAYOUT}"
-        )
-    val_set = Images(args.data / "val", to_center, decode=decode, classes=train_set.classes)
+    to_random = partial(random_crop, spec=spec, hflip=args.hflip)
+    classes = None
+    if not args.eval_only:
+        train_set = Images(args.data / "train", to_random, decode=decode)
+        classes = train_set.classes
+        if len(classes) == 1:
+            raise UserError(f"--data {args.data} has one class, {classes[0]}: it takes {LAYOUT}")
+    val_set = Images(args.data / "val", to_center, decode=decode, classes=classes)
     warn_if_enlarged(val_set.samples, round(spec.for_eval().size / spec.crop_fraction))
-    return train_set, val_set
+    return val_set if args.eval_only else train_set, val_set
 
 
 def prepare(batch: list[Tensor]) -> tuple[Tensor, Any]:
@@ -262,7 +259,7 @@ class Metrics:
         """Add a batch: the sum of its losses, its correct predictions, its size."""
         if not isinstance(targets, Tensor) or targets.ndim > 1:
             raise UserError("a sample to validate on is (image, class number), without weight")
-        size = torch.tensor(len(targets), device=targets.device)
+        size = targets.new_full((), len(targets))
         loss = criterion(output.float(), targets) * size  # their sum, without label smoothing
         correct = (output.argmax(dim=1) == targets).sum()
         self.totals += torch.stack([loss.double(), correct.double(), size.double()])

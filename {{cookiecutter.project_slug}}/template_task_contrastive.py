@@ -486,12 +486,13 @@ def build_datasets(args: argparse.Namespace) -> tuple[SizedDataset, SizedDataset
             raise UserError(f"--data {args.data}: there is no folder {folder}; it takes {LAYOUT}")
     val = args.data / "val"
     val_set = Pairs(val, first_captions(val), center_crop)
-    if args.eval_only:
-        return val_set, val_set
-    # Images are not mirrored: a caption may say what is on the left.
-    train_crop = v2.RandomResizedCrop(224, scale=(0.5, 1.0), antialias=True)
-    train = args.data / "train"
-    return Pairs(train, list_captions(train, LENGTH), train_crop), val_set
+    train_set = val_set
+    if not args.eval_only:
+        # Images are not mirrored: a caption may say what is on the left.
+        train_crop = v2.RandomResizedCrop(224, scale=(0.5, 1.0), antialias=True)
+        train = args.data / "train"
+        train_set = Pairs(train, list_captions(train, LENGTH), train_crop)
+    return train_set, val_set
 
 
 center_crop = v2.Compose([v2.Lambda(trim), v2.Resize(256, antialias=True), v2.CenterCrop(224)])

@@ -182,11 +182,11 @@ def build_datasets(args: argparse.Namespace) -> tuple[SizedDataset, SizedDataset
     classes, numbers = read_classes(data, args.ignore_index)
     val_set = Pairs(list_masks(data, "validation"), classes, numbers, letterbox)
     val_set.fingerprint |= {"image size": str(SIZE)}  # on which its scores depend
-    if args.eval_only:
-        return val_set, val_set
-    train_set = Pairs(list_masks(data, "training"), classes, numbers, augment)
-    if not train_set.shard_sizes:  # reading a sample by URL would load many shards
-        warn_of_absent_classes(train_set.files, classes, numbers)
+    train_set = val_set
+    if not args.eval_only:
+        train_set = Pairs(list_masks(data, "training"), classes, numbers, augment)
+        if not train_set.shard_sizes:  # reading a sample by URL would load many shards
+            warn_of_absent_classes(train_set.files, classes, numbers)
     return train_set, val_set
 
 

@@ -120,8 +120,8 @@ class Attributes(dict):
 def test_nan_is_noticed_in_outputs_of_data_classes() -> None:
     counter = NanCounter(torch.device("cpu"))
     for value in (1.0, math.nan):
-        counter.update([Scores(torch.tensor([value]))])
-    assert counter.compute() == 1
+        counter.update([Scores(torch.tensor([value])), torch.tensor(value)])
+    assert counter.compute() == 1  # batch
 
 
 def test_outputs_of_dict_and_data_classes_are_converted_in_a_copy() -> None:
@@ -543,7 +543,7 @@ def test_the_backend_says_what_it_is_and_why(monkeypatch: pytest.MonkeyPatch) ->
         backend.load_backend("apex", "O2")
 
 
-def test_converted_norms_keep_their_mode() -> None:
+def test_converted_norms_keep_their_mode_and_stay_frozen() -> None:
     """Apex makes new ones, in training mode."""
 
     def convert(model: nn.Module, process_group: object) -> nn.Module:
@@ -554,5 +554,7 @@ def test_converted_norms_keep_their_mode() -> None:
     backend = Backend(SimpleNamespace(parallel=parallel), "")
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
     model[1].eval()
+    model[1].weight.requires_grad_(False)
     converted = backend.convert_syncbn_model(model, None)
     assert [module.training for module in converted.modules()] == [True, True, False]
+    assert [one.requires_grad for one in converted.parameters()] == [True, True, False, True]

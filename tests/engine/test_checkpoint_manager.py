@@ -531,6 +531,32 @@ def test_a_best_checkpoint_that_is_damaged_is_replaced(
         assert warning.endswith("best.pt can't be read: the next validation replaces it")
 
 
+def resume_after_an_own_validation(folder: str) -> tuple[float, list[float], int]:
+    """Return the best score, all scores and the step of best.pt.
+
+    A validation within an epoch was worse, and only `save` got its results.
+    """
+    save_steps(folder, 9, (0.9,))
+    manager = manager_of(folder)
+    manager.resume(Path("auto"), 10)
+    manager.state.progress.step += 1
+    manager.state.progress.samples = 8
+    manager._means = [{"train_loss": (1.0, 1)}]
+    save_and_finish(manager, {"val_accuracy": 0.5})
+    again = manager_of(folder)
+    again.resume(Path("auto"), 10)
+    dist.barrier()
+    progress = again.state.progress
+    return progress.best, progress.scores, checkpoint.load(Path(folder, "best.pt"))["step"]
+
+
+def test_an_own_validation_in_an_epoch_is_best_only_if_it_is(
+    two_processes: Processes, tmp_path: Path
+) -> None:
+    for found in two_processes(resume_after_an_own_validation, str(tmp_path)):
+        assert found == (0.9, [0.9], 1)
+
+
 def resume_after_a_kill(
     folder: str, metrics: list[float], is_removed: bool
 ) -> tuple[float, float, int]:
@@ -1700,6 +1726,39 @@ def refuse_options(folder: str) -> None:
         message = f"'options' in .* is a {type(value).__name__}, which a checkpoint can't hold"
         with pytest.raises(UserError, match=message):
             manager_of(folder, metadata={"model_options": {"options": [value]}})
+
+
+class WithState(nn.Linear):
+    def get_extra_state(self) -> object:
+        return {"history": np.zeros(2)}
+
+    def set_extra_state(self, state: object) -> None: ...
+
+
+def refuse_states(folder: str) -> None:
+    sparse = nn.Linear(2, 2)
+    sparse.register_buffer("edges", torch.eye(2).to_sparse())
+    models = {
+        "'edges' in 'model' in the checkpoint is a sparse": sparse,
+        "ndarray": WithState(2, 2),
+    }
+    for message, model in models.items():
+        with pytest.raises(UserError, match=message):
+            manager_of(folder, model)
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    manager = manager_of(folder, model, optimizer)
+    manager.start_epoch(meter_on())
+    optimizer.state[model.weight]["projector"] = np.zeros(2)
+    manager.state.progress.step += 1
+    with pytest.raises(UserError, match="'projector' in 0 in 'state' in the optimizer's state is"):
+        manager.end_step()
+
+
+def test_states_that_can_not_be_saved_are_refused_at_the_start(
+    two_processes: Processes, tmp_path: Path
+) -> None:
+    two_processes(refuse_states, str(tmp_path))
 
 
 def test_options_that_can_not_be_saved_are_refused_at_the_start(

@@ -125,6 +125,16 @@ def test_logged_values_have_means_of_their_own(clock):
     assert [results[name] for name in ("train_loss", "grad_norm", "tokens")] == [1.0, 4.0, 100.0]
 
 
+def test_loss_need_not_be_logged(clock):
+    """The steps of a GAN have several, by names of their own."""
+    meter = Meter(torch.device("cpu"), 10)
+    clock[0] += 1.0
+    meter.log(loss_g=2.0)
+    record = meter.record(1, 0.1, 8.0)
+    assert math.isnan(record.train_loss)
+    assert record.means == {"loss_g": 2.0}
+
+
 @pytest.mark.parametrize("name", ["step", "val_loss", "a_ema", "a\tb"])
 def test_logged_values_replace_no_other_column(clock, name):
     """A name of --ema's, or one that can't be printed, would make the checkpoint invalid."""

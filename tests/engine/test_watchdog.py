@@ -346,6 +346,30 @@ def test_ctrl_c_in_the_pause_before_a_fork_has_its_effect() -> None:
     assert (done.stdout, done.stderr) == ("interrupted\n", "")
 
 
+def test_exit_of_an_owner_waits_for_the_checkpoint_that_is_written(tmp_path: Path) -> None:
+    script = f"""
+        import sys, threading, time
+        from pathlib import Path
+        from engine import distributed
+        from engine.distributed.peers import WRITER
+
+        def write():
+            time.sleep(1)
+            Path({str(tmp_path / "last.pt")!r}).touch()
+
+        def main():
+            threading.Thread(target=write, name=WRITER, daemon=True).start()
+            sys.exit()
+
+        distributed.run(main)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    environment = os.environ | {"PYTHONPATH": str(TEMPLATE)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "last.pt").exists()
+
+
 def test_worker_of_a_process_that_has_ended_ends() -> None:
     """Such as one that was forked just before its process was killed."""
     script = """

@@ -1,5 +1,6 @@
 """Classification: validation counts each sample once, however processes divide the set."""
 
+import inspect
 import pickle
 import sys
 from argparse import Namespace
@@ -12,9 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from engine import UserError
+from engine.data import DatasetWrapper
 from engine.data.augmentation import MixedDataset
 from engine.data.class_weights import WeightedDataset, balanced_weights
 from fresh import UNCHANGED
+from PIL import Image
 from processes import Processes
 from projects import Project, evaluate, load_project
 from sklearn.utils.class_weight import compute_sample_weight
@@ -136,6 +139,31 @@ def test_edited_images_leave_the_size_of_the_digits(
     monkeypatch.setattr(sys, "argv", ["main.py", *flags])
     image, _ = project.task.read_datasets(project.main.parse_args())[1][0]
     assert image.shape[-1] == (48 if "--image-size" in flags else 32)
+
+
+class Inverted(DatasetWrapper):
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        image, label = self.dataset[index]
+        return 255 - image, label
+
+
+@pytest.mark.parametrize("is_evaluation", [False, True])
+def test_an_edit_of_the_last_line_of_read_datasets_is_for_evaluations_too(
+    project: Project, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_evaluation: bool
+) -> None:
+    for folder in ("train/a", "train/b", "val/a", "val/b"):
+        (tmp_path / folder).mkdir(parents=True)
+        Image.new("RGB", (8, 8)).save(tmp_path / folder / "1.png")
+    flags = ["--eval-only", "--resume", "best.pt"] if is_evaluation else []
+    monkeypatch.setattr(sys, "argv", ["main.py", "--data", str(tmp_path), *flags])
+    args = project.main.parse_args()
+    *lines, last = inspect.getsource(project.task.read_datasets).splitlines()
+    assert last.startswith("    return ")
+    last = f"    train_set, val_set = {last.removeprefix('    return ')}"
+    edited = [*lines, last, "    return Inverted(train_set), Inverted(val_set)"]
+    names = vars(project.task) | {"Inverted": Inverted}
+    exec("\n".join(edited), names)
+    assert all(isinstance(one, Inverted) for one in names["read_datasets"](args))
 
 
 def loader_of_validation(project: Project, data: Path, skip_broken: int = 0) -> DataLoader:

@@ -149,9 +149,12 @@ class Backend:
         """Return `model` with SyncBN, also in place of batch norms that end in an activation."""
         convert = partial(self.apex.parallel.convert_syncbn_model, process_group=process_group)
         modes = {name: module.training for name, module in model.named_modules()}
+        trained = {name: one.requires_grad for name, one in model.named_parameters()}
         converted = convert_norms(model, convert)
         for name, module in converted.named_modules():  # Apex's new norms are in training mode
             module.training = modes.get(name, module.training)
+        for name, parameter in converted.named_parameters():  # and not frozen
+            parameter.requires_grad_(trained.get(name, parameter.requires_grad))
         return converted
 
     def memory_format(

@@ -84,7 +84,9 @@ class CheckpointManager:
         if not validation.is_metadata(self.metadata):  # no run could resume from it
             raise UserError("invalid classes, fingerprints or model_options['image'] (ImageSpec)")
         groups = self.state.optimizer.state_dict()["param_groups"]
-        validation.require_plain(self.metadata | {"param_groups": groups}, "the checkpoint")
+        model = unwrap(self.state.model).state_dict(keep_vars=True)
+        entries = self.metadata | {"param_groups": groups, "model": model}
+        validation.require_plain(entries, "the checkpoint")
         self._fresh_groups = deepcopy(groups)
         limit = distributed.operation_limit(self.timeout_s + lock.wait_limit())
         group = dist.new_group(backend="gloo", timeout=limit)
@@ -202,7 +204,9 @@ class CheckpointManager:
         has_best = source.rank > 0 or bool(all_gather(own_best, self._group)[0])
         # Another one of the same score is best.pt, unless it was removed.
         highest = max(before, default=-math.inf) if has_best else -math.inf
-        is_best = score == entries["best"] > highest and bool(entries.get("results"))
+        # That of `save` need not be among the scores.
+        own_score = self.logger.monitored.best(entries.get("results") or {}).score
+        is_best = own_score == score == entries["best"] > highest
         if source.rank:
             self._fetch_best(source if is_best else None)
         elif not has_best:
@@ -230,7 +234,7 @@ class CheckpointManager:
             if is_writer and not rewind.has_later and rewind.best_step < 0:
                 files.alias(rewind.best, files.BEST)
         self._writer.rewind = rewind
-        if entries["samples"] and entries.get("results"):  # its epoch is validated again later
+        if entries["samples"] and own_score == score:  # its epoch is validated again later
             progress.scores = before
 
     def _compare_best(self, source: Source, best: Path | None) -> float:
@@ -608,6 +612,7 @@ class CheckpointManager:
         if self._has_pinned_memory or not self.state.optimizer.state:
             return
         self._has_pinned_memory = True
+        validation.require_plain(self.state.optimizer.state_dict(), "the optimizer's state")
         if (self._is_sharded or dist.get_rank() == 0) and torch.cuda.is_initialized():
             format.to_cpu(format.collect(self.state))
 

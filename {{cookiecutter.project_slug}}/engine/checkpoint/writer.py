@@ -189,7 +189,7 @@ class CheckpointWriter:
         is_written = self.written_step == entries["step"]
         if dist.get_rank() == 0:
             with suppress(OSError):  # the disk does not answer just now: it may be there
-                is_written = is_written and manifest.exists(path)
+                is_written = is_written and exists(path / manifest.MANIFEST)
         is_written = all_gather(is_written, group)[0]
         if dist.get_rank() == 0:
             try:

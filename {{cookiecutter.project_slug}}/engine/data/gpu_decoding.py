@@ -53,7 +53,7 @@ def pack(batch: list[tuple]) -> list:
     Raises UserError if the dataset returns something else, or a file is damaged.
     """
     if not isinstance(batch[0][0], Encoded):
-        raise UserError("--decode gpu: this data set's images are not files; leave it out")
+        raise UserError("--decode gpu: this data set's images are not files; add --decode cpu")
     images, *others = zip(*batch, strict=True)
     (size,) = {image.crop.size for image in images}
     workers = get_worker_info()

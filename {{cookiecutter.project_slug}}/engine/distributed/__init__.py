@@ -26,7 +26,13 @@ from torch import nn
 from engine import EXIT_USAGE, FULL_DISK, PeerError, UserError, log_line, print_error
 from engine.distributed import consistency
 from engine.distributed.network import is_loopback, local_address, select_interface, serve_store
-from engine.distributed.peers import PeerMonitor, announce_failure, exit_process, peer_monitor
+from engine.distributed.peers import (
+    PeerMonitor,
+    announce_failure,
+    exit_process,
+    finish_writing,
+    peer_monitor,
+)
 from engine.launch import IN_RANK, LAUNCH_ID, RESTART, SIGNALS, end_with_launcher
 from engine.text import one_message
 
@@ -384,7 +390,7 @@ def run(main: Callable[[], None]) -> None:
     try:
         # The launcher has blocked them; SIGUSR1 can be handled after the first step.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS - {signal.SIGUSR1})
-        main()
+        _call(main)
     except UserError as error:
         stop(str(error), error.status)
     except KeyboardInterrupt:
@@ -408,6 +414,16 @@ def run(main: Callable[[], None]) -> None:
         dist.destroy_process_group()
     if monitor := peer_monitor():
         monitor.finish()
+
+
+def _call(main: Callable[[], None]) -> None:
+    """Call `main`, which `sys.exit()` ends, too, after the checkpoint that is being written."""
+    try:
+        main()
+    except SystemExit as error:
+        finish_writing()
+        if error.code:
+            raise
 
 
 def stop(message: str, status: int = EXIT_USAGE) -> NoReturn:

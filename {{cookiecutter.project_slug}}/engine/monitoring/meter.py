@@ -33,8 +33,9 @@ class NanCounter:
 
     def update(self, outputs: Any) -> None:
         """Look at a batch's outputs, a tensor or nested containers, without waiting for a GPU."""
-        for tensor in nested_tensors(outputs):
-            self.count += tensor.isnan().any()
+        flags = [tensor.isnan().any() for tensor in nested_tensors(outputs)]
+        if flags:
+            self.count += torch.stack(flags).any()
 
     def compute(self) -> int:
         """Return the number; all processes call it together."""
@@ -187,7 +188,7 @@ class Meter:
         nonfinite_losses, loss_scale, *totals = numbers.tolist()
         pairs = zip(counts.items(), totals, strict=True)
         means = {name: total / count for (name, count), total in pairs if count}
-        loss = means.pop(LOSS)
+        loss = means.pop(LOSS, math.nan)  # an owner's step may log others
         return LogRecord(step, lr, loss, nonfinite_losses, loss_scale, images_per_second, means)
 
     def results(self) -> dict[str, float]:
