@@ -531,6 +531,21 @@ def test_a_best_checkpoint_that_is_damaged_is_replaced(
         assert warning.endswith("best.pt can't be read: the next validation replaces it")
 
 
+def save_a_row_of_tensors(folder: str) -> dict[str, float]:
+    manager = manager_of(folder)
+    row = {"epoch": 1, "step": 1, "images_per_second": 8.0, "norm": torch.tensor(2.0)}
+    manager.state.progress.pending_row = row
+    save_and_finish(manager)
+    return checkpoint.load(Path(folder, "last.pt"))["pending_row"]
+
+
+def test_an_owner_may_add_tensors_to_the_row_of_an_epoch(
+    two_processes: Processes, tmp_path: Path
+) -> None:
+    for row in two_processes(save_a_row_of_tensors, str(tmp_path)):
+        assert row == {"epoch": 1, "step": 1, "images_per_second": 8.0, "norm": 2.0}
+
+
 def resume_after_an_own_validation(folder: str) -> tuple[float, list[float], int]:
     """Return the best score, all scores and the step of best.pt.
 
@@ -1420,8 +1435,8 @@ def test_nan_in_two_saves_in_a_row_ends_the_run(
 def stopped_with_nan(folder: str) -> tuple[int, str]:
     """Return the status and the last message of a run that a signal stops after such a save."""
     model = nn.BatchNorm1d(3)
-    model.running_mean.fill_(math.nan)
     manager = manager_of(folder, model)
+    model.running_mean.fill_(math.nan)
     manager.save()
     manager.state.progress.step = 1
     leave = mock.Mock(side_effect=SystemExit)
@@ -1738,7 +1753,10 @@ class WithState(nn.Linear):
 def refuse_states(folder: str) -> None:
     sparse = nn.Linear(2, 2)
     sparse.register_buffer("edges", torch.eye(2).to_sparse())
+    unknown = nn.Linear(2, 2)
+    unknown.register_buffer("last", torch.full((2,), math.nan))
     models = {
+        "model.last holds nan before the training": unknown,
         "'edges' in 'model' in the checkpoint is a sparse": sparse,
         "ndarray": WithState(2, 2),
     }

@@ -346,7 +346,10 @@ def test_ctrl_c_in_the_pause_before_a_fork_has_its_effect() -> None:
     assert (done.stdout, done.stderr) == ("interrupted\n", "")
 
 
-def test_exit_of_an_owner_waits_for_the_checkpoint_that_is_written(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["return", "sys.exit()"])
+def test_exit_of_an_owner_waits_for_the_checkpoint_that_is_written(
+    tmp_path: Path, how: str
+) -> None:
     script = f"""
         import sys, threading, time
         from pathlib import Path
@@ -359,7 +362,7 @@ def test_exit_of_an_owner_waits_for_the_checkpoint_that_is_written(tmp_path: Pat
 
         def main():
             threading.Thread(target=write, name=WRITER, daemon=True).start()
-            sys.exit()
+            {how}
 
         distributed.run(main)
     """

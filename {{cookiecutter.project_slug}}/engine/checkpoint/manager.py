@@ -87,6 +87,8 @@ class CheckpointManager:
         model = unwrap(self.state.model).state_dict(keep_vars=True)
         entries = self.metadata | {"param_groups": groups, "model": model}
         validation.require_plain(entries, "the checkpoint")
+        if bad := validation.first_nan({"model": {k: local_shard(v) for k, v in model.items()}}):
+            raise UserError(f"{bad} holds nan before the training, and could not be saved")
         self._fresh_groups = deepcopy(groups)
         limit = distributed.operation_limit(self.timeout_s + lock.wait_limit())
         group = dist.new_group(backend="gloo", timeout=limit)
@@ -413,6 +415,8 @@ class CheckpointManager:
             self.metadata["trained_settings"] = names
         # Copies: the training goes on, and changes them, while a thread writes.
         values = vars(progress) | {"metadata": self.metadata, "history": self.logger.rows}
+        pending = progress.pending_row.items()  # an owner may have added tensors
+        values["pending_row"] = {k: v if isinstance(v, int) else float(v) for k, v in pending}
         if self.logger.run_id:
             values["run_id"] = self.logger.run_id
         values |= {"results": results or {}, "best": best.score}  # CheckpointWriter compares it

@@ -417,13 +417,14 @@ def run(main: Callable[[], None]) -> None:
 
 
 def _call(main: Callable[[], None]) -> None:
-    """Call `main`, which `sys.exit()` ends, too, after the checkpoint that is being written."""
+    """Call `main`, and wait for a checkpoint that is being written, also after `sys.exit()`."""
     try:
         main()
     except SystemExit as error:
-        finish_writing()
         if error.code:
+            finish_writing()
             raise
+    finish_writing()
 
 
 def stop(message: str, status: int = EXIT_USAGE) -> NoReturn:
