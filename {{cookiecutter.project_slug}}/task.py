@@ -213,7 +213,9 @@ def read_datasets(args: argparse.Namespace) -> tuple[SizedDataset, SizedDataset]
             raise UserError(f"--data {args.data} has one class, {classes[0]}: it takes {LAYOUT}")
     val_set = Images(args.data / "val", to_center, decode=decode, classes=classes)
     warn_if_enlarged(val_set.samples, round(spec.for_eval().size / spec.crop_fraction))
-    return val_set if args.eval_only else train_set, val_set
+    if args.eval_only:
+        train_set = val_set
+    return train_set, val_set
 
 
 def prepare(batch: list[Tensor]) -> tuple[Tensor, Any]:

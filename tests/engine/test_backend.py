@@ -543,6 +543,27 @@ def test_the_backend_says_what_it_is_and_why(monkeypatch: pytest.MonkeyPatch) ->
         backend.load_backend("apex", "O2")
 
 
+class NormWithActivation(nn.BatchNorm2d):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return super().forward(inputs).relu()
+
+
+def test_apex_does_not_drop_what_the_class_of_a_norm_adds(capsys: pytest.CaptureFixture) -> None:
+    def convert(model: nn.Module, process_group: object) -> nn.Module:
+        for name, part in [*model.named_modules()]:
+            if isinstance(part, nn.BatchNorm2d):
+                model.set_submodule(name, nn.SyncBatchNorm(part.num_features))
+        return model
+
+    adapter = ApexBackend(
+        SimpleNamespace(parallel=SimpleNamespace(convert_syncbn_model=convert)), ""
+    )
+    model = nn.Sequential(nn.BatchNorm2d(4), nn.Sequential(NormWithActivation(4)))
+    kinds = [type(part) for part in adapter.convert_syncbn_model(model, None).modules()]
+    assert kinds == [nn.Sequential, nn.SyncBatchNorm, nn.Sequential, NormWithActivation]
+    assert "warning: 1.0 override forward, and are not converted" in capsys.readouterr().err
+
+
 def test_converted_norms_keep_their_mode_and_stay_frozen() -> None:
     """Apex makes new ones, in training mode."""
 

@@ -780,6 +780,10 @@ def validated_and_resumed(folder: str, sharded: bool) -> list[float]:
                 model.bias.fill_(len(biases))
             manager.save({"val_accuracy": 0.5})
             manager.finish()
+        if dist.get_rank() == 0:
+            assert any(
+                "weights were changed since the last save" in said for said in manager.logger
+            )
         dist.barrier()
     manager_of(folder, model).resume(Path("auto"), 10)
     return [*biases[1:], model.bias[0].item()]

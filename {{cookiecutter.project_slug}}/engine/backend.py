@@ -18,11 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 import apex_native
 from apex_native.amp.casting import HALF_TYPES
-from engine import UserError, distributed
+from engine import UserError, distributed, summarize
 from engine.models import convert_norms
 
 CALLS = (  # that a project may use; Apex's version is always 0.1, so they are probed
@@ -147,7 +148,7 @@ class Backend:
         self, model: nn.Module, process_group: dist.ProcessGroup | None
     ) -> nn.Module:
         """Return `model` with SyncBN, also in place of batch norms that end in an activation."""
-        convert = partial(self.apex.parallel.convert_syncbn_model, process_group=process_group)
+        convert = partial(self._convert_norms, process_group=process_group)
         modes = {name: module.training for name, module in model.named_modules()}
         trained = {name: one.requires_grad for name, one in model.named_parameters()}
         converted = convert_norms(model, convert)
@@ -156,6 +157,11 @@ class Backend:
         for name, parameter in converted.named_parameters():  # and not frozen
             parameter.requires_grad_(trained.get(name, parameter.requires_grad))
         return converted
+
+    def _convert_norms(
+        self, model: nn.Module, process_group: dist.ProcessGroup | None
+    ) -> nn.Module:
+        return self.apex.parallel.convert_syncbn_model(model, process_group=process_group)
 
     def memory_format(
         self, channels_last: bool | None, warn: Callable[[str], None]
@@ -242,6 +248,26 @@ class ApexBackend(Backend):
         stash = _private(optimizer, "_amp_stash")
         masters = _private(stash, "all_fp32_from_fp16_params")
         return dict(zip(_private(stash, "all_fp16_params"), masters, strict=True))
+
+    def _convert_norms(
+        self, model: nn.Module, process_group: dist.ProcessGroup | None
+    ) -> nn.Module:
+        # Apex drops what a subclass does in its forward pass, such as an activation.
+        own = {
+            name: part
+            for name, part in model.named_modules(remove_duplicate=False)
+            if isinstance(part, _BatchNorm) and type(part).forward is not _BatchNorm.forward
+        }
+        for name in own:
+            model.set_submodule(name, nn.Identity())
+        model = super()._convert_norms(model, process_group)
+        for name, part in own.items():
+            model.set_submodule(name, part)
+        if own:
+            distributed.print_on_rank_zero(
+                f"warning: {summarize([*own])} override forward, and are not converted to SyncBN"
+            )
+        return model
 
     def fp32_state_dict(self, model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
         state = super().fp32_state_dict(model, optimizer)

@@ -235,7 +235,8 @@ def test_show_writes_a_file_for_each_epoch_or_none(
 ) -> None:
     metrics, _ = compute_metrics(args, val_set, [BATCH_SIZE])
     paths = {
-        task.show(build(args, val_set), val_set, metrics, tmp_path, epoch) for epoch in (1, 2, None)
+        task.show(build(args, val_set, training=False), val_set, metrics, tmp_path, epoch)
+        for epoch in (1, 2, None)
     }
     assert paths == {None} or len(paths) == 3
     for path in map(Path, paths - {None}):

@@ -427,6 +427,10 @@ class CheckpointManager:
             self.wait()
             if has_changed:
                 self._writer.written_step = -1
+                self.logger.warning(
+                    "the weights were changed since the last save, without a step: the checkpoint "
+                    "has those that are validated, from which a resumed run goes on"
+                )
             self._writer.start(format.to_cpu(entries) | values)
             if self._writer.nan_steps or self._writer.failures:
                 self.wait()
