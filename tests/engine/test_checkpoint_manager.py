@@ -1757,10 +1757,7 @@ class WithState(nn.Linear):
 def refuse_states(folder: str) -> None:
     sparse = nn.Linear(2, 2)
     sparse.register_buffer("edges", torch.eye(2).to_sparse())
-    unknown = nn.Linear(2, 2)
-    unknown.register_buffer("last", torch.full((2,), math.nan))
     models = {
-        "model.last holds nan before the training": unknown,
         "'edges' in 'model' in the checkpoint is a sparse": sparse,
         "ndarray": WithState(2, 2),
     }

@@ -827,7 +827,7 @@ def test_model_that_can_only_compute_on_a_gpu_is_checked_there():
 
 def test_view_of_another_memory_format_is_an_error_with_its_flag():
     images = torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last)
-    with pytest.raises(UserError, match="view size is not .*; add --no-channels-last"):
+    with pytest.raises(UserError, match="view size is not .*; or add --no-channels-last"):
         check_trainable(nn.Identity(), lambda x, _: x.view(-1).sum(), tuple, [images, images])
 
 

@@ -259,6 +259,24 @@ def buffers_after_a_broadcast() -> list[torch.Tensor]:
     return [model.grid.contiguous(), model.view.contiguous(), model.count, model.bias]
 
 
+def masters_after_a_broadcast_of_other_weights() -> bool:
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer = amp.initialize(
+        model, optimizer, opt_level="O2", verbosity=0, cast_model_type=torch.float16
+    )
+    masters = [one.clone() for one in amp.master_params(optimizer)]
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    distributed.broadcast_buffers(model)
+    return all(map(torch.equal, masters, amp.master_params(optimizer)))
+
+
+def test_masters_stay_when_an_owner_validates_other_weights(two_processes: Processes) -> None:
+    """Such as averaged ones, which it takes out again."""
+    assert two_processes(masters_after_a_broadcast_of_other_weights) == [True, True]
+
+
 def broadcast_buffers_with_other_names() -> float:
     norm = nn.BatchNorm1d(1)
     nn.init.constant_(norm.running_mean, dist.get_rank())

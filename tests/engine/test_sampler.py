@@ -311,22 +311,6 @@ def test_collate_fn_of_a_data_set_makes_all_batches(workers: int, tmp_path: Path
         build_loader(data, **options)
 
 
-class InBatches(Numbers):
-    def __getitem__(self, index: int) -> torch.Tensor:
-        raise AssertionError("a batch is read at once")
-
-    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
-        return [super(InBatches, self).__getitem__(index) for index in indices]
-
-
-def test_batch_is_read_at_once_if_the_data_set_can() -> None:
-    """As by torch's DataLoader."""
-    expected = SeededDataset(Numbers(), seed=5).__getitems__([3, 4])
-    assert torch.equal(
-        torch.stack(SeededDataset(InBatches(), seed=5).__getitems__([3, 4])), torch.stack(expected)
-    )
-
-
 class Growing(Numbers):
     length = 8
 

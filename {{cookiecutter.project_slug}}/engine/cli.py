@@ -289,7 +289,9 @@ class ConfigurableParser(ArgumentParser):
     def _convert(self, action: argparse.Action, value: object) -> object:
         """Return `value` as parsing the flag itself would."""
         is_switch = isinstance(action, BooleanOptionalAction)
-        if (value is None and action.default is None) or (action.nargs == 0 and not is_switch):
+        if value is None and action.default is None:
+            return None
+        if action.nargs == 0 and not is_switch and isinstance(value, int):
             return value  # what an owner's "store_false" or "count" stores
         flag = action.option_strings[0]
         if is_switch:

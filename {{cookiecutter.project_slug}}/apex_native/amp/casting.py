@@ -343,5 +343,5 @@ def nested_tensors(value: object) -> Iterator[Tensor]:
     elif isinstance(value, tuple | list | Mapping):
         for item in value.values() if isinstance(value, Mapping) else value:
             yield from nested_tensors(item)
-    elif is_dataclass(value):
+    elif is_dataclass(value) and not isinstance(value, type):
         yield from nested_tensors([getattr(value, one.name, None) for one in fields(value)])

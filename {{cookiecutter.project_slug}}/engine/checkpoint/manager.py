@@ -87,8 +87,6 @@ class CheckpointManager:
         model = unwrap(self.state.model).state_dict(keep_vars=True)
         entries = self.metadata | {"param_groups": groups, "model": model}
         validation.require_plain(entries, "the checkpoint")
-        if bad := validation.first_nan({"model": {k: local_shard(v) for k, v in model.items()}}):
-            raise UserError(f"{bad} holds nan before the training, and could not be saved")
         self._fresh_groups = deepcopy(groups)
         limit = distributed.operation_limit(self.timeout_s + lock.wait_limit())
         group = dist.new_group(backend="gloo", timeout=limit)
@@ -160,7 +158,7 @@ class CheckpointManager:
         length = len(self.data_sets.get("train", ()))
         # The epochs of an owner's sampler may be longer than the data.
         has_changed = saved.get("samples", {}).get("train", 0) != length
-        if has_changed and progress.samples > length and not required:
+        if "train" in self.data_sets and has_changed and progress.samples > length and not required:
             self.logger.warning(
                 f"--resume {source.path}: it is {progress.samples} samples into an epoch, which "
                 f"has {length} now; this epoch is trained from its beginning"
@@ -206,9 +204,9 @@ class CheckpointManager:
         has_best = source.rank > 0 or bool(all_gather(own_best, self._group)[0])
         # Another one of the same score is best.pt, unless it was removed.
         highest = max(before, default=-math.inf) if has_best else -math.inf
-        # That of `save` need not be among the scores.
-        own_score = self.logger.monitored.best(entries.get("results") or {}).score
-        is_best = own_score == score == entries["best"] > highest
+        results = entries.get("results") or {}  # of an owner's `save`, which may not be scored
+        is_scored = bool(results) and self.logger.monitored.best(results).score == score
+        is_best = is_scored and score == entries["best"] > highest
         if source.rank:
             self._fetch_best(source if is_best else None)
         elif not has_best:
@@ -236,7 +234,7 @@ class CheckpointManager:
             if is_writer and not rewind.has_later and rewind.best_step < 0:
                 files.alias(rewind.best, files.BEST)
         self._writer.rewind = rewind
-        if entries["samples"] and own_score == score:  # its epoch is validated again later
+        if entries["samples"] and is_scored:  # its epoch is validated again later
             progress.scores = before
 
     def _compare_best(self, source: Source, best: Path | None) -> float:
@@ -416,7 +414,7 @@ class CheckpointManager:
         # Copies: the training goes on, and changes them, while a thread writes.
         values = vars(progress) | {"metadata": self.metadata, "history": self.logger.rows}
         pending = progress.pending_row.items()  # an owner may have added tensors
-        values["pending_row"] = {k: v if isinstance(v, int) else float(v) for k, v in pending}
+        values["pending_row"] = {k: v.item() if isinstance(v, Tensor) else v for k, v in pending}
         if self.logger.run_id:
             values["run_id"] = self.logger.run_id
         values |= {"results": results or {}, "best": best.score}  # CheckpointWriter compares it

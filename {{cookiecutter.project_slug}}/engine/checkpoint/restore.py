@@ -279,7 +279,8 @@ def _place_moments(
     """Copy a parameter's moments into the memory layout and type that the kernels assume.
 
     The layout is the parameter's, where torch keeps that of the file, such as channels_last. Torch
-    loads them in the parameter's type, which is fp16 at O3, where those of FUSED are fp32.
+    loads them in the parameter's type, which is fp16 at O3, where those of FUSED are fp32. Tensors
+    without dimensions keep the type that they were saved with.
     """
     is_fused = not names.isdisjoint(FUSED)
     for name, value in saved.items():
@@ -287,5 +288,7 @@ def _place_moments(
         if is_moment and value is not None and value.shape == parameter.shape:
             dtype = torch.float32 if is_fused else loaded[name].dtype
             loaded[name] = torch.empty_like(parameter, dtype=dtype).copy_(value)
-        elif isinstance(value, Tensor) and not value.dim() and name in loaded:  # as ASGD's eta
+            continue
+        are_tensors = isinstance(value, Tensor) and isinstance(loaded.get(name), Tensor)
+        if are_tensors and not value.dim() and name != "step":  # as ASGD's eta
             loaded[name] = value.to(loaded[name].device, copy=True)

@@ -15,7 +15,6 @@ from torch.nn.parameter import is_lazy
 
 from engine import UserError
 from engine.data.images import is_image_spec
-from engine.monitoring.meter import LOSS
 from engine.monitoring.run_files import MAX_CELLS, MAX_COUNT, POSITION
 from engine.monitoring.trackers import is_run_id
 
@@ -157,9 +156,9 @@ def _is_rank(value: object) -> bool:
 
 
 def _has_losses(rank: dict[str, Any]) -> bool:
-    """Return whether a process has trained in this epoch, whose mean would be nan otherwise."""
-    _, count = rank["meter"].get(LOSS, (0.0, 0)) if "meter" in rank else rank["losses"]
-    return count > 0
+    """Return whether a process has trained in this epoch, whose means would be nan otherwise."""
+    sums = rank["meter"].values() if "meter" in rank else [rank["losses"]]
+    return any(count > 0 for _, count in sums)
 
 
 def _is_sum(value: object) -> bool:

@@ -92,8 +92,7 @@ class SeededDataset(DatasetWrapper):
 
     def read(self, indices: Sequence[int]) -> list:
         """Return the samples of a batch, after their random numbers are seeded."""
-        read_batch = getattr(self.dataset, "__getitems__", None)  # as Hugging Face's data sets have
-        return read_batch(indices) if read_batch else [self.dataset[index] for index in indices]
+        return [self.dataset[index] for index in indices]
 
     def _collate(self, collate_fn: Callable[[list], Any], samples: list) -> Any:
         """Return the batch that was read last, with random numbers of its own, too."""

@@ -76,11 +76,13 @@ def check_model(
     try:
         check(model, torch.device("cpu"))
     except UserError as error:
-        if device.type == "cpu":
+        # A GPU ends the process for an index out of range, without a message of its own.
+        if device.type == "cpu" or isinstance(error.__context__, LookupError):
             raise
         try:  # an own kernel may be for a GPU alone, and for half types
             with torch.autocast(device.type):
                 check(copy.deepcopy(model).to(device), device)
+            torch.cuda.synchronize(device)
         except (UserError, *ERRORS):
             raise error from None
 
@@ -138,7 +140,7 @@ def _explaining(action: str, batch: Sequence[Tensor], choices: str) -> Iterator[
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         shapes = ", ".join(" × ".join(map(str, tensor.shape)) for tensor in batch)
         line = _owners_line(error)
-        fix = "add --no-channels-last" if "view size" in reason else f"choose another {choices}"
+        fix = "or add --no-channels-last" if "view size" in reason else f"choose another {choices}"
         raise UserError(
             f"this --arch can't {action} a batch of {len(batch[0])} samples (tensors of shape "
             f"{shapes}): {reason}; {fix}"

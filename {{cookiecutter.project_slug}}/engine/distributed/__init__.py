@@ -1,6 +1,5 @@
 """Start and end of a process: its rank, its device, its process group, its exit status."""
 
-import _thread
 import errno
 import os
 import re
@@ -211,11 +210,15 @@ def rendezvous(
 
 
 def pause_before_fork() -> None:
-    """Wait, as a hook of `os.register_at_fork`, whose exceptions Python ignores: Ctrl-C, too."""
+    """Wait before a process is forked. Ctrl-C in this time has its effect after the fork.
+
+    Python ignores exceptions of such a hook.
+    """
     try:
         time.sleep(FORK_PAUSE_S)
     except KeyboardInterrupt:
-        threading.Timer(FORK_PAUSE_S, _thread.interrupt_main).start()
+        main = threading.main_thread().ident
+        threading.Timer(FORK_PAUSE_S, signal.pthread_kill, (main, signal.SIGINT)).start()
 
 
 def _log_restart(rank: int) -> None:
@@ -288,7 +291,8 @@ def cpu_cores() -> int:
 def own_part() -> slice:
     """Return this process's part of work that the processes of its host share."""
     processes = _local_world_size()
-    return slice(int(os.environ.get("LOCAL_RANK", "0")) % processes, None, processes)
+    rank = os.environ.get("LOCAL_RANK")
+    return slice(int(rank) % processes, None, processes) if rank else slice(None)
 
 
 def _local_world_size() -> int:
@@ -324,9 +328,14 @@ def broadcast_buffers(model: nn.Module) -> None:
 
 def saved_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the buffers that a checkpoint of `model` holds, perhaps by another name."""
-    saved = model.state_dict(keep_vars=True)  # which copies no half weights
-    kept = {*saved, *map(id, saved.values())}
-    return {name: one for name, one in model.named_buffers() if name in kept or id(one) in kept}
+    saved = model.state_dict()  # with keep_vars, apex_native would update its masters
+    kept = {*saved, *map(_memory, saved.values())} - {None}
+    return {n: one for n, one in model.named_buffers() if n in kept or _memory(one) in kept}
+
+
+def _memory(value: Any) -> int | None:
+    is_plain = type(value) is torch.Tensor and value.layout is torch.strided
+    return value.data_ptr() if is_plain else None
 
 
 def extra_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:

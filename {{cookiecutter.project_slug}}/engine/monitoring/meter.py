@@ -33,7 +33,7 @@ class NanCounter:
 
     def update(self, outputs: Any) -> None:
         """Look at a batch's outputs, a tensor or nested containers, without waiting for a GPU."""
-        flags = [tensor.isnan().any() for tensor in nested_tensors(outputs)]
+        flags = [one.isnan().any().to(self.count.device) for one in nested_tensors(outputs)]
         if flags:
             self.count += torch.stack(flags).any()
 
