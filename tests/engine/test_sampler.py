@@ -374,6 +374,19 @@ def test_set_epoch_is_called_in_its_epoch(
     assert len(loader._indices._made) == 1  # not those of all epochs
 
 
+class StateOfEpoch(Numbers):
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(self.epoch)
+
+
+def test_samples_of_a_picture_have_the_state_of_the_first_epoch() -> None:
+    """The training process, which reads them, may have called set_epoch for no batch."""
+    assert not torch.as_tensor(sample_evenly(StateOfEpoch(), 8)).any()
+
+
 class Sparse(Numbers):
     """Numbers whose batches are left out without those that are broken, as in many programs."""
 

@@ -236,7 +236,9 @@ def decode_crops(sample: Any) -> Any:
 
 
 def select_batch(dataset: SizedDataset, indices: Sequence[int]) -> list[Tensor]:
-    """Return the samples at `indices` as one batch, on the CPU."""
+    """Return the samples at `indices` as one batch, on the CPU, in the state of epoch 0."""
+    if hasattr(dataset, "set_epoch"):
+        dataset.set_epoch(0)
     collate_fn = getattr(dataset, "collate_fn", default_collate)
     return collate([dataset[index] for index in indices], collate_fn)
 
