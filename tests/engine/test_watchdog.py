@@ -581,6 +581,7 @@ def slept(monkeypatch):
 
         def sleep(self, seconds: float) -> None:
             self.append((seconds, network.HAS_FAILED.is_set()))
+            assert len(self) < 1000, "it waits for ever"
             next(self.events, int)()
 
     slept = Slept()
@@ -595,7 +596,14 @@ def test_launcher_exits_if_its_processes_outlast_a_failure_elsewhere(
 ) -> None:
     """Not after one from before it joined, nor if others have been started since."""
     store, processes, killed = dist.HashStore(), {1}, []
-    fail = partial(network.announce_failure, store)
+    store.set(network.FAILED, "")
+
+    def fail() -> None:
+        before = store.get(network.FAILED)
+        network.announce_failure(store)
+        while store.get(network.FAILED) == before:  # a busy machine starts its thread later
+            time.sleep(0.01)
+
     restart = partial(processes.symmetric_difference_update, {1, 2})
     slept.events = iter([fail, restart, fail])
     monkeypatch.setattr(network, "running_processes", lambda *_: processes.copy())
