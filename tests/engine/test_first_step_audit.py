@@ -347,23 +347,43 @@ def test_samples_may_be_drawn_with_replacement_but_not_the_same_by_all(two_proce
     assert all("are read by several processes" in answer for answer in answers)
 
 
-def balanced(run: Run) -> None:
-    """As a sampler of as many samples of each class as the rarest has."""
-    few = range(4)
-    sampler = DistributedSampler(few, num_replicas=2, rank=dist.get_rank())
-    run.batches = DataLoader(UnreadableDataset(), 1, sampler=sampler)
+class Balancing(DistributedSampler):
+    """Sampler that reads samples of some classes more or less often than others."""
+
+    def __init__(self, indices: list[int]) -> None:
+        super().__init__(indices, num_replicas=2, rank=dist.get_rank())
+        self.indices = indices
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.indices[self.rank :: 2])
 
 
-def said_by_the_audit(*how) -> tuple[str, list[str]]:
+def said_of_a_sampler(indices: list[int]) -> str:
+    """Return the audit's error, or else its warning."""
+
+    def replace_sampler(run: Run) -> None:
+        run.batches = DataLoader(UnreadableDataset(), 1, sampler=Balancing(indices))
+
     with patch.object(distributed, "print_on_rank_zero") as said:
-        error = audit_error(*how)
-    return error, [message for call in said.call_args_list for message in call.args]
+        error = audit_error(replace_sampler, "apex_native", "cpu", "O0")
+    return error or said.call_args.args[0]
 
 
-def test_sampler_that_omits_samples_is_a_warning(two_processes):
-    [(error, said), _] = two_processes(said_by_the_audit, balanced, "apex_native", "cpu", "O0")
-    assert not error
-    assert said == ["warning: 19 of 23 samples are read by no process in this epoch"]
+@pytest.mark.parametrize(
+    ("indices", "expected"),
+    [
+        ([*range(4)], "warning: 19 of 23 samples are read by no process in this epoch"),
+        (
+            [*range(10), 1, 0],
+            "warning: 2 of 23 samples are read by several processes in this epoch",
+        ),
+        ([0, 0, 1, 1, 2, 2], "3 of 23 samples are read by several processes: give the DataLoader"),
+    ],
+)
+def test_sampler_may_balance_classes_but_not_read_the_same_in_all_processes(
+    two_processes, indices, expected
+):
+    assert two_processes(said_of_a_sampler, indices)[0].startswith(expected)
 
 
 def test_optimizer_without_some_parameters_is_an_error(setting):

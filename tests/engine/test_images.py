@@ -347,7 +347,7 @@ def test_decoding_thread_uses_the_gpu_of_its_process(folder, monkeypatch):
 
 
 def test_decoding_loader_refuses_a_data_set_without_files():
-    with pytest.raises(UserError, match="--decode gpu: .* leave it out"):
+    with pytest.raises(UserError, match="--decode gpu: .* add --decode cpu"):
         next(iter(DecodingLoader(CPU, task.Digits(train=True))))
 
 

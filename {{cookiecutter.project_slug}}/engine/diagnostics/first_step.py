@@ -453,13 +453,18 @@ def _require_fair_shards(batches: DataLoader | TrainLoader, device: torch.device
     duplicates = int((readers > 1).sum())
     omitted = int((readers == 0).sum())
     if duplicates >= len(lengths):  # fewer may be padding
+        problem = f"{duplicates} of {total} samples are read by several processes"
         fix = "give the DataLoader sampler=DistributedSampler(dataset), and no shuffle"
-        raise UserError(f"{duplicates} of {total} samples are read by several processes: {fix}")
-    if omitted >= len(lengths) * max(map(len, shard), default=1):  # fewer make short batches
+    elif omitted >= len(lengths) * max(map(len, shard), default=1):  # fewer make short batches
         problem = f"{omitted} of {total} samples are read by no process"
-        if getattr(batches.sampler, "num_replicas", None) != len(lengths):
-            raise UserError(f"{problem}: give the sampler the actual number of processes")
-        distributed.print_on_rank_zero(f"warning: {problem} in this epoch")
+        fix = "give the sampler the actual number of processes"
+    else:
+        return
+    # A sampler may balance the classes.
+    is_for_all = getattr(batches.sampler, "num_replicas", None) == len(lengths)
+    if not is_for_all or len(set(orders)) < len(lengths):
+        raise UserError(f"{problem}: {fix}")
+    distributed.print_on_rank_zero(f"warning: {problem} in this epoch")
 
 
 def _require_all_trained(trained: set[Tensor], module: nn.Module) -> None:
