@@ -261,7 +261,7 @@ class Metrics:
         """Add a batch: the sum of its losses, its correct predictions, its size."""
         if not isinstance(targets, Tensor) or targets.ndim > 1:
             raise UserError("a sample to validate on is (image, class number), without weight")
-        size = targets.new_full((), len(targets))
+        size = targets.new_full((), len(targets), dtype=torch.int64)
         loss = criterion(output.float(), targets) * size  # their sum, without label smoothing
         correct = (output.argmax(dim=1) == targets).sum()
         self.totals += torch.stack([loss.double(), correct.double(), size.double()])

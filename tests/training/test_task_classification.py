@@ -346,6 +346,12 @@ def test_samples_with_weights_of_their_own_have_no_class_weights() -> None:
         WeightedDataset(data)[0]
 
 
+def test_labels_of_a_byte_are_counted_beyond_its_values(project: Project) -> None:
+    metrics = project.task.Metrics(2, torch.device("cpu"), Namespace(report=False))
+    metrics.update(torch.tensor([[1.0, 0.0]]).expand(300, 2), torch.zeros(300, dtype=torch.uint8))
+    assert metrics.totals[1:].tolist() == [300.0, 300.0]
+
+
 def test_weights_and_probabilities_of_samples_to_validate_on_are_an_error(project: Project) -> None:
     metrics = project.task.Metrics(2, torch.device("cpu"), Namespace(report=False))
     batch = [torch.zeros(2, 3, 8, 8), torch.tensor([0, 1]), torch.tensor([1.0, 2.0])]
