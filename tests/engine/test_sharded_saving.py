@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, patch
@@ -316,15 +317,21 @@ def test_check_reads_no_tensors(
         assert run_check(check_resume, settings(output=tmp_path, resume=choice)) == expected
 
 
+@contextmanager
+def on_one_host() -> Iterator[None]:
+    """Set the variables of the launcher for two ranks of a host."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("LOCAL_WORLD_SIZE", "2")
+        patched.setenv("LOCAL_RANK", str(dist.get_rank()))
+        yield
+
+
 def resume_and_list_checked_files(folder: str) -> list[str]:
     """Return the files whose checksums this rank computes when it resumes."""
     manager = manager_of(Path(folder))
     train_a_step(manager)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("LOCAL_WORLD_SIZE", "2")
-        patched.setenv("LOCAL_RANK", str(dist.get_rank()))
-        with patch.object(manifest, "describe", wraps=manifest.describe) as describe:
-            manager_of(Path(folder)).resume(Path(folder, "step-1"), 1)
+    with on_one_host(), patch.object(manifest, "describe", wraps=manifest.describe) as describe:
+        manager_of(Path(folder)).resume(Path(folder, "step-1"), 1)
     return [call.args[0].name for call in describe.call_args_list]
 
 
@@ -346,11 +353,8 @@ def resume_with_a_damaged_file(folder: str, name: str) -> str:
             file.seek(0)
             file.write(bytes([byte[0] ^ 1]))
     dist.barrier()
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("LOCAL_WORLD_SIZE", "2")
-        patched.setenv("LOCAL_RANK", str(dist.get_rank()))
-        with pytest.raises(UserError) as error:
-            manager_of(Path(folder)).resume(Path(folder, "step-1"), 1)
+    with on_one_host(), pytest.raises(UserError) as error:
+        manager_of(Path(folder)).resume(Path(folder, "step-1"), 1)
     return str(error.value)
 
 

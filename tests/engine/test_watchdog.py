@@ -118,6 +118,13 @@ def wait_for_end(process: int, seconds: float) -> None:
 WAIT = "time.sleep(60)"
 
 
+def run_script(script: str, seconds: float) -> subprocess.CompletedProcess:
+    """Run a script that imports the engine; return its status and its output."""
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    environment = os.environ | {"PYTHONPATH": str(TEMPLATE)}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds)
+
+
 @pytest.mark.slow
 def test_signal_after_the_end_of_a_run_is_not_an_error() -> None:
     script = """
@@ -132,9 +139,7 @@ def test_signal_after_the_end_of_a_run_is_not_an_error() -> None:
         assert signals.received.wait(10)
         time.sleep(0.2)
     """
-    command = [sys.executable, "-c", textwrap.dedent(script)]
-    environment = os.environ | {"PYTHONPATH": str(TEMPLATE)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    done = run_script(script, 60)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -339,9 +344,7 @@ def test_ctrl_c_in_the_pause_before_a_fork_has_its_effect() -> None:
         except KeyboardInterrupt:
             print("interrupted")
     """
-    command = [sys.executable, "-c", textwrap.dedent(script)]
-    environment = os.environ | {"PYTHONPATH": str(TEMPLATE)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=25)
+    done = run_script(script, 25)
     assert (done.stdout, done.stderr) == ("interrupted\n", "")
 
 
@@ -365,9 +368,7 @@ def test_exit_of_an_owner_waits_for_the_checkpoint_that_is_written(
 
         distributed.run(main)
     """
-    command = [sys.executable, "-c", textwrap.dedent(script)]
-    environment = os.environ | {"PYTHONPATH": str(TEMPLATE)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    done = run_script(script, 60)
     assert (done.returncode, done.stderr) == (0, "")
     assert (tmp_path / "last.pt").exists()
 

@@ -161,7 +161,7 @@ def select_device(local_rank: int) -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     gpus = torch.cuda.device_count()
-    processes = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), local_rank + 1)
+    processes = max(_local_world_size(), local_rank + 1)
     if processes > gpus:
         raise UserError(
             f"{processes} processes were started on a machine with {gpus} GPU"
