@@ -548,19 +548,25 @@ class NormWithActivation(nn.BatchNorm2d):
         return super().forward(inputs).relu()
 
 
+class SyncedByApex(nn.BatchNorm2d):
+    pass
+
+
 def test_apex_does_not_drop_what_the_class_of_a_norm_adds(capsys: pytest.CaptureFixture) -> None:
     def convert(model: nn.Module, process_group: object) -> nn.Module:
         for name, part in [*model.named_modules()]:
-            if isinstance(part, nn.BatchNorm2d):
-                model.set_submodule(name, nn.SyncBatchNorm(part.num_features))
+            if isinstance(part, nn.modules.batchnorm._BatchNorm):
+                model.set_submodule(name, SyncedByApex(part.num_features))
         return model
 
     adapter = ApexBackend(
         SimpleNamespace(parallel=SimpleNamespace(convert_syncbn_model=convert)), ""
     )
-    model = nn.Sequential(nn.BatchNorm2d(4), nn.Sequential(NormWithActivation(4)))
-    kinds = [type(part) for part in adapter.convert_syncbn_model(model, None).modules()]
-    assert kinds == [nn.Sequential, nn.SyncBatchNorm, nn.Sequential, NormWithActivation]
+    own = nn.Sequential(NormWithActivation(4))
+    model = nn.Sequential(nn.BatchNorm2d(4), own, nn.SyncBatchNorm(4))
+    kinds = [type(part) for part in adapter.convert_syncbn_model(model, None)]
+    assert kinds == [SyncedByApex, nn.Sequential, SyncedByApex]
+    assert type(own[0]) is NormWithActivation
     assert "warning: 1.0 override forward, and are not converted" in capsys.readouterr().err
 
 

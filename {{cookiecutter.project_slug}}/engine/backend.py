@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 import apex_native
 from apex_native.amp.casting import HALF_TYPES
+from apex_native.parallel import overrides_forward
 from engine import UserError, distributed, summarize
 from engine.models import convert_norms
 
@@ -256,7 +257,7 @@ class ApexBackend(Backend):
         own = {
             name: part
             for name, part in model.named_modules(remove_duplicate=False)
-            if isinstance(part, _BatchNorm) and type(part).forward is not _BatchNorm.forward
+            if isinstance(part, _BatchNorm) and overrides_forward(part)
         }
         for name in own:
             model.set_submodule(name, nn.Identity())

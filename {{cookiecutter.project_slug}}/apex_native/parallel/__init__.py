@@ -40,8 +40,7 @@ def convert_syncbn_model(
     options: dict[str, Any] = {"process_group": process_group, "channel_last": channel_last}
 
     def to_synced(norm: Any) -> _BatchNorm:
-        plain_forwards = (_BatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward)
-        if type(norm).forward not in plain_forwards:
+        if overrides_forward(norm):
             kept.add(type(norm).__name__)
             return norm
         synced = SyncBatchNorm(**_options(norm), **options)
@@ -60,6 +59,12 @@ def convert_syncbn_model(
         names = ", ".join(sorted(kept))
         log_rank_zero(f"SyncBatchNorm: {names} overrides forward and is not converted")
     return converted
+
+
+def overrides_forward(norm: _BatchNorm) -> bool:
+    """Return whether the class of `norm` has a forward pass of its own, which conversion loses."""
+    plain = (_BatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward)
+    return type(norm).forward not in plain
 
 
 def revert_syncbn_model(module: nn.Module) -> nn.Module:
