@@ -101,6 +101,32 @@ def test_two_processes_equal_one(two_package_processes, cls, accumulate, overlap
     assert sum(held) == total and max(held) < total
 
 
+def train_parameters_that_come_later(cls, way):
+    model = build()
+    later = [*model.parameters()][2:]
+    parts = ([*model.parameters()][:2], later) if way == "add" else (model.parameters(),)
+    for parameter in later if way == "unfreeze" else ():
+        parameter.requires_grad_(False)
+    optimizer = cls(parts[0], **OPTIONS[cls][1])
+    for part in parts[1:]:
+        optimizer.add_param_group({"params": part})
+    for parameter in later:
+        parameter.requires_grad_()
+    for batch in batches(dist.get_rank()):
+        optimizer.zero_grad()
+        model(batch).square().sum().backward()
+        optimizer.step()
+    return parameters_of(model)
+
+
+@pytest.mark.parametrize("cls", OPTIONS)
+def test_gradients_of_parameters_that_come_later_are_averaged(two_package_processes, cls):
+    expected, *_ = two_package_processes(train_parameters_that_come_later, cls, "none")
+    for way in ("add", "unfreeze"):
+        for parameters in two_package_processes(train_parameters_that_come_later, cls, way):
+            torch.testing.assert_close(parameters, expected, rtol=1e-4, atol=1e-5)
+
+
 def resume_after(cls, stop, dtype):
     """Return the parameters of a run, and of one that is saved and resumed in other objects."""
     results = []

@@ -50,10 +50,14 @@ def test_scale(device, source, target):
     assert found.item() == 0
 
 
-def test_scale_in_place_by_a_tensor():
-    tensors = random(0)
+@pytest.mark.parametrize("two", [torch.tensor(2.0), torch.tensor([2.0])])  # as l2norm returns it
+def test_factors_may_be_tensors(two):
+    tensors, others = random(0), random(1)
     expected = [2 * x for x in wide(tensors)]
-    multi_tensor_applier(multi_tensor_scale, flag(), [tensors, tensors], torch.tensor(2.0))
+    multi_tensor_applier(multi_tensor_scale, flag(), [tensors, tensors], two)
+    close(tensors, expected)
+    expected = [2 * x + 2 * y for x, y in zip(wide(tensors), wide(others), strict=True)]
+    multi_tensor_applier(multi_tensor_axpby, flag(), [tensors, others, tensors], two, two, -1)
     close(tensors, expected)
 
 
@@ -310,6 +314,16 @@ def test_mixed_precision_lamb_resumes_exactly_and_counts_from_step():
         stepped.step()
     for one, two in zip(parameters, copies, strict=True):
         assert torch.equal(optimizer.state[one]["master"], resumed.state[two]["master"])
+
+
+def test_mixed_precision_lamb_saves_tensors_that_scripts_write_to():
+    _, optimizer = lamb_steps(lambda p: FusedMixedPrecisionLamb(p, **OPTIONS), torch.float32)
+    saved = optimizer.state_dict()
+    assert saved["param_groups"][0]["lr"].item() == OPTIONS["lr"]  # exactly
+    saved["param_groups"][0]["step"].zero_()  # as the second phase of BERT
+    saved["param_groups"][0]["lr"].fill_(0.25)
+    optimizer.load_state_dict(saved)
+    assert [optimizer.param_groups[0][name] for name in ("lr", "step")] == [0.25, 0]
 
 
 def test_mixed_precision_lamb_skips_under_the_grad_scaler():

@@ -151,6 +151,16 @@ def test_grad_scaler_unscales_before_gradients_are_clipped(kind):
     torch.testing.assert_close(*results)
 
 
+def test_only_a_class_that_clips_waits_for_the_overflow():
+    """Otherwise its kernel skips the step, as in projects."""
+    value = nn.Parameter(torch.ones(4))
+    makers = [lambda: old_adam.FusedAdam([value]), lambda: OwnStep([value])]
+    makers += [lambda: old_adam.FusedAdam([value], max_grad_norm=1.0)]
+    found = [getattr(make(), "_step_supports_amp_scaling", False) for make in makers]
+    assert found == [True, False, False]
+    assert not getattr(contrib_adam.FusedAdam([value]), "_step_supports_amp_scaling", False)
+
+
 class OwnStep(old_adam.FusedAdam):
     """As fairseq's, which steps by the kernel of the class that it extends."""
 

@@ -70,9 +70,15 @@ class _DistributedOptimizer(ZeroRedundancyOptimizer):
         self._divisor = torch.ones((), device=self.parameters()[0].device)
         self._is_syncing = True
         self._unsynced: set[Tensor] = set()
-        for parameter in self.parameters():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._on_gradient)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters, whose gradients are averaged, too."""
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            is_trained = parameter.requires_grad
+            parameter.requires_grad_()  # for torch; one that is frozen now may not remain so
+            parameter.register_post_accumulate_grad_hook(self._on_gradient)
+            parameter.requires_grad_(is_trained)
 
     def parameters(self) -> list[Tensor]:
         """Return the parameters of all groups."""

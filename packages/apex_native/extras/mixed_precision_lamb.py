@@ -95,6 +95,14 @@ class FusedMixedPrecisionLamb(FusedWithMasters, FusedLAMB):
         """Return the state of the base class and the type of the masters' parameters."""
         return {**super().__getstate__(), "reduced_precision_dtype": self.reduced_precision_dtype}
 
+    def state_dict(self) -> dict:
+        """Return the state; `lr` and `step` of its groups are tensors, as Apex's scripts expect."""
+        saved = super().state_dict()
+        for group in saved["param_groups"]:
+            group["lr"] = torch.tensor(group["lr"], dtype=torch.float64)
+            group["step"] = torch.tensor([group["step"]], dtype=torch.int)
+        return saved
+
     def load_state_dict(self, state_dict: dict) -> None:
         """Load the state of this class, or of Apex's, which has no masters and keeps tensors."""
         super().load_state_dict(state_dict)

@@ -62,8 +62,12 @@ def flag_non_finite(noop_flag: Tensor, tensors: Sequence[Tensor]) -> None:
 def multi_tensor_scale(
     chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, scale: float | Tensor
 ) -> None:
-    """Write ``input × scale`` to the outputs: [inputs, outputs]. Flags inputs."""
+    """Write ``input × scale`` to the outputs: [inputs, outputs]. Flags inputs.
+
+    `scale` is a number or a tensor with one, such as `multi_tensor_l2norm` returns.
+    """
     inputs, outputs = tensor_lists
+    scale = scale.squeeze() if isinstance(scale, Tensor) else scale
     flag_non_finite(noop_flag, inputs)
     write_back(outputs, torch._foreach_mul(in_fp32(inputs), scale))
 
@@ -73,8 +77,8 @@ def multi_tensor_axpby(
     chunk_size: int,
     noop_flag: Tensor,
     tensor_lists: Lists,
-    a: float,
-    b: float,
+    a: float | Tensor,
+    b: float | Tensor,
     arg_to_check: int,
 ) -> None:
     """Write ``a·x + b·y`` to the outputs: [x, y, outputs].
@@ -83,8 +87,8 @@ def multi_tensor_axpby(
     """
     x, y, outputs = tensor_lists
     flag_non_finite(noop_flag, {0: x, 1: y, -1: [*x, *y]}[arg_to_check])
-    sums = torch._foreach_mul(in_fp32(x), a)
-    torch._foreach_add_(sums, in_fp32(y), alpha=b)
+    sums = torch._foreach_mul(in_fp32(x), float(a))
+    torch._foreach_add_(sums, in_fp32(y), alpha=float(b))
     write_back(outputs, sums)
 
 

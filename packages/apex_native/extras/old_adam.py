@@ -15,8 +15,6 @@ from .multi_tensor_optimizers import multi_tensor_adam
 class GroupClipping(FusedOptimizer):
     """Mixin that clips the gradients of each group to its `max_grad_norm`, if that is above 0."""
 
-    _step_supports_amp_scaling = False  # GradScaler's step would leave them scaled when clipped
-
     def _before_step(self) -> None:
         super()._before_step()
         self._clips: dict[int, Tensor] = {}  # what gradients are divided by, by their group's id
@@ -44,6 +42,11 @@ class FusedAdam(GroupClipping, optimizers.FusedAdam):
     Subclasses with a ``step`` of their own, such as fairseq's, find ``multi_tensor_adam`` and
     ``_dummy_overflow_buf``, as in Apex.
     """
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:  # type: ignore[override]
+        # Otherwise GradScaler.step would leave gradients scaled when they are clipped.
+        return all(group["max_grad_norm"] <= 0 for group in self.param_groups)
 
     # Scripts read the arguments by inspect.
     @functools.wraps(optimizers.FusedAdam.__init__)  # type: ignore[misc]
