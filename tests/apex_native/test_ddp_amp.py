@@ -5,6 +5,7 @@ Functions named `on_each_rank_…` run in each of the processes.
 
 import contextlib
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -125,12 +126,14 @@ def test_overflow_on_one_rank_skips_the_step_of_all(two_processes, level):
     assert same(results[0][0][2], results[1][0][2])
 
 
-def on_each_rank_accumulate(level, no_sync, at_once, data):
+def on_each_rank_accumulate(level, no_sync, at_once, data, *, begins_without_amp=False):
     model, optimizer = initialize(level)
     wrapped = wrap(model, at_once)
     if level == "O2":
         amp.load_state_dict({"loss_scaler0": {"loss_scale": 256.0, "unskipped": 0}})
     mine = data[dist.get_rank()]
+    if begins_without_amp:  # with a penalty that happens to be 0
+        (wrapped(mine[0]).float().sum() * 0).backward()
     for index, batch in enumerate(mine):
         alone = no_sync if index < len(mine) - 1 else ()
         with wrapped.no_sync() if "forward" in alone else contextlib.nullcontext():
@@ -149,6 +152,16 @@ def on_each_rank_accumulate(level, no_sync, at_once, data):
 def test_gradients_accumulate(two_processes, level, no_sync, at_once):
     data = torch.randn(2, 3, 8, 4)
     first, second = two_processes(on_each_rank_accumulate, level, no_sync, at_once, data)
+    assert same(first, second)
+    check_accumulated(first, data)
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("level", LEVELS)
+def test_gradients_accumulate_after_a_backward_pass_without_amp(two_processes, level, at_once):
+    data = torch.randn(2, 3, 8, 4)
+    begin = partial(on_each_rank_accumulate, begins_without_amp=True)
+    first, second = two_processes(begin, level, "forward and backward", at_once, data)
     assert same(first, second)
     check_accumulated(first, data)
 

@@ -80,7 +80,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         self._hook: partial | None = None
         self._in_no_sync = False
         self.is_unsynced = False  # whether the last forward pass was in no_sync()
-        self.is_due = False  # from a synced forward pass until the next block of amp.scale_loss
+        self.is_due = False  # from a synced forward pass until the next backward pass
         self._is_switched = False  # by `disable_allreduce` or `enable_allreduce`
         self._is_pending = False  # whether a backward pass is to follow, once it is switched
         self._averager: GradientAverager | None = None
@@ -144,11 +144,11 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     def _await_backward(self, outputs: object) -> None:
         def end_waiting(_: Tensor) -> None:
-            self._is_pending = False
+            self._is_pending = self.is_due = False  # the pass may be outside of amp.scale_loss
 
         for output in nested_tensors(outputs):
-            if output.requires_grad:
-                self._is_pending = True
+            if output.grad_fn is not None:  # a parameter would keep the hook
+                self._is_pending = self._is_switched and self.training
                 output.register_hook(end_waiting)
 
     def average_at_once(self) -> None:
@@ -187,10 +187,9 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
                 self.is_due = True
                 if self._averager is not None:
                     self._averager.is_due = True
-        if self._averager is not None:
-            return self.module(*inputs, **kwargs)
+        call = super().forward if self._averager is None else self.module
         try:
-            outputs = super().forward(*inputs, **kwargs)
+            outputs = call(*inputs, **kwargs)
         except RuntimeError as error:
             unused = re.search(r"indices which did not receive grad.*?: ([\d ]+)", str(error))
             if unused is None:
@@ -198,8 +197,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             trained = list(self._trained)
             names = [trained[int(index)] for index in unused[1].split()]
             raise RuntimeError(no_gradient_message(names)) from None
-        if self._is_switched and self.training:
-            self._await_backward(outputs)
+        self._await_backward(outputs)
         return outputs
 
 
