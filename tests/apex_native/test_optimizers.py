@@ -401,6 +401,31 @@ def test_novograd_continues_a_state_of_apex():
         other.load_state_dict(state)
 
 
+def by_name(optimizer, saved):
+    """Match the states of parameters by names, as torch's documentation does."""
+    own, theirs = optimizer.param_groups[0], saved["param_groups"][0]
+    states = dict(zip(theirs["param_names"], saved["state"].values(), strict=True))
+    return saved | {"state": dict(enumerate(states[name] for name in own["param_names"]))}
+
+
+@pytest.mark.parametrize("dtype", [FP32, FP16])
+@pytest.mark.parametrize("kind", [FusedAdam, FusedLAMB])
+def test_hooks_change_what_is_loaded(kind, dtype):
+    named = [(name, nn.Parameter(torch.ones(2, dtype=dtype))) for name in "ab"]
+    optimizer = kind(named)
+    for number, (_, parameter) in enumerate(named):
+        parameter.grad = torch.full_like(parameter, 1 + number / 3)
+    optimizer.step()
+    other = kind(named[::-1])
+    other.register_load_state_dict_pre_hook(by_name)
+    other.load_state_dict(optimizer.state_dict())
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert all(torch.equal(other.state[p][name], optimizer.state[p][name]) for _, p in named)
+    other.register_load_state_dict_post_hook(lambda one: one.state.clear())
+    other.load_state_dict(optimizer.state_dict())
+    assert not other.state
+
+
 def test_each_parameter_has_its_step_count():
     own = parameters()
     optimizer = FusedAdam(own)

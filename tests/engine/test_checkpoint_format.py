@@ -290,6 +290,54 @@ def test_altered_settings_that_training_has_changed_are_rejected(
         restore(tmp_path / "last.pt", loaded, state_of(model, optimizer))
 
 
+class LoadingByItself(nn.Sequential):
+    """With a load_state_dict as of EDSR's public code, but for names that it skips."""
+
+    skipped: tuple[str, ...] = ()
+
+    def load_state_dict(self, state: dict, strict: bool = True) -> None:  # type: ignore[override]
+        own = self.state_dict()
+        for name in state.keys() - set(self.skipped):
+            own[name].copy_(state[name])
+
+
+class SkippingBias(LoadingByItself):
+    skipped = ("0.bias",)
+
+
+@pytest.mark.parametrize(("level", "kind"), [("O2", LoadingByItself), ("O1", SkippingBias)])
+def test_state_that_the_model_does_not_load_is_refused(
+    tmp_path: Path, level: str, kind: type[nn.Module]
+) -> None:
+    def build() -> TrainingState:
+        options = {"cast_model_type": torch.bfloat16} if level == "O2" else {}
+        model = kind(nn.Linear(4, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+        return TrainingState(model, optimizer, backend.load_backend("native", level))
+
+    state = build()
+    rest = {"epoch": 0, "step": 0, "samples": 0, "best": 0.5, "ranks": []}
+    checkpoint.write(tmp_path / "last.pt", checkpoint.collect(state) | rest)
+    restore(tmp_path / "last.pt", checkpoint.load(tmp_path / "last.pt"), state)  # the same values
+    entries = checkpoint.load(tmp_path / "last.pt")
+    with pytest.raises(UserError, match=r"load_state_dict leaves 0\.(weight|bias) out"):
+        restore(tmp_path / "last.pt", entries, build())
+    if level == "O1":
+        with pytest.raises(ValueError, match=r"leaves 0\.bias out"):
+            build_with(entries["model"], lambda: kind(nn.Linear(4, 4)))
+
+
+def test_half_types_may_round_what_is_loaded(tmp_path: Path) -> None:
+    model, optimizer = small()
+    model.register_buffer("mask", torch.full((2,), -torch.inf))
+    checkpoint.write(tmp_path / "last.pt", entries_of(model, optimizer))
+    half = copy.deepcopy(model).bfloat16()
+    optimizer = torch.optim.AdamW(half.parameters())
+    restore(tmp_path / "last.pt", checkpoint.load(tmp_path / "last.pt"), state_of(half, optimizer))
+    assert torch.equal(half.weight, model.weight.bfloat16())
+
+
 def test_lazy_layers_take_the_shapes_of_the_file() -> None:
     weights = nn.Linear(3, 2).state_dict()
     model = build_with(weights, lambda: nn.LazyLinear(2))

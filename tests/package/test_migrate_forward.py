@@ -126,6 +126,13 @@ LEFT = {
         + "            scaled_loss.backward(retain_graph=True)\n    optimizer.step()\n",
         "model[0] is called outside of autocast",
     ),
+    "output that a hook keeps": (
+        INITIALIZE
+        + "kept = {}\ndef keep(module, inputs, output):\n    kept['out'] = output\n"
+        + "model[0].register_forward_hook(keep)\n"
+        + f"{LOOP}    model[0](x)\n    loss = criterion(model[1:](kept['out']), y)\n{STEP}",
+        "model[0] is called outside of autocast",
+    ),
     "output as an argument": (
         INITIALIZE
         + "def update(features):\n    loss = criterion(model[1:](features), y)\n"

@@ -129,22 +129,33 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises ValueError for a moment of another shape, behind which these kernels would write, and
         RuntimeError for a state with torch's amsgrad or maximize.
         """
-        for group, option in product(state_dict["param_groups"], ("amsgrad", "maximize")):
-            if group.get(option):
-                name = type(self).__name__
-                raise RuntimeError(f"{name} cannot continue a state with {option}=True.")
-        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        own = chain.from_iterable(group["params"] for group in self.param_groups)
-        pairs = zip(own, saved, strict=False)  # torch compares their numbers
-        states = [(parameter, state_dict["state"].get(index, {})) for parameter, index in pairs]
-        self._check_moments(states)
-        super().load_state_dict(state_dict)
-        for parameter, state in states:
-            for name, value in state.items():
-                if isinstance(value, Tensor) and name != "step":
-                    like = parameter if value.shape == parameter.shape else value
-                    copy = torch.empty_like(like, dtype=torch.float32, device=parameter.device)
-                    self.state[parameter][name] = copy.copy_(value)
+        states: list[tuple[Tensor, dict]] = []
+
+        def check(_: object, state_dict: dict) -> None:
+            for group, option in product(state_dict["param_groups"], ("amsgrad", "maximize")):
+                if group.get(option):
+                    name = type(self).__name__
+                    raise RuntimeError(f"{name} cannot continue a state with {option}=True.")
+            saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+            own = chain.from_iterable(group["params"] for group in self.param_groups)
+            pairs = zip(own, saved, strict=False)  # torch compares their numbers
+            states.extend((p, state_dict["state"].get(index, {})) for p, index in pairs)
+            self._check_moments(states)
+
+        def restore(_: object) -> None:
+            for parameter, state in states:
+                for name, value in state.items():
+                    if isinstance(value, Tensor) and name != "step":
+                        like = parameter if value.shape == parameter.shape else value
+                        copy = torch.empty_like(like, dtype=torch.float32, device=parameter.device)
+                        self.state[parameter][name] = copy.copy_(value)
+
+        # Between the hooks of others: those before the load, and those after it.
+        with (
+            self.register_load_state_dict_pre_hook(check),
+            self.register_load_state_dict_post_hook(restore, prepend=True),
+        ):
+            super().load_state_dict(state_dict)
 
     def _check_moments(self, states: list[tuple[Tensor, dict]]) -> None:
         for parameter, state in states:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from engine import UserError
 from engine.backend import Backend, unwrap
 from engine.checkpoint.format import TrainingState
-from engine.checkpoint.validation import check_like, is_number
+from engine.checkpoint.validation import check_like, check_loaded, is_number
 from engine.data import mix_seeds, seed_everything, set_rng_state
 from engine.monitoring.meter import LOSS, Sums
 from engine.monitoring.run_files import MAX_COUNT
@@ -58,6 +58,8 @@ def restore(
             consume_prefix_in_state_dict_if_present(entries["model"], "module.")
         check_like(entries["model"], module.state_dict())
         state.backend.load_fp32_state_dict(state.model, state.optimizer, entries["model"])
+        loaded = state.backend.fp32_state_dict(state.model, state.optimizer)
+        check_loaded(entries["model"], loaded)
         if is_evaluation:
             return ""
         _restore_optimizer_if_own(state.optimizer, entries)
@@ -100,6 +102,7 @@ def _build_twice(weights: dict[str, Tensor], build_model: Callable[[], nn.Module
         tensors = (weight for weight in weights.values() if isinstance(weight, Tensor))
         if size > max(MAX_BUFFERS, 10 * sum(weight.nbytes for weight in tensors)):
             raise RuntimeError(f"its buffers take {size} bytes, many times those of its weights")
+    check_loaded(weights, model.state_dict())
     return model
 
 
@@ -121,6 +124,7 @@ def restore_average(average: dict[str, Tensor] | None, state: TrainingState) -> 
     weights = average or state.backend.fp32_state_dict(state.model, state.optimizer)
     check_like(weights, ema.module.state_dict())
     ema.module.load_state_dict(weights)
+    check_loaded(weights, ema.module.state_dict())
     return "" if average else "; it has no average of the weights, which starts here"
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from engine import UserError
+from engine.backend import local_shard
 from engine.data.images import is_image_spec
 from engine.monitoring.run_files import MAX_CELLS, MAX_COUNT, POSITION
 from engine.monitoring.trackers import is_run_id
@@ -31,6 +32,8 @@ MAX_TEXT = 4096  # characters of each of TEXTS: the arch is compared with all na
 FEW_CLASSES = 10_000  # which a model of any size can be of
 MAX_OVERLAP = 16  # times that tensors may share the same bytes, on average
 NUM_WORDS = 624  # of a Mersenne Twister, the random-number generator of all libraries on the CPU
+ROUNDING = 2.0**-7  # relative, of bfloat16, with a margin
+SMALLEST_HALF = 2.0**-24  # above 0, of float16
 MAX_DIMS = 64  # of a tensor that torch computes with
 TORCH_HEADER = struct.Struct("=QiiQ")  # of torch's: seed, left, seeded, next
 
@@ -287,6 +290,22 @@ def check_like(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} is {tuple(theirs.shape)}, not {tuple(ours.shape)}")
         if _kind(theirs.dtype) != _kind(ours.dtype):
             raise ValueError(f"{name} is {theirs.dtype}, not {ours.dtype}")
+
+
+def check_loaded(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Raise ValueError if `own`, the state of a model that has loaded `state`, has other values.
+
+    A half type may have rounded them. A class's own load_state_dict may leave some out, or write to
+    what state_dict() returns, which is a copy at O2.
+    """
+    for name in state.keys() & own.keys():
+        theirs, ours = local_shard(state[name]), local_shard(own[name])
+        is_comparable = isinstance(ours, Tensor) and not is_lazy(ours) and ours.itemsize > 1
+        if name.endswith("_extra_state") or not is_comparable:
+            continue
+        theirs = theirs.to(ours.device, ours.dtype)
+        if not torch.allclose(ours, theirs, ROUNDING, SMALLEST_HALF, equal_nan=True):
+            raise ValueError(f"the model's load_state_dict leaves {name} out: call nn.Module's")
 
 
 def _kind(dtype: torch.dtype) -> tuple[bool, bool, bool]:

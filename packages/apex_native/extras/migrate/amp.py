@@ -26,6 +26,7 @@ from .places import (
     forward_range,
     is_boundary,
     is_own,
+    last_name,
     names_in,
     none_fallbacks,
     pairs,
@@ -586,6 +587,9 @@ class Analysis(Optimizers):
             blocks = {block for block, _ in self.levels(loss.statement)}
             if is_before and isinstance(line, cst.SimpleStatementLine) and not assigned(line):
                 is_repeated = self.loop(loss.statement) in (None, *self.parents(line))
+                called = call.func.value if isinstance(call.func, cst.Subscript) else call.func
+                if is_repeated and last_name(called) in self.models:
+                    return True  # by way of a hook, which keeps the output
                 held |= names_in(line) - self.models if is_repeated else set()
             is_outer = is_before and blocks & {*self.parents(line)}
             if held & (loss.wanted if is_outer else inputs):
