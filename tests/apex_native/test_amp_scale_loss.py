@@ -1,5 +1,7 @@
 """amp.scale_loss: unscaled gradients, accumulation, delayed unscaling, failed passes."""
 
+import math
+
 import pytest
 import torch
 from amp_helpers import (
@@ -19,6 +21,7 @@ from amp_helpers import (
     weights,
 )
 from apex_native import amp
+from apex_native.optimizers import FusedAdam
 from torch import nn
 
 
@@ -363,6 +366,41 @@ def test_masters_of_replaced_half_parameters_are_dropped():
     assert len(optimizer._amp_stash.masters) == len(optimizer.state) == 2
     assert [*map(len, optimizer._amp_stash.fp16_groups)] == [2]
     repr(optimizer._amp_stash)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_parameters_that_a_script_puts_back_keep_their_masters_and_state(level):
+    """As it unfreezes layers by new lists of parameters."""
+    results = []
+    for puts_back in (False, True):
+        torch.manual_seed(0)
+        model, optimizer = prepare(level, lambda model: sgd(model, momentum=0.9), loss_scale=2.0)
+        for step in range(4):
+            if puts_back and step == 2:
+                optimizer.param_groups[0]["params"] = [*model.parameters()]
+            optimizer.zero_grad()
+            backward(model(torch.ones(4, 4)).float().square().sum(), optimizer)
+            optimizer.step()
+        results.append([*amp.master_params(optimizer)])
+    assert same(*results)
+
+
+def test_own_step_of_an_instance_is_skipped(device):
+    """Such a step does more than the kernel that skips where a gradient overflowed."""
+    model = nn.Linear(2, 2).to(device)
+    optimizer = FusedAdam(model.parameters(), lr=0.0)
+    plain, taken = optimizer.step, []
+
+    def step():
+        taken.append(plain())
+
+    optimizer.step = step
+    model, optimizer = initialize(model, optimizer, "O0", loss_scale="dynamic")
+    for factor, count in ((math.inf, 0), (1.0, 1)):
+        optimizer.zero_grad()
+        backward(model(torch.ones(1, 2, device=device)).sum() * factor, optimizer)
+        optimizer.step()
+        assert len(taken) == count
 
 
 def test_fused_sgd_of_an_installed_apex_reads_the_gradients_of_masters():

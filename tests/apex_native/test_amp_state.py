@@ -331,6 +331,7 @@ def test_state_is_recognized_as_initialized(monkeypatch):
     prepare("O1")
     assert [hasattr(state, name) for name in names] == [True, True]
     assert state.opt_properties.enabled
+    assert state.opt_properties.options["opt_level"] == "O1"
     state.loss_scalers = [*state.loss_scalers]  # may be set, too
     assert state.scalers is state.loss_scalers
 

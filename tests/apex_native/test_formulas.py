@@ -1,7 +1,10 @@
 """Optimizers compared with their formulas, in float64 for one tensor at a time."""
 
+import copy
+
 import pytest
 import torch
+from amp_helpers import same
 from apex_native import amp
 from apex_native.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 from apex_native.parallel.LARC import LARC
@@ -194,6 +197,18 @@ def test_larc(device, clip, trust_coefficient):
     references = expected(larc, trust_coefficient=trust_coefficient, clip=clip, **options)
     for value, reference in zip(values, references, strict=True):
         torch.testing.assert_close(value.double(), reference, rtol=1e-5, atol=1e-6)
+
+
+def test_copy_of_larc_after_initialize_steps_the_copy():
+    model = nn.Linear(2, 2)
+    model, optimizer = amp.initialize(
+        model, LARC(torch.optim.SGD(model.parameters(), 0.1)), verbosity=0
+    )
+    copied_model, copied = copy.deepcopy((model, optimizer))
+    before = [parameter.clone() for parameter in model.parameters()]
+    copied_model(torch.ones(1, 2)).sum().backward()
+    copied.step()
+    assert same(before, [*model.parameters()]) and not same(before, [*copied_model.parameters()])
 
 
 def test_larc_ignores_zero_norms():

@@ -239,9 +239,10 @@ def test_uncaught_error_about_a_missing_name_states_the_equivalent(start, tmp_pa
     assert "does not have apex.mlp; use torch.nn.Seq" in done.stderr.splitlines()[-1]
 
 
-def test_find_spec_of_a_missing_module_is_none(start, tmp_path):
+def test_apex_is_found_and_missing_modules_of_it_are_not(start, tmp_path):
     (tmp_path / "old_script.py").write_text(
-        "import importlib.util\n"
+        "import importlib.metadata, importlib.util\n"
+        "assert importlib.metadata.version('apex') == '0.1'\n"  # transformers asks both
         "for name in ('apex.contrib', 'apex.fp16_utils.loss_scaler', 'amp_C', 'apex.compat'):\n"
         "    assert importlib.util.find_spec(name) is None, name\n"
         "assert importlib.util.find_spec('apex.optimizers.fused_adam')\n"

@@ -1,5 +1,6 @@
 """Casts: of models, of their inputs, outputs and saved state, and of functions (O1 and O4)."""
 
+import contextlib
 import functools
 import os
 import warnings
@@ -247,12 +248,14 @@ def _binary_cross_entropy(
         return torch.ops.aten.binary_cross_entropy(input, target, weight, reduction)
 
 
-def disable_casts() -> torch.autocast:
+@contextlib.contextmanager  # as a decorator, it asks for the device at each call
+def disable_casts() -> Iterator[None]:
     """Run the body without the casts of O1 and O4, or of torch's autocast without amp.
 
     ``scale_loss`` does so in the backward pass.
     """
-    return torch.autocast(_cast_device(), enabled=False)
+    with torch.autocast(_cast_device(), enabled=False):
+        yield
 
 
 def _cast_device() -> str:

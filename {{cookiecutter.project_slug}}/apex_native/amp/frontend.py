@@ -28,6 +28,8 @@ class Properties:
     loss_scale: float | str = 1.0  # or "dynamic"
     enabled: bool = True
 
+    options = property(vars)  # scripts read Apex's dictionary
+
 
 OPT_LEVELS = {
     level.opt_level: level

@@ -40,6 +40,7 @@ class AmpStash:
     # Scaler, and its scale at the time, of blocks with ``delay_unscale`` whose gradients are still
     # scaled. Another optimizer's block may change the scaler's own scale meanwhile.
     delayed: tuple[LossScaler, Tensor | float] | None = None
+    lazy_init_called: bool = True  # scripts read it; masters are there from the start
     open_blocks: int = 0  # of ``scale_loss``, which may be nested
     step: Any = None  # amp's, which a script may replace
     is_skipping: bool = False  # a step of the script's
@@ -154,7 +155,7 @@ def _adopt_new(optimizer: Any, master_weights: bool) -> None:
         master_weights and any(p.requires_grad and p.dtype in HALF_TYPES for p in stash.plain)
     ):
         for half, master in [*stash.masters.items()]:
-            if id(master) not in stepped:
+            if stepped.isdisjoint((id(half), id(master))):
                 del stash.masters[half]
                 optimizer.state.pop(master, None)
         _adopt_all(optimizer, master_weights)
@@ -292,7 +293,8 @@ def _adopt(optimizer: Any, group: dict, master_weights: bool) -> None:
     stash: AmpStash = optimizer._amp_stash
     masters = set(stash.masters.values())
     for index, parameter in enumerate(group["params"]):
-        if parameter in masters:
+        if parameter in masters or parameter in stash.masters:  # put back by a script
+            group["params"][index] = stash.masters.get(parameter, parameter)
             continue
         if master_weights and parameter.requires_grad and parameter.dtype in HALF_TYPES:
             master = make_master(parameter)
@@ -407,8 +409,11 @@ def _after_failure(stash: AmpStash) -> None:
         parameter.grad = stash.stashed.pop(parameter, None)
 
 
-def _skips_on_device(optimizer: Optimizer) -> bool:
+def _skips_on_device(optimizer: Optimizer, plain_step: types.MethodType) -> bool:
     """Prepare the next step; return whether its kernel skips it where `found_inf` is set."""
+    own = inspect.unwrap(plain_step)
+    if getattr(own, "__func__", own) is not inspect.unwrap(type(optimizer).step):
+        return False  # a script's, which does more
     if isinstance(optimizer, torch.optim.SGD):
         ready = [_prepare_sgd(optimizer, group) for group in optimizer.param_groups]
         if not all(ready):
@@ -456,7 +461,7 @@ def _step(optimizer: Any, plain_step: types.MethodType, *args: object, **kwargs:
     has_closure = any(map(callable, (*args, *kwargs.values())))
     if has_closure and (found_inf is not None or stash.masters):
         raise RuntimeError("amp does not support optimizer.step(closure): call step() without it.")
-    skips_on_device = _skips_on_device(optimizer)
+    skips_on_device = _skips_on_device(optimizer, plain_step)
 
     result = None
     with disable_casts():

@@ -53,7 +53,8 @@ class LARC(Optimizer):
         self.optim.param_groups = groups
 
     def __getstate__(self) -> dict:
-        return self.__dict__.copy()
+        # As torch's optimizers, it leaves out what amp or a scheduler has put on the instance.
+        return {name: getattr(self, name) for name in ("optim", "trust_coefficient", "clip", "eps")}
 
     def __setstate__(self, state: dict) -> None:
         self.__dict__.update(state)

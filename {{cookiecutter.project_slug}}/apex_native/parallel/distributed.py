@@ -155,9 +155,10 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         """Average all gradients of a type at once, after each backward pass from now on.
 
         For compiled models of CUDA graphs (see GradientAverager). The next pass overwrites the
-        gradients, communication hooks get a Bucket, ``join()`` is not supported. If two forward
-        passes come before their backward passes, only the first of these averages, as in torch. A
-        parameter without a gradient, or with a sparse one, is a RuntimeError in a backward pass.
+        gradients, communication hooks get a Bucket; ``join()`` and reentrant checkpoints of
+        activations are not supported. If two forward passes come before their backward passes, only
+        the first of these averages, as in torch. A parameter without a gradient, or with a sparse
+        one, is a RuntimeError in a backward pass.
         """
         self._averager = GradientAverager(self._trained, self._hook)
         self.averages_at_once = True
