@@ -222,6 +222,7 @@ class Metrics:
     """
 
     def __init__(self, num_classes: int, device: torch.device, args: argparse.Namespace) -> None:
+        make_palette(num_classes)  # refuses too many now, not when the first epoch is drawn
         self.confusion = torch.zeros(num_classes, num_classes, dtype=torch.int64, device=device)
         self.losses = torch.zeros((), dtype=torch.float64, device=device)
 

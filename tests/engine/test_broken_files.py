@@ -220,6 +220,8 @@ def test_two_files_of_one_name_are_an_error(tmp_path, kind):
 def test_more_classes_than_a_mask_can_show_are_an_error():
     with pytest.raises(UserError, match="a mask has 8 bits: it can't show 256 classes"):
         task_segmentation.make_palette(256)
+    with pytest.raises(UserError, match="it can't show 256 classes"):  # before the training
+        task_segmentation.Metrics(256, torch.device("cpu"), None)
     assert len(task_segmentation.make_palette(255)) == 256
     numbers = torch.tensor([1, 0, 255])
     assert masks.renumber(numbers, ["a", "b"], ["x", "b", "a"]).tolist() == [1, 2, 255]

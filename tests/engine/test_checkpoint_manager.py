@@ -1754,17 +1754,31 @@ class WithState(nn.Linear):
     def set_extra_state(self, state: object) -> None: ...
 
 
+class WithoutArguments(nn.Linear):
+    def state_dict(self) -> dict:  # type: ignore[override]
+        return super().state_dict()
+
+
+class Lookahead(torch.optim.SGD):
+    def state_dict(self) -> dict:
+        saved = super().state_dict()
+        return {"fast_state": saved["state"], "param_groups": saved["param_groups"]}
+
+
 def refuse_states(folder: str) -> None:
     sparse = nn.Linear(2, 2)
     sparse.register_buffer("edges", torch.eye(2).to_sparse())
     models = {
         "'edges' in 'model' in the checkpoint is a sparse": sparse,
         "ndarray": WithState(2, 2),
+        "must take the arguments of nn.Module's": WithoutArguments(2, 2),
     }
     for message, model in models.items():
         with pytest.raises(UserError, match=message):
             manager_of(folder, model)
     model = nn.Linear(2, 2)
+    with pytest.raises(UserError, match=r"the state_dict\(\) of Lookahead has no state"):
+        manager_of(folder, model, Lookahead(model.parameters()))
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     manager = manager_of(folder, model, optimizer)
     manager.start_epoch(meter_on())

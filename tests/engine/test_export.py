@@ -46,6 +46,14 @@ def test_exported_file_equals_the_model_for_other_sizes(tmp_path, suffix):
     assert path.stat().st_size > 1000
 
 
+def test_inputs_of_another_size_than_the_models_are_an_error(tmp_path):
+    path = tmp_path / "model.pt2"
+    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 2)).eval()
+    with pytest.raises(UserError, match="does not take the inputs of dummy_batch .*mat1 and mat2"):
+        export.export_model(model, path, lambda n: torch.rand(n, 3, 4, 4))
+    assert not path.exists()
+
+
 class Windows(nn.Module):
     """A model that computes otherwise for large images, as torchvision's Swin transformers do."""
 

@@ -113,6 +113,14 @@ def test_no_weight_decay_of_the_parameters_that_the_model_names() -> None:
     assert len(weights["params"]) + len(others) == len(list(model.parameters()))
 
 
+@pytest.mark.parametrize("names", [{"weight"}, lambda: {"weight"}])
+def test_no_weight_decay_may_be_a_set(names: object) -> None:
+    model = torch.nn.Linear(2, 2)
+    model.no_weight_decay = names
+    (group,) = optim.param_groups(model, 0.1, decay_weights_only=True)
+    assert group["weight_decay"] == 0.0
+
+
 # SyncBN
 
 FUSED = ("resnet10t", "regnetx_002", "efficientnet_b0", "densenet121", "mobilenetv3_small_050")

@@ -290,6 +290,7 @@ def test_training_uses_each_caption_and_validation_each_image(folder):
     [
         ("a.jpg\tred\nd.jpg\tgreen\n", ("names 1 files", "d.jpg")),
         ("a.jpg\tred\nc.jpg\t \n", ("line 2", "FILE, a tab, and a text")),
+        ("a.jpg\tred\ten\n", ("line 1", "FILE, a tab, and a text")),
         ("a.jpg red\n", ("line 1", "FILE, a tab, and a text")),
         ("sub/../a.jpg\tred\n", ("line 1", "sub/../a.jpg must be a path below")),
         ("/etc/passwd\tred\n", ("line 1", "/etc/passwd must be a path below")),
@@ -299,7 +300,19 @@ def test_training_uses_each_caption_and_validation_each_image(folder):
         (b"a.jpg\t\xff\xfe", ("UTF-8",)),
         (None, ("is missing",)),
     ],
-    ids=["image", "empty", "tab", "parent", "absolute", "long", "nothing", "name", "bytes", "file"],
+    ids=[
+        "image",
+        "empty",
+        "tabs",
+        "tab",
+        "parent",
+        "absolute",
+        "long",
+        "nothing",
+        "name",
+        "bytes",
+        "file",
+    ],
 )
 def test_invalid_caption_files_are_errors(folder, text, words):
     path = folder / "train" / "captions.tsv"

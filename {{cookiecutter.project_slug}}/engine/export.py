@@ -9,6 +9,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from textwrap import shorten
 from types import ModuleType
 from typing import Any
 
@@ -68,6 +69,13 @@ def _export_and_compare(
     note = ""
     is_guarded = path.suffix == ".pt2"
     try:
+        expected = model(other_inputs)
+    except Exception as error:  # of any type
+        raise UserError(
+            f"--export {path}: the model does not take the inputs of dummy_batch in task.py "
+            f"({shorten(str(error), 160)}): let it return images of the size that it takes"
+        ) from None
+    try:
         run = export(model, inputs, _variable_sizes(inputs), written)
         is_fixed = any(_is_wrong(model, run, is_guarded, resized) for resized in _resize(inputs))
     except Exception:  # of any type, such as for sizes that are rounded up
@@ -76,7 +84,6 @@ def _export_and_compare(
         # A model may compute otherwise for larger inputs, which ONNX does not record.
         run = export(model, inputs, _variable_sizes(inputs, batch_only=True), written)
         note = "; only for inputs of the size that it was exported with, in any number"
-    expected = model(other_inputs)
     is_right, difference, largest = _compare(run(other_inputs), expected)
     if not is_right:
         raise UserError(

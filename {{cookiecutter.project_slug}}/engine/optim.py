@@ -50,7 +50,8 @@ def param_groups(
     Transformers", ICLR 2022.
     """
     factor = 1.0 if layer_decay is None else layer_decay
-    excluded: set[str] = getattr(model, "no_weight_decay", set)()
+    excluded = getattr(model, "no_weight_decay", ())  # a method of timm's models, perhaps a set
+    excluded = excluded() if callable(excluded) else excluded
     parameters = dict(model.named_parameters())
     numbers = dict.fromkeys(parameters, 0)
     if layer_decay is not None:

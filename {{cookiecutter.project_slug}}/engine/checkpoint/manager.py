@@ -83,8 +83,16 @@ class CheckpointManager:
             self.metadata["frozen"] = frozen
         if not validation.is_metadata(self.metadata):  # no run could resume from it
             raise UserError("invalid classes, fingerprints or model_options['image'] (ImageSpec)")
-        groups = self.state.optimizer.state_dict()["param_groups"]
-        model = unwrap(self.state.model).state_dict(keep_vars=True)
+        optimizer = self.state.optimizer.state_dict()
+        if missing := {"param_groups", "state"} - optimizer.keys():
+            kind = type(self.state.optimizer).__name__
+            raise UserError(f"the state_dict() of {kind} has no {min(missing)}: extend torch's")
+        groups = optimizer["param_groups"]
+        try:
+            model = unwrap(self.state.model).state_dict(keep_vars=True)
+        except TypeError as error:
+            problem = f"state_dict() of the model must take the arguments of nn.Module's: {error}"
+            raise UserError(problem) from None
         entries = self.metadata | {"param_groups": groups, "model": model}
         validation.require_plain(entries, "the checkpoint")
         self._fresh_groups = deepcopy(groups)
