@@ -385,6 +385,18 @@ def test_parameters_that_a_script_puts_back_keep_their_masters_and_state(level):
     assert same(*results)
 
 
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+def test_gradients_of_shared_parameters_are_unscaled_once(level):
+    """Apex divides them by the scale for each optimizer."""
+    model = Net()
+    optimizers = [sgd(model), sgd(model.last)]
+    options = {"cast_model_type": FP16} if level == "O2" else {}
+    model, optimizers = initialize(model, optimizers, level, loss_scale=128.0, **options)
+    backward(model.last.bias.float().sum(), optimizers)
+    for optimizer in optimizers:
+        assert [*amp.master_params(optimizer)][-1].grad.tolist() == [1.0] * 3
+
+
 def test_own_step_of_an_instance_is_skipped(device):
     """Such a step does more than the kernel that skips where a gradient overflowed."""
     model = nn.Linear(2, 2).to(device)

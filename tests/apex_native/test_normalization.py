@@ -3,6 +3,7 @@
 import pytest
 import torch
 from apex_native import normalization
+from torch.nn.utils import prune
 
 PLAIN = [normalization.FusedLayerNorm, normalization.FusedRMSNorm]
 MIXED = [normalization.MixedFusedLayerNorm, normalization.MixedFusedRMSNorm]
@@ -55,6 +56,21 @@ def test_output_type_of_plain_and_mixed_norms(device, kind, weights):
         output = norm(torch.randn(2, 8, dtype=dtype, device=device, requires_grad=True))
         assert output.dtype == (weights if kind in MIXED else dtype)
         output.sum().backward()
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+@pytest.mark.parametrize("affine", [False, True])
+def test_output_type_under_autocast(device, kind, affine):
+    norm = kind(8, elementwise_affine=affine).to(device)
+    with torch.autocast(device.type, torch.bfloat16):
+        assert norm(torch.randn(2, 8, device=device).bfloat16()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_half_input_is_normalized_with_the_pruned_weight(device, kind):
+    norm, x = kind(8).to(device), torch.randn(4, 8, device=device).bfloat16()
+    prune.random_unstructured(norm, "weight", 4)
+    assert torch.equal(norm(x), norm(x.float()).bfloat16()) and (norm(x) == 0).any()
 
 
 @pytest.mark.parametrize("kind", MIXED)

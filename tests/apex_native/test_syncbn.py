@@ -19,6 +19,7 @@ from apex_native.parallel import (
 )
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 
 
 def on_each_rank_make_groups(sizes):
@@ -75,7 +76,19 @@ def test_norms_with_their_own_forward_are_not_converted(capsys):
     before = model(x)
     assert list(map(type, convert_syncbn_model(model))) == [SyncBatchNorm, NormAndReLU]
     assert torch.equal(model(x), before)
-    assert "NormAndReLU overrides forward and is not converted" in capsys.readouterr().out
+    assert "NormAndReLU has a forward pass of its own" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["pruned", "parametrized"])
+def test_norms_whose_weight_is_computed_are_not_converted(capsys, kind):
+    norm = nn.BatchNorm2d(4).eval()
+    if kind == "pruned":
+        prune.random_unstructured(norm, "weight", 2)
+    else:
+        nn.utils.parametrize.register_parametrization(norm, "weight", nn.Softplus())
+    converted = convert_syncbn_model(nn.Sequential(norm, nn.BatchNorm2d(4)))
+    assert converted[0] is norm and isinstance(converted[1], SyncBatchNorm)
+    assert "a pruned or parametrized weight, and is not converted" in capsys.readouterr().out
 
 
 def test_conversion_of_a_batch_norm_itself():

@@ -567,7 +567,7 @@ def test_apex_does_not_drop_what_the_class_of_a_norm_adds(capsys: pytest.Capture
     kinds = [type(part) for part in adapter.convert_syncbn_model(model, None)]
     assert kinds == [SyncedByApex, nn.Sequential, SyncedByApex]
     assert type(own[0]) is NormWithActivation
-    assert "warning: 1.0 override forward, and are not converted" in capsys.readouterr().err
+    assert "warning: not converted to SyncBN: 1.0 with a forward pass" in capsys.readouterr().err
 
 
 def test_converted_norms_keep_their_mode_and_stay_frozen() -> None:

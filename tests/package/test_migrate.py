@@ -348,6 +348,21 @@ def test_keyword_of_the_name_is_no_use_of_an_import(tmp_path):
     assert "1 changed, 0 left" in report
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        '__all__ = ["FusedAdam", "f"]',
+        "optimizer = eval(args.optimizer)(model.parameters())",
+        "optimizer = globals()[args.optimizer](model.parameters())",
+    ],
+)
+def test_imports_that_a_text_may_name_stay(tmp_path, line):
+    script = f"from apex import amp\nfrom apex.optimizers import FusedAdam\n{line}\n"
+    code, report = migrate(tmp_path, script, status=1)
+    assert "from apex.optimizers import FusedAdam\n" in code and "import amp" not in code
+    assert f"2: left: {STILL_USED}" in report
+
+
 def test_imports_alone_are_removed(tmp_path):
     script = "from apex.fp16_utils import *\nfrom apex.parallel import LARC, Reducer\nx = 1\n"
     code, report = migrate(tmp_path, script)

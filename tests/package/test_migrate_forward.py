@@ -194,7 +194,7 @@ LEFT = {
     "item of a dictionary": (
         f"{INITIALIZE}def run(batch):\n    batch['out'] = model(x)\nbatch = {{}}\n{LOOP}"
         + f"    run(batch)\n    loss = criterion(batch['out'], y) + model(x).mean()\n{STEP}",
-        "run is called outside of autocast",
+        "model is called outside of autocast",
     ),
     "buffer": (
         f"{INITIALIZE}buffer = torch.zeros(64, 4)\n{LOOP}    buffer.detach_().copy_(model(x))\n"
@@ -204,6 +204,24 @@ LEFT = {
     "global output": (
         f"{INITIALIZE}def run():\n    global out\n    out = model(x)\n"
         + f"{LOOP}    run()\n    loss = criterion(out, y) + model(x).mean()\n{STEP}",
+        "model is called outside of autocast",
+    ),
+    "item of a global dictionary": (
+        f"{INITIALIZE}bank = {{}}\ndef build():\n    bank['out'] = model(x)\n"
+        + f"{LOOP}    build()\n    loss = criterion(bank['out'], y) + model(x).mean()\n{STEP}",
+        "model is called outside of autocast",
+    ),
+    "memory that two functions are given": (
+        f"{INITIALIZE}def collect(memory):\n    out = model(x)\n    memory.append(out)\n"
+        + "def update(memory):\n    old = torch.stack(memory)\n"
+        + f"    loss = criterion(model(x) - old[-1], y)\n{STEP}"
+        + f"memory = []\n{LOOP}    collect(memory)\n    update(memory)\n",
+        "model is called outside of autocast",
+    ),
+    "memory of a class": (
+        f"{INITIALIZE}memory = Memory()\n{LOOP}    out = model(x)\n    memory.push(out, y)\n"
+        + "    for _ in range(2):\n        old, y = memory.sample()\n"
+        + f"        loss = criterion(model(x) - old, y)\n{indent(STEP, '    ')}",
         "model is called outside of autocast",
     ),
     "output of the step before": (
@@ -313,6 +331,15 @@ def test_loss_of_several_lines_is_computed_under_autocast(tmp_path):
     code, _ = migrate(tmp_path, f"{START}{INITIALIZE}{LOOP}    out = model(x)\n{step}")
     compile(code, "script.py", "exec")
     assert re.search(r"autocast\(.*\):\n +scaled_loss = \(\s*criterion \(out, y\) \+\n +0\)", code)
+
+
+def test_matrix_product_is_under_autocast(tmp_path):
+    script = "    out = x @ model[0].weight.t()\n    loss = criterion(model[1:](out), y)\n"
+    code, _ = migrate(tmp_path, f"{START}{INITIALIZE}{LOOP}{script}{STEP}")
+    assert "out = x @ model[0]" in code.partition("torch.autocast(")[2]
+    computed = STEP.replace("loss, opt", "(out @ out.T).sum(), opt")
+    code, _ = migrate(tmp_path, f"{START}{INITIALIZE}{LOOP}    out = model(x)\n{computed}")
+    assert re.search(r"autocast\(.*\):\n +scaled_loss = \(out @", code)
 
 
 @pytest.mark.parametrize("name", CONVERTED)

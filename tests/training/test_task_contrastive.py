@@ -325,6 +325,14 @@ def test_invalid_caption_files_are_errors(folder, text, words):
         assert str(word) in str(caught.value)
 
 
+def test_images_without_a_caption_are_reported(folder, capsys):
+    (folder / "val" / "captions.tsv").write_text("a.jpg\ta red square\n")
+    (folder / "val" / "notes.md").touch()
+    task.build_datasets(Namespace(data=folder, eval_only=False))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "val: ignored images without a caption: 1 (c.jpg)" in line
+
+
 def test_candidate_captions(folder, tmp_path):
     assert task.candidates(None, str(folder)) == ["a red square", "eine grüne Fläche", "blue"]
     file = tmp_path / "captions.txt"

@@ -30,8 +30,9 @@ class _Fused(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         """Return `input` normalized; compute in fp32 where input and weight differ in type."""
         if self.weight is None or self.weight.dtype == input.dtype:
-            return super().forward(input)
-        parameters = [parameter.float() for parameter in self.parameters(recurse=False)]
+            return super().forward(input).to(input.dtype)  # which autocast makes fp32
+        given = (getattr(self, name, None) for name in ("weight", "bias"))
+        parameters = [value.float() for value in given if value is not None]
         output = self.function(input.float(), self.normalized_shape, *parameters, self.eps)
         return output.to(input.dtype)
 

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 import apex_native
 from apex_native.amp.casting import HALF_TYPES
-from apex_native.parallel import overrides_forward
+from apex_native.parallel import SPECIAL, is_special
 from engine import UserError, distributed, summarize
 from engine.models import convert_norms
 
@@ -257,7 +257,7 @@ class ApexBackend(Backend):
         own = {
             name: part
             for name, part in model.named_modules(remove_duplicate=False)
-            if isinstance(part, _BatchNorm) and overrides_forward(part)
+            if isinstance(part, _BatchNorm) and is_special(part)
         }
         for name in own:
             model.set_submodule(name, nn.Identity())
@@ -266,7 +266,7 @@ class ApexBackend(Backend):
             model.set_submodule(name, part)
         if own:
             distributed.print_on_rank_zero(
-                f"warning: {summarize([*own])} override forward, and are not converted to SyncBN"
+                f"warning: not converted to SyncBN: {summarize([*own])} with {SPECIAL}"
             )
         return model
 

@@ -147,7 +147,7 @@ class _DistributedOptimizer(ZeroRedundancyOptimizer):
         return share == 1.0
 
     @torch.no_grad()
-    def step(self, closure: Any = None, **kwargs: Any) -> Any:
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
         """Average and unscale the gradients, and update the parameters.
 
         Under ``GradScaler.step``, nothing happens if the gradients are not finite. Raises

@@ -125,7 +125,8 @@ def scale_loss(
         for stash in stashes:
             stash.delayed = scaler, factor
         return
-    found: list[Any] = [_after_backward(stash, factor) for stash in stashes] or [
+    unscaled: set[Tensor] = set()  # optimizers may share parameters
+    found: list[Any] = [_after_backward(stash, factor, unscaled) for stash in stashes] or [
         scaler.counter.new_zeros((), dtype=torch.float32)  # as for the gradient of an input alone
     ]
     if scaler.dynamic and delay_overflow_check:
@@ -382,14 +383,22 @@ def _before_backward(stash: AmpStash) -> None:
             parameter.grad = None
 
 
-def _after_backward(stash: AmpStash, factor: Tensor | float) -> Tensor | None:
-    """Unscale the new gradients and add them to those set aside; return what `unscale_` does."""
-    new = [(master, half.grad) for half, master in stash.masters.items() if half.grad is not None]
+def _after_backward(
+    stash: AmpStash, factor: Tensor | float, unscaled: set[Tensor]
+) -> Tensor | None:
+    """Unscale the new gradients and add them to those set aside; return what `unscale_` does.
+
+    Those of the parameters in `unscaled`, to which its own are added, are left as they are.
+    """
+    halves = [p for p in stash.masters if p.grad is not None and p not in unscaled]
+    plain = [p for p in stash.plain if p.grad is not None and p not in unscaled]
+    unscaled.update(halves, plain)
+    new: list[tuple[Tensor, Any]] = [(stash.masters[half], half.grad) for half in halves]
     master_grads = [torch.empty_like(master) for master, _ in new]
     if new:
         dense = [grad.to_dense() if grad.is_sparse else grad for _, grad in new]
         torch._foreach_copy_(master_grads, dense)
-    plain_grads = [parameter.grad for parameter in stash.plain if parameter.grad is not None]
+    plain_grads: list[Any] = [parameter.grad for parameter in plain]
     found_inf = LossScaler.unscale_(master_grads + plain_grads, factor)
 
     for (master, _), grad in zip(new, master_grads, strict=True):

@@ -13,6 +13,8 @@ from . import LARC
 from .distributed import DistributedDataParallel, Reducer
 from .syncbn import SyncBatchNorm
 
+SPECIAL = "a forward pass of its own or a pruned or parametrized weight"  # of a norm
+
 
 def create_syncbn_process_group(group_size: int) -> dist.ProcessGroup | None:
     """Return the group of `group_size` neighbouring ranks that this process normalizes with.
@@ -34,13 +36,14 @@ def convert_syncbn_model(
 
     Parameters, buffers, requires_grad and the training mode are kept (Apex makes new parameters,
     all of them trainable, in training mode). A norm of a class with a forward pass of its own, such
-    as timm's, which end in a ReLU, is not converted, and logged (Apex's conversion loses the ReLU).
+    as timm's, which end in a ReLU, is not converted, and logged (Apex's conversion loses the ReLU);
+    nor is one whose weight is pruned or parametrized.
     """
     kept = set()
     options: dict[str, Any] = {"process_group": process_group, "channel_last": channel_last}
 
     def to_synced(norm: Any) -> _BatchNorm:
-        if overrides_forward(norm):
+        if is_special(norm):
             kept.add(type(norm).__name__)
             return norm
         synced = SyncBatchNorm(**_options(norm), **options)
@@ -57,14 +60,15 @@ def convert_syncbn_model(
         log_rank_zero("SyncBatchNorm: on the CPU each process normalizes over its own batch")
     if kept:
         names = ", ".join(sorted(kept))
-        log_rank_zero(f"SyncBatchNorm: {names} overrides forward and is not converted")
+        log_rank_zero(f"SyncBatchNorm: {names} has {SPECIAL}, and is not converted")
     return converted
 
 
-def overrides_forward(norm: _BatchNorm) -> bool:
-    """Return whether the class of `norm` has a forward pass of its own, which conversion loses."""
+def is_special(norm: _BatchNorm) -> bool:
+    """Return whether conversion would lose what `norm` has of SPECIAL."""
     plain = (_BatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward)
-    return type(norm).forward not in plain
+    is_own = norm.weight is None or isinstance(norm.weight, nn.Parameter)
+    return type(norm).forward not in plain or not is_own
 
 
 def revert_syncbn_model(module: nn.Module) -> nn.Module:

@@ -7,6 +7,7 @@ from typing import Any
 from engine import MAX_TABLE_BYTES, UserError, fingerprint, read_text
 from engine.data import shards
 from engine.data.files import naming_errors, read_file
+from engine.data.folders import Scan
 
 
 class PackedCaptions(shards.PackedSamples):
@@ -73,9 +74,18 @@ def read_captions(folder: Path, limit: int) -> list[tuple[Path, bytes]]:
     if missing := sorted({str(file) for file, _ in pairs if file not in there}):
         names = ", ".join(missing[:5]) + (", …" if len(missing) > 5 else "")
         raise UserError(f"{path} names {len(missing)} files that are not there: {names}")
+    _report_uncaptioned(folder, there - {file for file, _ in pairs})
     if not pairs:
         raise UserError(f"{path} holds no captions (FILE, tab, TEXT in each line)")
     return pairs
+
+
+def _report_uncaptioned(folder: Path, files: set[Path]) -> None:
+    scan = Scan(folder)
+    for file in sorted(files):
+        if file.suffix.lower() in scan.suffixes:
+            scan.ignore("images without a caption", str(file))
+    scan.report()
 
 
 def read_lines(path: Path) -> list[str]:

@@ -599,9 +599,19 @@ class Analysis(Optimizers):
             targets = [source(one) for one, _ in pairs_here if self.statement(one) is line]
             attributes = {*re.findall(r"\.(\w+)", " ".join(targets))}
             is_module = isinstance(self.function(line), cst.Module)
-            if attributes & loss.wanted or (held if is_module else held & self.globals) & inputs:
+            shared = held if is_module else held & (self.globals | self._changed(pairs_here))
+            if attributes & loss.wanted or shared & inputs:
                 return True
         return self._is_argument(call, held, here)
+
+    def _changed(self, pairs: list[tuple[cst.BaseExpression, cst.BaseExpression]]) -> set[str]:
+        """Return the names of containers of others that a function changes by these assignments."""
+        own, changed = set(), set()
+        for target, _ in pairs:
+            is_changed = isinstance(self.parent(target), cst.Attribute)  # as by append()
+            is_own = isinstance(target, cst.Name) and not is_changed
+            (own if is_own else changed).add(re.split(r"\W", source(target))[0])
+        return changed - own
 
     def _held(self, line: cst.CSTNode) -> set[str]:
         """Return the names that may hold what a statement assigns, also by way of others."""

@@ -24,13 +24,17 @@ FP16_UTILS = re.compile(
 
 
 class _Used(OutsideImports):
-    """The names that a module uses outside its imports."""
+    """The names that a module uses outside its imports, or exports in ``__all__``."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()
 
     def visit_AssignTarget(self, node: cst.AssignTarget) -> bool:
         return not isinstance(node.target, cst.Name)
+
+    def visit_Assign(self, node: cst.Assign) -> None:
+        if any(source(each.target) == "__all__" for each in node.targets):
+            self.names.update(re.findall(r"\w+", source(node.value)))
 
     def visit_Attribute(self, node: cst.Attribute) -> bool:
         node.value.visit(self)
@@ -87,7 +91,10 @@ class _Remove(cst.CSTTransformer):
         def is_unused(alias: cst.ImportAlias) -> bool:
             name = get_full_name_for_node(alias.name) or ""
             local = alias.evaluated_alias or (name if prefix else name.split(".")[0])
-            return (prefix or name).split(".")[0] == "apex" and local not in self.used
+            # A text may name a class, such as an option's.
+            by_text = local[:1].isupper() and not self.used.isdisjoint(("eval", "globals"))
+            is_used = local in self.used or by_text
+            return (prefix or name).split(".")[0] == "apex" and not is_used
 
         return [alias for alias in names if not is_unused(alias)]
 

@@ -13,7 +13,9 @@ from libcst.metadata import QualifiedName, QualifiedNameSource
 
 NONE = "None"
 REDUCTIONS = {"mean", "sum"}  # functions and methods that need no casts
-ADDING = ("append", "extend", "insert", "update")  # methods that change a list or a dict
+# Methods that change a list, a dict or a buffer, as of reinforcement learning.
+ADDING = ("append", "extend", "insert", "update", "appendleft", "add", "put", "push", "store")
+ADDING += ("enqueue", "remember")
 ASSIGNMENT = matchers.OneOf(
     *(matchers.AssignTarget(), matchers.AugAssign(), matchers.AnnAssign(), matchers.NamedExpr())
 )
@@ -94,7 +96,7 @@ def forward_range(body: Sequence[Any], end: int, wanted: set[str]) -> range:
         line = body[index]
         if assigned(line) & wanted:
             wanted |= names_in(line)
-            first = index if "(" in plain_source(line) else first
+            first = index if re.search(r"[(@]", plain_source(line)) else first
     return range(first, end)
 
 
@@ -114,7 +116,7 @@ def is_backward_alone(body: cst.BaseSuite, name: str) -> bool:
 def computes(value: cst.BaseExpression) -> bool:
     """Return whether an expression calls more than a reduction, such as a loss function."""
     names = re.findall(r"([\w\]\)]+)\(", plain_source(value))
-    return bool({*names} - REDUCTIONS)
+    return bool({*names} - REDUCTIONS) or "@" in plain_source(value)
 
 
 def none_fallbacks(module: cst.Module) -> set[str]:
