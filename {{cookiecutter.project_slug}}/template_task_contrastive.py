@@ -47,6 +47,7 @@ WARMUP_EPOCHS = 1.0
 BLOCKS: tuple[str, ...] = ()
 DUMMY_CLASSES = 0  # captions are not classes
 
+SIZE = 224  # pixels: sides of the crops of files
 EMBEDDING = 256  # dimensions of an embedding
 LENGTH = 256  # bytes of the longest caption
 WIDTH, DEPTH, HEADS = 256, 4, 4  # of the text encoder
@@ -486,20 +487,22 @@ def build_datasets(args: argparse.Namespace) -> tuple[SizedDataset, SizedDataset
             raise UserError(f"--data {args.data}: there is no folder {folder}; it takes {LAYOUT}")
     val = args.data / "val"
     val_set = Pairs(val, first_captions(val), center_crop)
+    val_set.fingerprint |= {"image size": str(SIZE)}  # on which its scores depend
     train_set = val_set
     if not args.eval_only:
         # Images are not mirrored: a caption may say what is on the left.
-        train_crop = v2.RandomResizedCrop(224, scale=(0.5, 1.0), antialias=True)
+        train_crop = v2.RandomResizedCrop(SIZE, scale=(0.5, 1.0), antialias=True)
         train = args.data / "train"
         train_set = Pairs(train, list_captions(train, LENGTH), train_crop)
     return train_set, val_set
 
 
-center_crop = v2.Compose([v2.Lambda(trim), v2.Resize(256, antialias=True), v2.CenterCrop(224)])
+resize = v2.Resize(SIZE * 8 // 7, antialias=True)
+center_crop = v2.Compose([v2.Lambda(trim), resize, v2.CenterCrop(SIZE)])
 
 
 def read_center_crop(path: Path) -> Tensor:
-    """Return the central crop of an image file, as in validation: uint8 (3, 224, 224)."""
+    """Return the central crop of an image file, as in validation: uint8 (3, SIZE, SIZE)."""
     return center_crop(read_image(path))
 
 
@@ -571,7 +574,7 @@ class Digits(Dataset):
 
 
 def dummy_batch(batch_size: int, device: torch.device) -> list[Tensor]:
-    """Return one batch in ImageNet's shape with captions of random letters, on the device."""
-    pixels = torch.randn(batch_size, 3, 224, 224, device=device)
+    """Return one batch of noise with captions of random letters, on the device."""
+    pixels = torch.randn(batch_size, 3, SIZE, SIZE, device=device)
     captions = torch.randint(ord("a"), ord("z") + 1, (batch_size, min(64, LENGTH)), device=device)
     return [pixels, captions.to(torch.uint8)]

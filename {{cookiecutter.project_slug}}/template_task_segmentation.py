@@ -43,6 +43,7 @@ from engine.data.masks import (
     renumber,
     warn_of_absent_classes,
 )
+from engine.data.shards import MASK_SPLITS
 from engine.distributed.consistency import class_names
 from engine.models import plain_norm
 from engine.monitoring import image_grid
@@ -60,7 +61,6 @@ WARMUP_EPOCHS = 3.0
 BLOCKS: tuple[str, ...] = ()
 DUMMY_CLASSES = 150
 
-SPLITS = ("training", "validation")
 SIZE = 512  # pixels: side of the training crops, longer side in validation
 AUX_WEIGHT = 0.5  # of the auxiliary head's loss
 GREY = tuple(round(255 * value) for value in MEAN)  # 0 after normalization
@@ -174,7 +174,7 @@ def build_datasets(args: argparse.Namespace) -> tuple[SizedDataset, SizedDataset
         if args.ignore_index is not None:
             raise UserError("--ignore-index is for the labels of --data, the digits' all count")
         return Digits(train=True), Digits(train=False)
-    splits = ("validation",) if args.eval_only else SPLITS
+    splits = ("validation",) if args.eval_only else MASK_SPLITS
     folders = [folder for split in splits for folder in mask_folders(data, split)]
     for folder in (data, *folders):
         if not folder.is_dir():

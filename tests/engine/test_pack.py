@@ -371,7 +371,7 @@ def masks_folder(tmp_path) -> Path:
     """Images of 60 to 200 pixels a side, with masks of the labels 0 and 1, in blocks."""
     numbers = np.random.default_rng(0)
     root = tmp_path / "pairs"
-    for split in task_segmentation.SPLITS:
+    for split in shards.MASK_SPLITS:
         for index in range(6):
             width, height = numbers.integers(60, 200, 2).tolist()
             labels = Image.fromarray(numbers.integers(0, 2, (3, 3), dtype=np.uint8))
@@ -465,8 +465,8 @@ def test_packed_captions_are_those_of_the_folder(captions_folder, tmp_path, run_
     train_set, val_set = caption_datasets(out)
     assert train_set.fingerprint.keys() == {"pack"}
     original = caption_datasets(captions_folder)[1].fingerprint
-    assert val_set.fingerprint == {"captions": original["captions"]}
-    assert original.keys() == {"captions", "file names"}
+    assert val_set.fingerprint == {name: original[name] for name in ("captions", "image size")}
+    assert original.keys() == {"captions", "file names", "image size"}
     assert task_contrastive.candidates(None, str(out)) == [f"a fish {index}" for index in range(6)]
     assert len(list_images(out)) == 12
     assert run_pack(out, "--verify") == 0

@@ -206,6 +206,13 @@ LEFT = {
         + f"{LOOP}    run()\n    loss = criterion(out, y) + model(x).mean()\n{STEP}",
         "model is called outside of autocast",
     ),
+    "nonlocal output": (
+        f"{INITIALIZE}def main():\n    out = None\n    def run():\n        nonlocal out\n"
+        + "        out = model(x)\n"
+        + indent(f"{LOOP}    run()\n    loss = criterion(out, y) + model(x).mean()\n{STEP}", "    ")
+        + "main()\n",
+        "model is called outside of autocast",
+    ),
     "item of a global dictionary": (
         f"{INITIALIZE}bank = {{}}\ndef build():\n    bank['out'] = model(x)\n"
         + f"{LOOP}    build()\n    loss = criterion(bank['out'], y) + model(x).mean()\n{STEP}",

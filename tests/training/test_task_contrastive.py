@@ -325,6 +325,16 @@ def test_invalid_caption_files_are_errors(folder, text, words):
         assert str(word) in str(caught.value)
 
 
+def test_scores_of_another_image_size_are_not_compared(folder, monkeypatch):
+    found = []
+    for size in (task.SIZE, 64):
+        monkeypatch.setattr(task, "SIZE", size)
+        train_set, val_set = task.build_datasets(Namespace(data=folder, eval_only=False))
+        found.append(val_set.fingerprint)
+        assert train_set[0][0].shape == (3, size, size)
+    assert found[0] != found[1] and found[0]["captions"] == found[1]["captions"]
+
+
 def test_images_without_a_caption_are_reported(folder, capsys):
     (folder / "val" / "captions.tsv").write_text("a.jpg\ta red square\n")
     (folder / "val" / "notes.md").touch()

@@ -41,9 +41,8 @@ class LossScaler:
         self.dynamic = loss_scale == "dynamic"
         self.index = index
         self.growth = scale_factor
-        self.window = scale_window
-        self.limits = self.LOWEST, max_loss_scale
-        self._min_loss_scale = min_loss_scale
+        self._scale_seq_len = scale_window  # scripts for Apex set this and the next two
+        self._min_loss_scale, self._max_loss_scale = min_loss_scale, max_loss_scale
         start = min(init_scale, max_loss_scale) if self.dynamic else float(loss_scale)
         device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         # Of the loss; on the device if dynamic. Blocks of ``scale_loss`` and their graphs keep this
@@ -57,30 +56,9 @@ class LossScaler:
         self._overflow_buf = self.counter.new_zeros(1)  # for `update_scale`; scripts set it
         self._pending: list[tuple[torch.cuda.Event | None, Tensor]] = []
 
-    # Scripts for Apex read and set these.
     @property
-    def _scale_seq_len(self) -> int:
-        return self.window
-
-    @_scale_seq_len.setter
-    def _scale_seq_len(self, value: int) -> None:
-        self.window = value
-
-    @property
-    def _min_loss_scale(self) -> float:
-        return self.limits[0]
-
-    @_min_loss_scale.setter
-    def _min_loss_scale(self, value: float | None) -> None:
-        self.limits = max(value or 0.0, self.LOWEST), self.limits[1]
-
-    @property
-    def _max_loss_scale(self) -> float:
-        return self.limits[1]
-
-    @_max_loss_scale.setter
-    def _max_loss_scale(self, value: float) -> None:
-        self.limits = self.limits[0], value
+    def limits(self) -> tuple[float, float]:
+        return max(self._min_loss_scale or 0.0, self.LOWEST), self._max_loss_scale
 
     @property
     def _unskipped(self) -> Tensor:
@@ -136,9 +114,8 @@ class LossScaler:
         assert isinstance(self.factor, Tensor)
         self._found_inf = found_inf
         self.factor = self.factor.clone()
-        torch._amp_update_scale_(
-            self.factor, self.counter, found_inf, self.growth, 1.0 / self.growth, self.window
-        )
+        rates = self.growth, 1.0 / self.growth, self._scale_seq_len
+        torch._amp_update_scale_(self.factor, self.counter, found_inf, *rates)
         self.factor.clamp_(*self.limits)
         event: torch.cuda.Event | None = None
         outcome = torch.stack([found_inf, self.factor]).to("cpu", non_blocking=True)
@@ -186,7 +163,7 @@ class LossScaler:
         if isinstance(self.factor, Tensor):
             restored = torch.full_like(self.factor, state["loss_scale"])
             self.factor = restored.clamp_(*self.limits)
-            unskipped %= self.window  # that of a static scale passes where a dynamic one doubles
+            unskipped %= self._scale_seq_len  # a static scale's passes where others double
         self.counter.fill_(unskipped)
 
 

@@ -267,6 +267,9 @@ class Analysis(Optimizers):
         pair = node.target.elements if isinstance(node.target, cst.Tuple) else ()
         self.assigned.append((pair[-1].value if pair else node.target, node.iter))
 
+    def visit_Nonlocal(self, node: cst.Nonlocal) -> None:
+        self.globals |= {item.name.value for item in node.names}
+
     def visit_Global(self, node: cst.Global) -> None:
         """Reject ``global amp``, which an import in a function follows."""
         self.globals |= {item.name.value for item in node.names}
