@@ -609,7 +609,8 @@ class Analysis(Optimizers):
 
     def _changed(self, pairs: list[tuple[cst.BaseExpression, cst.BaseExpression]]) -> set[str]:
         """Return the names of containers of others that a function changes by these assignments."""
-        own, changed = set(), set()
+        own: set[str] = set()
+        changed: set[str] = set()
         for target, _ in pairs:
             is_changed = isinstance(self.parent(target), cst.Attribute)  # as by append()
             is_own = isinstance(target, cst.Name) and not is_changed

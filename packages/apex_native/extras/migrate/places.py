@@ -14,8 +14,8 @@ from libcst.metadata import QualifiedName, QualifiedNameSource
 NONE = "None"
 REDUCTIONS = {"mean", "sum"}  # functions and methods that need no casts
 # Methods that change a list, a dict or a buffer, as of reinforcement learning.
-ADDING = ("append", "extend", "insert", "update", "appendleft", "add", "put", "push", "store")
-ADDING += ("enqueue", "remember")
+ADDING = {"append", "extend", "insert", "update", "appendleft"}
+ADDING |= {"add", "put", "push", "store", "enqueue", "remember"}
 ASSIGNMENT = matchers.OneOf(
     *(matchers.AssignTarget(), matchers.AugAssign(), matchers.AnnAssign(), matchers.NamedExpr())
 )
