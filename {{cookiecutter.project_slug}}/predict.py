@@ -137,21 +137,23 @@ def main() -> None:
     model = model.to("cuda" if has_gpu and args.device != "cpu" else "cpu")
     predict = task.Predictor(model, metadata, args)
     nans = NanCounter(next(model.parameters()).device)
-    model.register_forward_hook(lambda module, inputs, output: nans.update(output))
+
+    def refuse_nan(*forward: Any) -> None:  # before anything is written
+        nans.update(forward[-1])
+        if nans.compute():
+            nans.count.zero_()
+            raise UserError(f"{file}: the model's output holds nan")
+
+    model.register_forward_hook(refuse_nan)
     status = 0
     for file in args.images:
         try:
             found = predict(file)
+            refuse_nan(torch.tensor([value for _, value in found], device=nans.count.device))
         except OutageError:  # a UserError, too; reading the other files would take seconds for each
             raise
         except UserError as error:
             print(f"error: {one_message(error)}", file=sys.stderr)
-            status = 1
-            continue
-        nans.update(torch.tensor([value for _, value in found], device=nans.count.device))
-        if nans.compute():
-            nans.count.zero_()
-            print(f"error: {printable(file)}: the model's output holds nan", file=sys.stderr)
             status = 1
             continue
         if args.json:

@@ -350,6 +350,18 @@ def test_models_compile_without_graph_breaks(two_processes, level, wrap_first):
         assert max(sizes) >= len(list(Convolved().children()))
 
 
+def on_each_rank_compile_as_one_graph():
+    wrapped = wrap(net(), True)
+    data = torch.ones(2, 4)
+    with torch._dynamo.config.patch(optimize_ddp=False):
+        found = torch.compile(wrapped, backend="eager", fullgraph=True)(data)
+    return torch.equal(found, wrapped(data))
+
+
+def test_model_of_average_at_once_is_one_graph(two_processes):
+    assert two_processes(on_each_rank_compile_as_one_graph) == [True, True]
+
+
 class TwiceNormalised(Convolved):
     """Model with more weights than one MiB, torch's first bucket."""
 

@@ -12,7 +12,7 @@ import struct
 import time
 import zipfile
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -82,6 +82,18 @@ def test_optimizer_around_another_one_is_restored(tmp_path: Path) -> None:
     entries = checkpoint.load(tmp_path / "last.pt")
     restore(tmp_path / "last.pt", entries, state_of(model, Wrapping(inner)))
     assert torch.equal(inner.state[model.weight]["exp_avg"], expected)
+
+
+class AggMo(torch.optim.Optimizer):
+    """An optimizer with several momenta in a dict, as those of other packages."""
+
+    def __init__(self, parameters: Iterable) -> None:
+        super().__init__(parameters, {"lr": 0.1, "momentum": 0.9})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["momentum_buffer"] = {0.9: parameter.grad.clone()}
 
 
 class LikeReal(torch.optim.AdamW):
@@ -154,7 +166,7 @@ def test_versions_and_extra_state_of_modules_are_saved(tmp_path: Path) -> None:
     [
         FusedNovoGrad,
         *(torch.optim.Adafactor, torch.optim.Adamax, torch.optim.ASGD, torch.optim.NAdam),
-        *(torch.optim.RMSprop, torch.optim.Rprop),
+        *(torch.optim.RMSprop, torch.optim.Rprop, AggMo),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -237,6 +237,7 @@ def test_nan_is_an_error(
     lines, errors, status = predicted(model.save(checkpoint, weights), images)
     assert (lines, status) == ([], 1)
     assert f"error: {images}/a.jpg: the model's output holds nan" in errors
+    assert not [*Path().rglob("*.png")]  # a mask
 
 
 def test_names_are_escaped(

@@ -190,7 +190,7 @@ def _holds_unsynced(stashes: list[AmpStash]) -> bool:
 
     Unscaled, they would be set aside in the next backward pass, and miss its reduction.
     """
-    models = [m for m in _amp_state.parallel_models if m.is_unsynced and not m.is_due]
+    models = [m for m in _amp_state.parallel_models if m.is_unsynced and not m.awaits_averages]
     unsynced = {parameter for model in models for parameter in model.parameters()}
     if not unsynced:  # as at nearly every step
         return False

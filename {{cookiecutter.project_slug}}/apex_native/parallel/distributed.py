@@ -122,6 +122,11 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         finally:
             self._in_no_sync = outer
 
+    @property
+    def awaits_averages(self) -> bool:
+        """Whether the backward pass of a forward pass that averages is to come."""
+        return self.is_due and (self._averager is None or self._averager.is_due)
+
     def disable_allreduce(self) -> None:
         """Stop averaging gradients, from the next forward pass on (in Apex, backward pass).
 
@@ -188,9 +193,10 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
                 self.is_due = True
                 if self._averager is not None:
                     self._averager.is_due = True
-        call = super().forward if self._averager is None else self.module
+        if self._averager is not None:
+            return self.module(*inputs, **kwargs)
         try:
-            outputs = call(*inputs, **kwargs)
+            outputs = super().forward(*inputs, **kwargs)
         except RuntimeError as error:
             unused = re.search(r"indices which did not receive grad.*?: ([\d ]+)", str(error))
             if unused is None:

@@ -289,7 +289,7 @@ def _place_moments(
     is_fused = not names.isdisjoint(FUSED)
     for name, value in saved.items():
         is_moment = name in MOMENTS and name in loaded  # not of an optimizer within another one
-        if is_moment and value is not None and value.shape == parameter.shape:
+        if is_moment and isinstance(value, Tensor) and value.shape == parameter.shape:
             dtype = torch.float32 if is_fused else loaded[name].dtype
             loaded[name] = torch.empty_like(parameter, dtype=dtype).copy_(value)
             continue
