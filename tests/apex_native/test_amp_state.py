@@ -1,6 +1,8 @@
 """State under amp: fp32 state dicts, exact resumption, master weights."""
 
+import copy
 import io
+import warnings
 
 import pytest
 import torch
@@ -334,6 +336,18 @@ def test_state_is_recognized_as_initialized(monkeypatch):
     assert state.opt_properties.options["opt_level"] == "O1"
     state.loss_scalers = [*state.loss_scalers]  # may be set, too
     assert state.scalers is state.loss_scalers
+
+
+def test_state_of_a_copy_is_no_place_to_write_to():
+    """As timm's ModelEma does, which is made after initialize in its training script."""
+    model, _ = prepare("O2")
+    copied = copy.deepcopy(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.state_dict()
+        amp.initialize(copy.deepcopy(Net()), opt_level="O1", verbosity=0).state_dict()
+    with pytest.warns(UserWarning, match="what is written to them, as by timm's ModelEma, is lost"):
+        copied.state_dict()
 
 
 def test_half_models_are_accepted_if_the_script_says_so(monkeypatch):

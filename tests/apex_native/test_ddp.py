@@ -292,6 +292,8 @@ def on_each_rank_switch_before_the_backward_pass(x):
         loss = model.train(not is_evaluation)(x)
         if is_evaluation:  # which may be without no_grad()
             model.enable_allreduce()
+    model.eval()(x)
+    model.train()
     with pytest.raises(RuntimeError, match="call them before it"):
         model.disable_allreduce()
     model.enable_allreduce()  # as it is

@@ -351,8 +351,9 @@ def test_models_compile_without_graph_breaks(two_processes, level, wrap_first):
 
 
 def on_each_rank_compile_as_one_graph():
-    wrapped = wrap(net(), True)
-    data = torch.ones(2, 4)
+    torch.compiler.reset()
+    wrapped = wrap(Convolved().eval(), True)
+    data = torch.ones(2, 3, 8, 8)
     with torch._dynamo.config.patch(optimize_ddp=False):
         found = torch.compile(wrapped, backend="eager", fullgraph=True)(data)
     return torch.equal(found, wrapped(data))

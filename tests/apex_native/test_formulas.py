@@ -201,10 +201,11 @@ def test_larc(device, clip, trust_coefficient):
 
 def test_copy_of_larc_after_initialize_steps_the_copy():
     model = nn.Linear(2, 2)
-    model, optimizer = amp.initialize(
-        model, LARC(torch.optim.SGD(model.parameters(), 0.1)), verbosity=0
-    )
+    larc = LARC(torch.optim.SGD(model.parameters(), lr=0.1))
+    larc.warmup = 3
+    model, optimizer = amp.initialize(model, larc, verbosity=0)
     copied_model, copied = copy.deepcopy((model, optimizer))
+    assert copied.warmup == 3
     before = [parameter.clone() for parameter in model.parameters()]
     copied_model(torch.ones(1, 2)).sum().backward()
     copied.step()

@@ -79,13 +79,14 @@ def test_norms_with_their_own_forward_are_not_converted(capsys):
     assert "NormAndReLU has a forward pass of its own" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", ["weight", "bias"])
 @pytest.mark.parametrize("kind", ["pruned", "parametrized"])
-def test_norms_whose_weight_is_computed_are_not_converted(capsys, kind):
+def test_norms_whose_parameters_are_computed_are_not_converted(capsys, kind, name):
     norm = nn.BatchNorm2d(4).eval()
     if kind == "pruned":
-        prune.random_unstructured(norm, "weight", 2)
+        prune.random_unstructured(norm, name, 2)
     else:
-        nn.utils.parametrize.register_parametrization(norm, "weight", nn.Softplus())
+        nn.utils.parametrize.register_parametrization(norm, name, nn.Softplus())
     converted = convert_syncbn_model(nn.Sequential(norm, nn.BatchNorm2d(4)))
     assert converted[0] is norm and isinstance(converted[1], SyncBatchNorm)
     assert "a pruned or parametrized weight, and is not converted" in capsys.readouterr().out

@@ -352,6 +352,7 @@ def test_keyword_of_the_name_is_no_use_of_an_import(tmp_path):
     "line",
     [
         '__all__ = ["FusedAdam", "f"]',
+        '__all__ += ["FusedAdam"]',
         "optimizer = eval(args.optimizer)(model.parameters())",
         "optimizer = globals()[args.optimizer](model.parameters())",
     ],

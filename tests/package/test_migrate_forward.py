@@ -359,6 +359,21 @@ def test_forward_pass_is_under_autocast(run, tmp_path, name):
     assert losses(run("script.py")) == pytest.approx(before, rel=1e-4) and len(before) == 3
 
 
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "total = torch.add(model(x), 1)",
+        "args.best = model(x).mean()",
+        "best = {}\n    best[0] = model(x)",
+    ],
+)
+def test_validation_elsewhere_is_no_obstacle(tmp_path, lines):
+    script = f"{INITIALIZE}def validate():\n    {lines}\n{LOOP}    out = model(x)\n"
+    script += f"    loss = torch.mean(criterion(out, y) / args.accumulation)\n{STEP}"
+    code, _ = migrate(tmp_path, START + script)
+    assert "torch.autocast(" in code
+
+
 @pytest.mark.parametrize("name", LEFT)
 def test_forward_pass_elsewhere_is_left(tmp_path, name):
     script, why = LEFT[name]

@@ -73,7 +73,7 @@ def _export_and_compare(
     except Exception as error:  # of any type
         raise UserError(
             f"--export {path}: the model does not take the inputs of dummy_batch in task.py "
-            f"({shorten(str(error), 160)}): let it return images of the size that it takes"
+            f"({shorten(str(error), 160)}): correct their size there"
         ) from None
     try:
         run = export(model, inputs, _variable_sizes(inputs), written)

@@ -99,8 +99,8 @@ class FusedMixedPrecisionLamb(FusedWithMasters, FusedLAMB):
         """Return the state; `lr` and `step` of its groups are tensors, as Apex's scripts expect."""
         saved = super().state_dict()
         for group in saved["param_groups"]:
-            group["lr"] = torch.tensor(group["lr"], dtype=torch.float64)
-            group["step"] = torch.tensor([group["step"]], dtype=torch.int)
+            group["lr"] = torch.tensor(float(group["lr"]), dtype=torch.float64)
+            group["step"] = torch.tensor([int(group["step"])], dtype=torch.int)
         return saved
 
     def load_state_dict(self, state_dict: dict) -> None:

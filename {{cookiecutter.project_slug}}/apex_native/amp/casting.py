@@ -1,6 +1,5 @@
 """Casts: of models, of their inputs, outputs and saved state, and of functions (O1 and O4)."""
 
-import contextlib
 import functools
 import os
 import warnings
@@ -97,7 +96,8 @@ def cast_model(model: nn.Module, dtype: torch.dtype, keep_batchnorm_fp32: bool) 
     cast_weights(model, dtype, keep_batchnorm_fp32)
     model.register_forward_pre_hook(functools.partial(_cast_inputs, dtype=dtype), with_kwargs=True)
     for module in model.modules():
-        module.register_state_dict_post_hook(_save_as_fp32)
+        save = functools.partial(_save_as_fp32, owner=id(module))  # a copy has another one
+        module.register_state_dict_post_hook(save)
         module.register_load_state_dict_pre_hook(_load_masters)
 
 
@@ -166,7 +166,9 @@ def _own_tensors(module: nn.Module, prefix: str) -> dict[str, Tensor]:
     return {prefix + name: tensor for name, tensor in (*parameters, *buffers)}
 
 
-def _save_as_fp32(module: nn.Module, state_dict: dict, prefix: str, local_metadata: dict) -> None:
+def _save_as_fp32(
+    module: nn.Module, state_dict: dict, prefix: str, local_metadata: dict, owner: int
+) -> None:
     """Replace half tensors of a saved model by fp32 ones, by the masters if the model matches them.
 
     Apex saves the rounded half weights, so that a resumed run continues from other weights than
@@ -179,12 +181,20 @@ def _save_as_fp32(module: nn.Module, state_dict: dict, prefix: str, local_metada
         master, values = getattr(tensor, _MASTER, None), tensor.detach()
         if master is None:
             state_dict[key] = values.float()
+            if owner != id(module):
+                warnings.warn(OF_A_COPY, stacklevel=2)
         elif state_dict[key] is tensor:  # keep_vars=True: the live tensors, without copies
             state_dict[key] = current_master(tensor)
         else:
             exact = master.detach().to(values.device)  # the model may have moved
             is_exact = values == exact.to(values.dtype)
             state_dict[key] = torch.where(is_exact, exact, values.float())
+
+
+OF_A_COPY = (
+    "state_dict() of a copy of a model that amp has cast returns fp32 copies: what is written to "
+    "them, as by timm's ModelEma, is lost. Average weights in a copy made before amp.initialize."
+)
 
 
 def _load_masters(module: nn.Module, state_dict: dict, prefix: str, *_: object) -> None:
@@ -248,14 +258,12 @@ def _binary_cross_entropy(
         return torch.ops.aten.binary_cross_entropy(input, target, weight, reduction)
 
 
-@contextlib.contextmanager  # as a decorator, it asks for the device at each call
-def disable_casts() -> Iterator[None]:
+def disable_casts() -> torch.autocast:
     """Run the body without the casts of O1 and O4, or of torch's autocast without amp.
 
     ``scale_loss`` does so in the backward pass.
     """
-    with torch.autocast(_cast_device(), enabled=False):
-        yield
+    return torch.autocast(_cast_device(), enabled=False)
 
 
 def _cast_device() -> str:

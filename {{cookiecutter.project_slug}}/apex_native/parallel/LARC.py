@@ -53,8 +53,9 @@ class LARC(Optimizer):
         self.optim.param_groups = groups
 
     def __getstate__(self) -> dict:
-        # As torch's optimizers, it leaves out what amp or a scheduler has put on the instance.
-        return {name: getattr(self, name) for name in ("optim", "trust_coefficient", "clip", "eps")}
+        # Without what amp and schedulers have put on the instance, as torch's optimizers.
+        own = vars(self).items()
+        return {key: one for key, one in own if not callable(one) and key != "_amp_stash"}
 
     def __setstate__(self, state: dict) -> None:
         self.__dict__.update(state)

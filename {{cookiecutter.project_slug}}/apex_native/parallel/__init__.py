@@ -67,8 +67,9 @@ def convert_syncbn_model(
 def is_special(norm: _BatchNorm) -> bool:
     """Return whether conversion would lose what `norm` has of SPECIAL."""
     plain = (_BatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward)
-    is_own = norm.weight is None or isinstance(norm.weight, nn.Parameter)
-    return type(norm).forward not in plain or not is_own
+    given = (one for one in (norm.weight, norm.bias) if one is not None)
+    is_computed = not all(isinstance(one, nn.Parameter) for one in given)
+    return type(norm).forward not in plain or is_computed
 
 
 def revert_syncbn_model(module: nn.Module) -> nn.Module:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
+from torch.utils.hooks import unserializable_hook
 
 from ..amp.casting import current_master, nested_tensors
 from ..amp.state import _amp_state
@@ -124,7 +125,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
 
     @property
     def awaits_averages(self) -> bool:
-        """Whether the backward pass of a forward pass that averages is to come."""
+        """True if the backward pass of a forward pass that averages is to come."""
         return self.is_due and (self._averager is None or self._averager.is_due)
 
     def disable_allreduce(self) -> None:
@@ -148,13 +149,18 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         self.require_backward_grad_sync = is_synced
 
     def _await_backward(self, outputs: object) -> None:
-        def end_waiting(_: Tensor) -> None:
-            self._is_pending = self.is_due = False  # the pass may be outside of amp.scale_loss
+        is_pending = self._is_switched and self.training
+
+        @unserializable_hook
+        def begin_backward(_: Tensor) -> None:  # of any kind, also without amp.scale_loss
+            self.is_due = False
+            if is_pending:
+                self._is_pending = False
 
         for output in nested_tensors(outputs):
             if output.grad_fn is not None:  # a parameter would keep the hook
-                self._is_pending = self._is_switched and self.training
-                output.register_hook(end_waiting)
+                self._is_pending |= is_pending
+                output.register_hook(begin_backward)
 
     def average_at_once(self) -> None:
         """Average all gradients of a type at once, after each backward pass from now on.

@@ -33,7 +33,7 @@ FEW_CLASSES = 10_000  # which a model of any size can be of
 MAX_OVERLAP = 16  # times that tensors may share the same bytes, on average
 NUM_WORDS = 624  # of a Mersenne Twister, the random-number generator of all libraries on the CPU
 ROUNDING = 2.0**-7  # relative, of bfloat16, with a margin
-SMALLEST_HALF = 2.0**-24  # above 0, of float16
+SMALLEST_HALF, LARGEST_HALF = 2.0**-24, 65504.0  # of float16, above 0
 MAX_DIMS = 64  # of a tensor that torch computes with
 TORCH_HEADER = struct.Struct("=QiiQ")  # of torch's: seed, left, seeded, next
 
@@ -295,17 +295,18 @@ def check_like(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
 def check_loaded(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     """Raise ValueError if `own`, the state of a model that has loaded `state`, has other values.
 
-    A half type may have rounded them. A class's own load_state_dict may leave some out, or write to
-    what state_dict() returns, which is a copy at O2.
+    A half type may have rounded them, or made them infinite. A class's own load_state_dict may
+    leave some out, or write to what state_dict() returns, which is a copy at O2.
     """
-    for name in state.keys() & own.keys():
-        theirs, ours = local_shard(state[name]), local_shard(own[name])
+    for name, value in own.items():
+        ours = local_shard(value)
         is_comparable = isinstance(ours, Tensor) and not is_lazy(ours) and ours.itemsize > 1
-        if name.endswith("_extra_state") or not is_comparable:
+        if name not in state or name.endswith("_extra_state") or not is_comparable:
             continue
-        theirs = theirs.to(ours.device, ours.dtype)
-        if not torch.allclose(ours, theirs, ROUNDING, SMALLEST_HALF, equal_nan=True):
-            raise ValueError(f"the model's load_state_dict leaves {name} out: call nn.Module's")
+        theirs = local_shard(state[name]).to(ours.device, ours.dtype)
+        is_same = torch.isclose(ours, theirs, ROUNDING, SMALLEST_HALF, equal_nan=True)
+        if not (is_same | (ours.isinf() & (theirs.abs() > LARGEST_HALF))).all():
+            raise ValueError(f"{name} has other values after the model's own load_state_dict")
 
 
 def _kind(dtype: torch.dtype) -> tuple[bool, bool, bool]:

@@ -63,7 +63,9 @@ def read_captions(folder: Path, limit: int) -> list[tuple[Path, bytes]]:
         caption = text.strip().encode()
         require_short(len(caption), limit, f"{path}, line {number}")
         if not (tab and name and caption) or {*b"\t\0"} & {*caption}:
-            raise UserError(f"{path}, line {number}: it must be FILE, a tab, and a text")
+            raise UserError(
+                f"{path}, line {number}: it must be FILE, a tab, and a text without tabs"
+            )
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise UserError(f"{path}, line {number}: {name} must be a path below {folder}")
         pairs.append((folder / name, caption))
@@ -83,7 +85,7 @@ def read_captions(folder: Path, limit: int) -> list[tuple[Path, bytes]]:
 def _report_uncaptioned(folder: Path, files: set[Path]) -> None:
     scan = Scan(folder)
     for file in sorted(files):
-        if file.suffix.lower() in scan.suffixes:
+        if file.suffix.lower() in scan.suffixes and not file.name.startswith("."):
             scan.ignore("images without a caption", str(file))
     scan.report()
 

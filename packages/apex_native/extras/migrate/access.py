@@ -9,13 +9,13 @@ from libcst.metadata import QualifiedNameProvider
 
 from .gradients import CLASS, OPTIMIZER, SCHEDULE, decorators, function_name
 from .order import Order
-from .places import ADDING, is_own, last_names, names_in, plain_source, source
+from .places import LISTING, is_own, last_names, names_in, plain_source, source
 
 # Parameters, of a model or of an optimizer's groups.
 PARAMETERS = re.compile(
     r"\.(named_)?parameters\(\)|\.param_groups(\[\d+\])?(\[['\"]params['\"]\])?$"
 )
-HARMLESS = {*dir(builtins), *ADDING, "scale_loss", "master_params"}  # given parameters
+HARMLESS = {*dir(builtins), *LISTING, "scale_loss", "master_params"}  # given parameters
 # Methods and functions that need no gradients, or leave them scaled.
 ORDINARY = re.compile(
     r"^(step|zero_grad|add_param_group|train|eval|write|batch_step|store|restore|to|cuda|"

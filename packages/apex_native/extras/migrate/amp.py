@@ -18,7 +18,7 @@ from .imports import apex_imports
 from .optimizers import Optimizers
 from .order import negated, parts
 from .places import (
-    ADDING,
+    ADDED,
     NONE,
     as_bool,
     assigned,
@@ -27,6 +27,7 @@ from .places import (
     is_boundary,
     is_own,
     last_name,
+    last_names,
     names_in,
     none_fallbacks,
     pairs,
@@ -144,7 +145,8 @@ class Analysis(Optimizers):
         elif attribute == "add_argument" and "store_true" in source(node):
             texts = [source(arg.value).strip("\"'") for arg in node.args if arg.keyword is None]
             self.flags |= {text.lstrip("-").replace("-", "_") for text in texts}
-        elif attribute in ADDING and isinstance(node.func, cst.Attribute):
+        elif matchers.matches(self.parent(node), ADDED):
+            assert isinstance(node.func, cst.Attribute)
             self.assigned += [(node.func.value, arg.value) for arg in node.args]
         elif "clip_grad" in source(node.func):
             self._add_reader(node, "")
@@ -612,9 +614,12 @@ class Analysis(Optimizers):
         own: set[str] = set()
         changed: set[str] = set()
         for target, _ in pairs:
-            is_changed = isinstance(self.parent(target), cst.Attribute)  # as by append()
-            is_own = isinstance(target, cst.Name) and not is_changed
-            (own if is_own else changed).add(re.split(r"\W", source(target))[0])
+            if isinstance(target, cst.Subscript):
+                changed |= last_names(target.value)
+            elif isinstance(self.parent(target), cst.Attribute):  # as by append()
+                changed |= last_names(target)
+            else:
+                own |= last_names(target)
         return changed - own
 
     def _held(self, line: cst.CSTNode) -> set[str]:

@@ -9,7 +9,7 @@ from libcst.codemod import CodemodContext
 from libcst.codemod.visitors import AddImportsVisitor
 from libcst.helpers import get_full_name_for_node
 
-from .places import source
+from .places import plain_source, source
 from .report import PREFIX
 from .tree import OutsideImports
 
@@ -32,9 +32,9 @@ class _Used(OutsideImports):
     def visit_AssignTarget(self, node: cst.AssignTarget) -> bool:
         return not isinstance(node.target, cst.Name)
 
-    def visit_Assign(self, node: cst.Assign) -> None:
-        if any(source(each.target) == "__all__" for each in node.targets):
-            self.names.update(re.findall(r"\w+", source(node.value)))
+    def visit_SimpleStatementLine(self, node: cst.SimpleStatementLine) -> None:
+        if plain_source(node).startswith("__all__"):
+            self.names.update(re.findall(r"\w+", plain_source(node)))
 
     def visit_Attribute(self, node: cst.Attribute) -> bool:
         node.value.visit(self)

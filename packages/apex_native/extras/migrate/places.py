@@ -13,13 +13,14 @@ from libcst.metadata import QualifiedName, QualifiedNameSource
 
 NONE = "None"
 REDUCTIONS = {"mean", "sum"}  # functions and methods that need no casts
-# Methods that change a list, a dict or a buffer, as of reinforcement learning.
-ADDING = {"append", "extend", "insert", "update", "appendleft"}
-ADDING |= {"add", "put", "push", "store", "enqueue", "remember"}
+# Methods that change a list or a dict, and those of a buffer, as of reinforcement learning.
+LISTING = {"append", "extend", "insert", "update"}
+ADDING = {*LISTING, "appendleft", "add", "put", "push", "store", "enqueue", "remember"}
 ASSIGNMENT = matchers.OneOf(
     *(matchers.AssignTarget(), matchers.AugAssign(), matchers.AnnAssign(), matchers.NamedExpr())
 )
-METHOD_CALL = matchers.Call(func=matchers.Attribute())
+_ADDING = matchers.Name(matchers.MatchIfTrue(ADDING.__contains__))
+ADDED = matchers.Expr(matchers.Call(matchers.Attribute(attr=_ADDING)))  # torch.add() returns a sum
 
 
 def source(node: cst.CSTNode) -> str:
@@ -80,9 +81,9 @@ def last_names(value: cst.BaseExpression) -> set[str]:
 def assigned(node: cst.CSTNode) -> frozenset[str]:
     """Return the names that a statement assigns, also in its blocks."""
     assignments: Sequence[Any] = matchers.findall(node, ASSIGNMENT)
-    calls: Sequence[Any] = matchers.findall(node, METHOD_CALL)
+    added: Sequence[Any] = matchers.findall(node, ADDED)
     targets = [each.target for each in assignments]
-    targets += [call.func.value for call in calls if call.func.attr.value in ADDING]
+    targets += [each.value.func.value for each in added]
     return frozenset().union(*map(names_in, targets))
 
 
