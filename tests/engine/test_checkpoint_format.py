@@ -317,8 +317,17 @@ class SkippingBias(LoadingByItself):
     skipped = ("0.bias",)
 
 
-@pytest.mark.parametrize(("level", "kind"), [("O2", LoadingByItself), ("O1", SkippingBias)])
-def test_state_that_the_model_does_not_load_is_refused(
+class WritingToParameters(nn.Sequential):
+    def load_state_dict(self, state: dict, strict: bool = True) -> None:  # type: ignore[override]
+        for name, parameter in self.named_parameters():
+            parameter.data.copy_(state[name])
+
+
+@pytest.mark.parametrize(
+    ("level", "kind"),
+    [("O2", LoadingByItself), ("O2", WritingToParameters), ("O1", SkippingBias)],
+)
+def test_state_that_the_model_loads_by_itself_is_restored_or_refused(
     tmp_path: Path, level: str, kind: type[nn.Module]
 ) -> None:
     def build() -> TrainingState:
@@ -332,12 +341,17 @@ def test_state_that_the_model_does_not_load_is_refused(
     rest = {"epoch": 0, "step": 0, "samples": 0, "best": 0.5, "ranks": []}
     checkpoint.write(tmp_path / "last.pt", checkpoint.collect(state) | rest)
     restore(tmp_path / "last.pt", checkpoint.load(tmp_path / "last.pt"), state)  # the same values
-    entries = checkpoint.load(tmp_path / "last.pt")
-    with pytest.raises(UserError, match=r"0\.(weight|bias) has other values after the model's"):
-        restore(tmp_path / "last.pt", entries, build())
-    if level == "O1":
-        with pytest.raises(ValueError, match=r"0\.bias has other values after"):
-            build_with(entries["model"], lambda: kind(nn.Linear(4, 4)))
+    entries, other = checkpoint.load(tmp_path / "last.pt"), build()
+    if level == "O2":
+        restore(tmp_path / "last.pt", entries, other)
+        found, expected = (checkpoint.collect(one)["model"] for one in (other, state))
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        assert torch.equal(other.model[0].weight, expected["0.weight"].bfloat16())
+        return
+    with pytest.raises(UserError, match=r"0\.bias has other values after the model's"):
+        restore(tmp_path / "last.pt", entries, other)
+    with pytest.raises(ValueError, match=r"0\.bias has other values after"):
+        build_with(entries["model"], lambda: kind(nn.Linear(4, 4)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -110,9 +110,18 @@ class Backend:
     def load_fp32_state_dict(
         self, model: nn.Module, optimizer: Optimizer, state: Mapping[str, Tensor]
     ) -> None:
-        """Load what `fp32_state_dict` returned into the model and the masters."""
-        self.master_weights(optimizer)  # made now, since apex_native loads them, too
+        """Load what `fp32_state_dict` returned into the model and the masters.
+
+        A class's own load_state_dict may write to what state_dict() returns, which is a copy here,
+        or to the rounded weights alone.
+        """
+        masters = self.master_weights(optimizer)  # made now, since apex_native loads them, too
         unwrap(model).load_state_dict(state)
+        with torch.no_grad():
+            for name, parameter in unwrap(model).named_parameters():
+                if parameter in masters and name in state:
+                    parameter.copy_(state[name])
+                    masters[parameter].copy_(state[name])
 
     @contextmanager
     def gradient_sync(self, model: Any, enabled: bool) -> Iterator[None]:
@@ -277,16 +286,6 @@ class ApexBackend(Backend):
             if parameter in masters:
                 state[name] = masters[parameter].detach()
         return state
-
-    def load_fp32_state_dict(
-        self, model: nn.Module, optimizer: Optimizer, state: Mapping[str, Tensor]
-    ) -> None:
-        super().load_fp32_state_dict(model, optimizer, state)
-        masters = self.master_weights(optimizer)
-        with torch.no_grad():
-            for name, parameter in unwrap(model).named_parameters():
-                if parameter in masters:
-                    masters[parameter].copy_(state[name])
 
 
 def in_fp32(value: Any) -> Any:
