@@ -338,6 +338,9 @@ def test_state_that_the_model_loads_by_itself_is_restored_or_refused(
         return TrainingState(model, optimizer, backend.load_backend("native", level))
 
     state = build()
+    with amp.scale_loss(state.model(torch.rand(2, 4)).float().sum(), state.optimizer) as loss:
+        loss.backward()
+    state.optimizer.step()
     rest = {"epoch": 0, "step": 0, "samples": 0, "best": 0.5, "ranks": []}
     checkpoint.write(tmp_path / "last.pt", checkpoint.collect(state) | rest)
     restore(tmp_path / "last.pt", checkpoint.load(tmp_path / "last.pt"), state)  # the same values
