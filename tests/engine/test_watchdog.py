@@ -335,7 +335,9 @@ def test_ctrl_c_in_the_pause_before_a_fork_has_its_effect() -> None:
         from engine import distributed
 
         distributed.FORK_PAUSE_S = 0.5
-        os.register_at_fork(before=distributed.pause_before_fork)
+        os.register_at_fork(before=lambda: time.sleep(1))  # the last one: a fork may take long
+        pause, repeat = distributed.pause_before_fork, distributed.repeat_interrupt
+        os.register_at_fork(before=pause, after_in_parent=repeat)
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
         if not os.fork():
             os._exit(0)

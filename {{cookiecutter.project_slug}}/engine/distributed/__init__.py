@@ -41,6 +41,7 @@ CORRECTABLE = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, *FULL_DISK)
 PATIENCE_S = 5.0  # in which a launcher ends all processes of a job that failed
 GLOO_THREADS_S = 0.1  # in which threads of gloo end
 FORK_PAUSE_S = 0.01  # in which threads let go of Python's locks
+_interrupts: list[int] = []  # by Ctrl-C, in this time
 SETTLE_S = 3.0  # in which the peer monitor learns of another process's failure
 
 
@@ -205,20 +206,23 @@ def rendezvous(
     select_gloo_interface()
     if sys.version_info < (3, 12):
         # There, a process that is forked while a thread of gloo enters Python waits for ever.
-        os.register_at_fork(before=pause_before_fork)
+        os.register_at_fork(before=pause_before_fork, after_in_parent=repeat_interrupt)
     return store
 
 
 def pause_before_fork() -> None:
-    """Wait before a process is forked. Ctrl-C in this time has its effect after the fork.
-
-    Python ignores exceptions of such a hook.
-    """
+    """Wait before a process is forked. Python ignores exceptions here; see `repeat_interrupt`."""
     try:
         time.sleep(FORK_PAUSE_S)
     except KeyboardInterrupt:
+        _interrupts.append(signal.SIGINT)
+
+
+def repeat_interrupt() -> None:
+    """Let Ctrl-C in the pause before a fork have its effect after it, however long that took."""
+    if _interrupts:
         main = threading.main_thread().ident
-        threading.Timer(FORK_PAUSE_S, signal.pthread_kill, (main, signal.SIGINT)).start()
+        threading.Timer(FORK_PAUSE_S / 2, signal.pthread_kill, (main, _interrupts.pop())).start()
 
 
 def _log_restart(rank: int) -> None:
