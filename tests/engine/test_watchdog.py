@@ -334,6 +334,7 @@ def test_ctrl_c_in_the_pause_before_a_fork_has_its_effect() -> None:
         import os, signal, threading, time
         from engine import distributed
 
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # not of a shell's background
         distributed.FORK_PAUSE_S = 0.5
         os.register_at_fork(before=lambda: time.sleep(1))  # the last one: a fork may take long
         pause, repeat = distributed.pause_before_fork, distributed.repeat_interrupt
