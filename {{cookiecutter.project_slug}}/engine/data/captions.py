@@ -62,7 +62,7 @@ def read_captions(folder: Path, limit: int) -> list[tuple[Path, bytes]]:
             continue
         caption = text.strip().encode()
         require_short(len(caption), limit, f"{path}, line {number}")
-        if not (tab and name and caption) or {*b"\t\0"} & {*caption}:
+        if not (tab and name and caption) or b"\t" in caption or b"\0" in caption:
             raise UserError(
                 f"{path}, line {number}: it must be FILE, a tab, and a text without tabs"
             )
