@@ -25,7 +25,7 @@ from engine.data import (
     to_device,
 )
 from engine.data.images import Crop, Span, crop_and_resize, decode, read_encoded
-from engine.data.loading import EpochBatches, TrainLoader, build_loader
+from engine.data.loading import EpochBatches, SeededBatchSampler, TrainLoader, build_loader
 from engine.data.skipping import SkippingDataset, skip_broken
 from engine.monitoring.image_grid import sample_evenly
 from fresh import TEMPLATE
@@ -463,6 +463,38 @@ def test_iteration_of_a_derived_sampler_is_what_is_read(workers) -> None:
         assert read == {10 * epoch + start_sample}
 
 
+class Drawn(ResumableDistributedSampler):
+    """Sampler of one's own that draws from torch's random numbers, as torch's RandomSampler."""
+
+    def __iter__(self):
+        order = torch.randperm(len(self.dataset))[self.start_sample :]
+        return iter(order[self.rank :: self.num_replicas][: len(self)].tolist())
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_random_order_of_a_derived_sampler_is_resumed_and_shared_by_all_processes(workers) -> None:
+    data = SeededDataset(Numbers(), seed=5)
+
+    def read(rank: int, world_size: int, start_sample: int) -> list[list[int]]:
+        """Read two epochs in a process with other random numbers."""
+        torch.seed()
+        before = torch.get_rng_state()
+        sampler = Drawn(data, 5, num_replicas=world_size, rank=rank)
+        loader = TrainLoader(data, sampler, batch_size=4, epochs=2, workers=workers, device=CPU)
+        epochs = []
+        for epoch, start in ((0, start_sample), (1, 0)):
+            sampler.set_epoch(epoch, start)
+            epochs.append([int(index) for batch in loader for index in batch[:, 0]])
+        assert torch.equal(torch.get_rng_state(), before)
+        return epochs
+
+    first, second = read(0, 1, 0)
+    assert first != second and len({*first}) == len(first) == 100
+    assert read(0, 1, 40) == [first[40:], second]
+    shards = [read(rank, 2, 40)[0] for rank in range(2)]
+    assert sorted(shards[0] + shards[1]) == sorted(first[40:96])
+
+
 def test_samplers_that_no_run_could_resume_are_errors(monkeypatch) -> None:
     data = SeededDataset(Numbers(), seed=5)
     options = {"batch_size": 4, "epochs": 3, "workers": 0, "device": CPU}
@@ -479,7 +511,8 @@ def test_samplers_that_no_run_could_resume_are_errors(monkeypatch) -> None:
 def test_nothing_is_loaded_beyond_the_last_epoch() -> None:
     sampler = ResumableDistributedSampler(SeededDataset(Numbers(), 0), 5, num_replicas=2, rank=0)
     sampler.set_epoch(1, 32)
-    epochs, batches = zip(*EpochBatches(sampler, 4, epochs=3), strict=True)
+    made = EpochBatches(SeededBatchSampler(sampler, 4, seed=0), epochs=3)
+    epochs, batches = zip(*made, strict=True)
     assert epochs == (*8 * [1], *12 * [2])
     assert list(chain(*batches[:8])) == list(sampler)[:32]
 

@@ -25,7 +25,9 @@ from engine.data import (
     SeededDataset,
     collate,
     gpu_decoding,
+    mix_seeds,
     rng_preserved,
+    seed_cpu,
     select_batch,
 )
 from engine.distributed.watchdog import ignore_stop_signals
@@ -64,13 +66,13 @@ class TrainLoader:
         self.dataset = dataset
         self.sampler = sampler
         self.batch_size = batch_size
-        self.batch_sampler = BatchSampler(sampler, batch_size, drop_last=True)
+        self.batch_sampler = SeededBatchSampler(sampler, batch_size, dataset.seed)
         own = dataset.dataset
         # The set_epoch of the engine's depends on the epoch alone.
         while isinstance(own, DatasetWrapper) and type(own).__module__.startswith("engine."):
             own = own.dataset
         self._loads_ahead = not hasattr(own, "set_epoch")
-        self._indices = EpochBatches(sampler, batch_size, epochs)
+        self._indices = EpochBatches(self.batch_sampler, epochs)
         self._loader = build_loader(EpochDataset(dataset), batch_sampler=self._indices, **options)
         self._batches: Iterator = iter(())
         self._position: tuple[int, int] | None = None  # of the sampler, where `_batches` continue
@@ -165,35 +167,52 @@ class EpochDataset(Dataset):
         return self.dataset.__getitems__(indices)
 
 
-class EpochBatches:
-    """Epoch and indices of each batch from the position of `sampler` to the epoch `end`."""
+class SeededBatchSampler(BatchSampler):
+    """BatchSampler without an incomplete batch, whose `sampler` may draw random numbers.
 
-    def __init__(self, sampler: ResumableDistributedSampler, batch_size: int, epochs: int) -> None:
-        self.sampler = sampler
-        self.batch_size = batch_size
+    Those of torch, NumPy and `random` depend only on the seed and the epoch: all processes draw the
+    same, a resumed run does, too, and the random numbers of the training are left as they are.
+    """
+
+    sampler: ResumableDistributedSampler
+
+    def __init__(self, sampler: ResumableDistributedSampler, batch_size: int, seed: int) -> None:
+        super().__init__(sampler, batch_size, drop_last=True)
+        self.seed = seed
+
+    def __iter__(self) -> Iterator[list[int]]:
+        with rng_preserved():
+            seed_cpu(mix_seeds(self.seed, self.sampler.epoch))
+            return iter([*super().__iter__()])
+
+
+class EpochBatches:
+    """Epoch and indices of each batch from the position of the sampler to the epoch `end`."""
+
+    def __init__(self, batches: SeededBatchSampler, epochs: int) -> None:
+        self.batches = batches
         self.end = epochs
         self._made: dict[int, list[list[int]]] = {}  # batches by epoch
 
     def are_outdated(self) -> bool:
         """Return whether the sampler was changed after the batches of its epoch were made."""
-        made = self._made.get(self.sampler.epoch)
-        self._made = {epoch: one for epoch, one in self._made.items() if epoch > self.sampler.epoch}
+        current = self.batches.sampler.epoch
+        made = self._made.get(current)
+        self._made = {epoch: one for epoch, one in self._made.items() if epoch > current}
         if made is None:
             return False
-        batches = BatchSampler(self.sampler, self.batch_size, drop_last=True)
-        with rng_preserved():
-            now = list(batches)
-        with rng_preserved():  # a sampler that draws other samples each time can't be compared
-            return made != now and now == list(batches)
+        now = [*self.batches]
+        # A sampler whose own generator goes on can't be compared.
+        return made != now and now == [*self.batches]
 
     def __iter__(self) -> Iterator[tuple[int, list[int]]]:
         self._made = {}
-        start_sample = self.sampler.start_sample
-        for epoch in range(self.sampler.epoch, self.end):
-            sampler = copy(self.sampler)  # which is still at the epoch that is trained
+        start_sample = self.batches.sampler.start_sample
+        for epoch in range(self.batches.sampler.epoch, self.end):
+            batch_sampler = copy(self.batches)
+            batch_sampler.sampler = sampler = copy(batch_sampler.sampler)  # still in its own epoch
             sampler.set_epoch(epoch, start_sample)
-            batch_sampler = BatchSampler(sampler, self.batch_size, drop_last=True)
-            batches = list(batch_sampler)
+            batches = [*batch_sampler]
             if len(batches) != len(batch_sampler):  # the next epoch would be shifted
                 raise UserError(
                     f"{type(sampler).__name__} yields {len(batch_sampler)} batches by "
