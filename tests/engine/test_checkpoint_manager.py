@@ -42,6 +42,7 @@ from engine.optim import Ema
 from parameters import mostly_slow
 from processes import Processes
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 NATIVE = backend.load_backend("native", "O1")
 ACCURACY = MonitoredMetric("val_accuracy")
@@ -1779,6 +1780,9 @@ def refuse_states(folder: str) -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(UserError, match=r"the state_dict\(\) of Lookahead has no state"):
         manager_of(folder, model, Lookahead(model.parameters()))
+    sharded = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    with pytest.raises(UserError, match="of ZeroRedundancyOptimizer fails: .*consolidat"):
+        manager_of(folder, model, sharded)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     manager = manager_of(folder, model, optimizer)
     manager.start_epoch(meter_on())

@@ -533,6 +533,37 @@ def test_buffers_or_frozen_parameters_that_differ_between_processes_are_a_warnin
         assert printed.startswith(expected) if is_warned else printed == ""
 
 
+def state_warnings(level: str, fault: str) -> str:
+    """Return the audit's output for an optimizer whose state may be that of each process."""
+
+    def partial(run: Run) -> None:
+        step = run.optimizer.step
+
+        def step_and_change() -> None:
+            step()
+            *_, last = run.apex.amp.master_params(run.optimizer)
+            state = run.optimizer.state[last]
+            if fault == "values":
+                state["exp_avg"] += dist.get_rank()
+            elif fault == "entries" and dist.get_rank() == 0:
+                state.clear()
+
+        run.optimizer.step = step_and_change
+
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert audit_error(partial, "apex_native", "cpu", level) == ""
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
+@pytest.mark.parametrize("fault", ["", "values", "entries"])
+def test_optimizer_whose_state_differs_between_processes_is_a_warning(two_processes, level, fault):
+    """As Muon's by Keller Jordan, whose processes have the momentum of some weights each."""
+    expected = "warning: the optimizer's state differs between the processes (exp_avg of spare.bias"
+    for printed in two_processes(state_warnings, level, fault):
+        assert printed.startswith(expected) if fault else printed == ""
+
+
 def output_with(run: Run, change: Callable[[], object]) -> str:
     """Return the audit's output for a run with a change of the weights after each step."""
     step = run.optimizer.step

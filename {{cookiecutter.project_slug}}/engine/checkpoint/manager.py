@@ -83,9 +83,12 @@ class CheckpointManager:
             self.metadata["frozen"] = frozen
         if not validation.is_metadata(self.metadata):  # no run could resume from it
             raise UserError("invalid classes, fingerprints or model_options['image'] (ImageSpec)")
-        optimizer = self.state.optimizer.state_dict()
+        kind = type(self.state.optimizer).__name__
+        try:
+            optimizer = self.state.optimizer.state_dict()
+        except Exception as error:
+            raise UserError(f"the state_dict() of {kind} fails: {error}") from None
         if missing := {"param_groups", "state"} - optimizer.keys():
-            kind = type(self.state.optimizer).__name__
             raise UserError(f"the state_dict() of {kind} has no {min(missing)}: extend torch's")
         groups = optimizer["param_groups"]
         try:

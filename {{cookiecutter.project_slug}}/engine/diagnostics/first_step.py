@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, compress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -189,6 +189,7 @@ class FirstStepAudit:
         self.logger = logger
         self.is_done = False
         self._is_alone = dist.get_world_size() == 1 or is_sharded(self.module)
+        self._has_compared_states = self._is_alone
         self._is_from_torch = type(model) is nn.parallel.DistributedDataParallel
         self._frozen = [p for p in self.module.parameters() if not p.requires_grad]
         self._lrs: list[float] = []  # of the last step
@@ -249,6 +250,7 @@ class FirstStepAudit:
             _require_all_trained(self.backend.trained_parameters(self.optimizer), self.module)
             return  # they may have been unfrozen after the forward pass of this step
         if self.is_done:
+            self._report_own_states()
             return
         trained = self._trained()
         unused = [name for name, parameter in trained.items() if parameter.grad is None]
@@ -313,6 +315,27 @@ class FirstStepAudit:
                 f"the {kind} {summarize(different)} of the model differ between the processes, "
                 "and each validation and resumption makes them those of rank 0: all-reduce what "
                 "updates them"
+            )
+
+    def _report_own_states(self) -> None:
+        """Log a warning if the optimizer's state, as the first step left it, differs."""
+        if self._has_compared_states:
+            return
+        self._has_compared_states = True
+        masters = self.backend.master_weights(self.optimizer)
+        entries: dict[str, Any] = {}
+        for name, parameter in self.module.named_parameters():
+            state = self.optimizer.state.get(masters.get(parameter, parameter))
+            if isinstance(state, dict):  # an own optimizer may keep others
+                entries |= {f"{entry} of {name}": value for entry, value in state.items()}
+        own = {name: int(one) for name, one in bit_sums(entries).items()}
+        gathered = distributed.all_gather(own, dist.group.WORLD)
+        names = sorted(set().union(*gathered))
+        if different := [name for name in names if len({one.get(name) for one in gathered}) > 1]:
+            self.logger.warning(
+                f"the optimizer's state differs between the processes ({summarize(different)}): "
+                "checkpoints have that of rank 0, so resumed runs are not exact; use an optimizer "
+                "that computes all updates in each process, such as a variant for a single device"
             )
 
     def _report_unused(self, names: list[str]) -> None:
