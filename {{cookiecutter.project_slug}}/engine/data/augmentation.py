@@ -23,6 +23,7 @@ POLICIES = {"randaugment": v2.RandAugment, "trivialaugment": v2.TrivialAugmentWi
 ERASED_AREA = (0.02, 0.33)  # fraction of the image
 ERASED_RATIO = (0.3, 3.3)  # height to width
 MIXED_AT_ONCE = 0.5  # probability of mixup where CutMix is used, too
+DRAWN = torch.float64  # type of the random numbers, which `mix` tells from weights by it
 
 Targets = list[tuple[Tensor, Tensor]]  # labels and weights, both (N,), whose losses are added
 
@@ -55,7 +56,7 @@ class AutoAugmentedDataset(DatasetWrapper):
 
 
 class MixedDataset(DatasetWrapper):
-    """`dataset` with what `mix` needs: a weight and random numbers for each sample.
+    """`dataset` with what `mix` needs: random numbers for each sample, and a weight to mix labels.
 
     Args:
         dataset: of (image, label) or (image, label, weight).
@@ -73,7 +74,9 @@ class MixedDataset(DatasetWrapper):
 
     def __getitem__(self, index: int) -> tuple[Any, ...]:
         image, label, *weight = self.dataset[index]
-        return image, label, *(weight or [torch.tensor(1.0)]), self._draw()
+        if not weight and (self.mixup or self.cutmix):
+            weight = [torch.tensor(1.0)]
+        return image, label, *weight, self._draw()
 
     def _draw(self) -> Tensor:
         """Return the fraction of the own image, the box of the other one, and the erased box."""
@@ -84,7 +87,7 @@ class MixedDataset(DatasetWrapper):
             box = cut_box(random.betavariate(self.cutmix, self.cutmix))
         if random.random() < self.random_erasing:
             erased = erased_box()
-        return torch.tensor([own, *box, *erased])
+        return torch.tensor([own, *box, *erased], dtype=DRAWN)
 
 
 def cut_box(area: float) -> Box:
@@ -109,36 +112,42 @@ def mix(images: Tensor, labels: Tensor, extra: list[Tensor]) -> tuple[Tensor, Te
     """Return images and targets of a batch, mixed and erased as was drawn with its samples.
 
     Each image is mixed with the one before it in the batch. Targets without any weights are the
-    labels.
+    labels, also of images that are erased alone.
 
     Args:
         images: normalized, (N, C, H, W); erased pixels become 0, the mean colour.
         labels: (N,).
-        extra: the further elements of the samples: none, weights (N,), or weights and the random
-            numbers (N, 9) of `MixedDataset`.
+        extra: the further elements of the samples: none, weights (N,), or what `MixedDataset` adds,
+            the random numbers (N, 9), perhaps after weights.
 
     Raises UserError if they are something else, such as indices.
     """
-    if not extra:
-        return images, labels
-    weights, *drawn = extra
-    is_weight = all(isinstance(one, Tensor) for one in extra) and weights.dtype == torch.float32
-    fits = is_weight and weights.shape == labels.shape[:1] and len(drawn) <= 1
-    if not fits or any(numbers.shape[1:] != (9,) for numbers in drawn):
+    weights = [*extra]
+    drawn = weights.pop() if extra and _is_tensor(extra[-1], DRAWN, 9) else None
+    if weights and not (len(weights) == 1 and _is_tensor(weights[0], torch.float32)):
         found = ", ".join(map(_describe, extra))
         raise UserError(
             "a training sample is (image, label), perhaps with the weight of its loss, a float32 "
             f"scalar such as torch.tensor(1.0); after the label, these have {found}"
         )
-    if not drawn:
-        return images, [(labels, weights)]
-    own, box, erased = drawn[0].split([1, 4, 4], dim=1)
+    if drawn is None:
+        return images, [(labels, *weights)] if weights else labels
+    own, box, erased = drawn.float().split([1, 4, 4], dim=1)
     # Arithmetic keeps the memory format of its first operand; masked_fill and where may not.
     images = images * ~_inside(erased, images)
+    if not weights:
+        return images, labels
     share = own[:, :, None, None] * ~_inside(box, images)  # of the own image, in each pixel
     images = torch.lerp(previous(images), images, share.to(images.dtype))
     own = share.mean(dim=(1, 2, 3))
-    return images, [(labels, own * weights), (previous(labels), (1 - own) * previous(weights))]
+    weight = weights[0]
+    return images, [(labels, own * weight), (previous(labels), (1 - own) * previous(weight))]
+
+
+def _is_tensor(batch: object, dtype: torch.dtype, *shape: int) -> bool:
+    """Return whether a batch has a tensor of that type and shape for each sample."""
+    is_of_type = isinstance(batch, Tensor) and batch.dtype == dtype
+    return is_of_type and batch.shape[1:] == shape
 
 
 def _describe(batch: object) -> str:
