@@ -236,12 +236,14 @@ def criterion(
     It is divided by the number of samples, not by the sum of their weights or the number of those
     with labels, which differ between processes: so the mean over processes is that of the batch.
     """
+
+    def losses(labels: Tensor) -> Tensor:  # of each sample
+        return F.cross_entropy(output, labels, reduction="none", label_smoothing=label_smoothing)
+
     if isinstance(targets, Tensor):
-        total = F.cross_entropy(output, targets, reduction="sum", label_smoothing=label_smoothing)
-        return total / len(targets)
-    cross_entropy = nn.CrossEntropyLoss(reduction="none", label_smoothing=label_smoothing)
-    losses = [weights * cross_entropy(output, labels) for labels, weights in targets]
-    return torch.stack(losses).sum(dim=0).mean()
+        return losses(targets).mean()
+    weighted = [weights * losses(labels) for labels, weights in targets]
+    return torch.stack(weighted).sum(dim=0).mean()
 
 
 class Metrics:

@@ -120,10 +120,10 @@ def add_auxiliary_loss(project: Path) -> None:
             "    return WithAuxiliaryHead(backbone, num_classes)",
         ),
         (
-            'total = F.cross_entropy(output, targets, reduction="sum", '
-            "label_smoothing=label_smoothing)\n        return total / len(targets)\n",
-            "losses = [F.cross_entropy(output[name], targets) for name in ('out', 'aux')]\n"
-            "        return losses[0] + 0.4 * losses[1]\n",
+            'return F.cross_entropy(output, labels, reduction="none", '
+            "label_smoothing=label_smoothing)\n",
+            "both = [F.cross_entropy(output[name], labels, reduction='none') for name in output]\n"
+            "        return both[0] + 0.4 * both[1]\n",
         ),
         (
             "        loss = criterion(output.float(), targets)",
@@ -221,8 +221,8 @@ def ignore_targets(project: Path) -> None:
     replace(
         project / "task.py",
         (
-            "total = F.cross_entropy(output, targets,",
-            "total = F.cross_entropy(output, targets * 0,",
+            "return F.cross_entropy(output, labels,",
+            "return F.cross_entropy(output, labels * 0,",
         ),
     )
 
