@@ -306,6 +306,11 @@ def half_masters(run: Run) -> None:
             parameter.data = parameter.data.bfloat16()
 
 
+def complex_weights(run: Run) -> None:
+    run.module.filter = nn.Parameter(torch.ones(2, dtype=torch.cfloat, device=run.device))
+    run.optimizer.add_param_group({"params": [run.module.filter]})
+
+
 def unused(run: Run) -> None:
     run.module.uses_spare = False
 
@@ -320,6 +325,8 @@ FAULTS = [
     (half_norm, "O2", ["norm.weight (bfloat16, not float32)", "norm.bias"]),
     (single_model, "O2", ["conv.weight (float32, not ", " and 3 more"]),
     (half_norm, "O0", ["norm.weight (bfloat16, not float32)"]),
+    (complex_weights, "O0", ["filter of the model are complex", "view_as_complex"]),
+    (complex_weights, "O1", ["filter of the model are complex"]),
     (half_masters, "O2", ["master weights (bfloat16, not float32)"]),
     (unused, "O1", ["spare.weight, spare.bias", "requires_grad", "--delay-allreduce"]),
     (unused, "O2", ["spare.weight, spare.bias"]),

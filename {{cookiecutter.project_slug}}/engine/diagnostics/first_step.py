@@ -528,6 +528,13 @@ def _warn_of_unsaved_state(optimizer: Optimizer, logger: Logger) -> None:
 def _require_types(module: nn.Module, optimizer: Optimizer, backend: Backend) -> None:
     amp = backend.amp_properties()
     cast_type = amp.cast_model_type or torch.float32
+    is_fused = any(kind.__name__.startswith("Fused") for kind in type(optimizer).__mro__)
+    complex_ones = [name for name, p in module.named_parameters() if p.is_complex()]
+    if complex_ones and (is_fused or amp.opt_level not in ("O0", "O4")):
+        raise UserError(
+            f"{summarize(complex_ones)} of the model are complex: make them real, and call "
+            "torch.view_as_complex in forward(), or use an optimizer of torch at O0 or O4"
+        )
     wrong = []
     for prefix, part in module.named_modules():
         keeps_fp32 = amp.keep_batchnorm_fp32 and isinstance(part, _BatchNorm) and part.affine
