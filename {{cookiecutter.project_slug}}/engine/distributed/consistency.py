@@ -22,15 +22,7 @@ from engine import PeerError, UserError, distributed, fingerprint, log_line
 LIBRARIES = ("engine/", "apex_native/")  # files that are not the owner's
 MAX_CLOCK_DIFFERENCE_S = 5.0  # torchrun's rendezvous takes a host that is 15 s behind for lost
 IGNORED = -100  # label without a loss, by default, in torch's
-HOST_SETTINGS = (  # may differ between hosts
-    "local_rank",
-    "data",
-    "cache_dir",
-    "cache_size",
-    "output",
-    "workers",
-    "config",
-)
+HOST_SETTINGS = ("data", "cache_dir", "cache_size", "output", "workers")  # may differ between hosts
 
 Facts = dict[str, str]
 
@@ -163,11 +155,11 @@ def find_difference(facts_by_rank: dict[int, tuple[str, Facts]]) -> str:
     """
     host, expected = facts_by_rank[0]
     for rank, (name, facts) in facts_by_rank.items():
-        for fact in expected:
-            if facts.get(fact, expected[fact]) != expected[fact]:
+        for fact, value in expected.items():
+            if facts.get(fact, value) != value:
                 return (
-                    f"{fact} is {facts[fact]} on {name} (rank {rank}) but {expected[fact]} on "
-                    f"{host} (rank 0): give all hosts the same versions, code, flags and data"
+                    f"{fact} is {facts[fact]} on {name} (rank {rank}) but {value} on {host} "
+                    "(rank 0): give all hosts the same versions, code, flags and data"
                 )
     return ""
 
