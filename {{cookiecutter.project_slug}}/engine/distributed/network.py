@@ -59,14 +59,12 @@ def _source_address(target: str) -> str:
             probe.connect(address)  # sends nothing
             return probe.getsockname()[0]
 
-    return _use_address(source, target, 1, socket.SOCK_DGRAM)
+    return _use_address(source, target, 1)
 
 
-def _use_address(
-    use: Callable[[int, tuple], Any], name: str | None, port: int, kind: int, flags: int = 0
-) -> Any:
+def _use_address(use: Callable[[int, tuple], Any], name: str | None, port: int) -> Any:
     """Return what `use` returns for the family and address of a name: one of IPv4 if possible."""
-    found = socket.getaddrinfo(name, port, type=kind, flags=flags)
+    found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     found.sort(key=lambda one: one[0] != socket.AF_INET)
     for family, _, _, _, address in found[:-1]:
         try:
@@ -120,8 +118,7 @@ def listen(address: str, port: int) -> socket.socket:
     def serve(family: int, place: tuple) -> socket.socket:
         return socket.create_server(place[:2], family=family)
 
-    kind, flags = socket.SOCK_STREAM, socket.AI_PASSIVE
-    return _use_address(serve, address or None, port, kind, flags)
+    return _use_address(serve, address or None, port)
 
 
 def serve_store(address: str, port: int, timeout: timedelta = STORE_TIMEOUT) -> dist.TCPStore:
