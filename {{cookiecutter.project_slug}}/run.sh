@@ -64,25 +64,6 @@ and reboot, or set NPROC to the number of processes." ;;
     echo "$count"
 }
 
-print_option='
-if sys.version_info < (3, 10):
-    sys.exit(1)
-print("-P" if sys.version_info >= (3, 11) else "-c")
-'
-
-# Prints the interpreter's option that keeps the caller's folder out of the module search, so that an
-# engine/ or a torch.py there isn't taken for ours; before Python 3.11, that of a program which does
-# the same. Fails if this is no Python from 3.10 on, or has no torch.
-find_torch() {
-    "$1" -c '
-import sys
-sys.path[:] = filter(None, sys.path)
-import importlib.util
-if importlib.util.find_spec("torch") is None:
-    sys.exit(1)
-'"$print_option" 2>/dev/null | grep '^-[Pc]$'
-}
-
 # The "x" keeps line breaks at the end of a name, which $(...) would drop.
 script=$0
 if [ -h "$script" ]; then
@@ -101,24 +82,35 @@ for argument; do
     case $argument in --check | --json) module=engine.diagnostics.preflight ;; esac
 done
 
-# Prints the same if --check can say of the interpreter that it has no torch, and all the rest.
-can_look() {
-    [ "$module" = engine.diagnostics.preflight ] &&
-        "$1" -c "import sys; $print_option" 2>/dev/null | grep '^-[Pc]$'
+# Prints the interpreter's option that keeps the caller's folder out of the module search, so that an
+# engine/ or a torch.py there isn't taken for ours; before Python 3.11, that of a program which does
+# the same. Fails if this is no Python from 3.10 on, or the check exits.
+find_option() { # interpreter, check
+    "$1" -c "
+import sys
+sys.path[:] = filter(None, sys.path)
+$2
+if sys.version_info < (3, 10):
+    sys.exit(1)
+print('-P' if sys.version_info >= (3, 11) else '-c')
+" 2>/dev/null | grep '^-[Pc]$'
+}
+
+# Sets python, and option, to the first interpreter with torch; --check reports if there is none.
+choose_python() {
+    has_torch='import importlib.util; importlib.util.find_spec("torch") or sys.exit(1)'
+    for python; do option=$(find_option "$python" "$has_torch") && return; done
+    [ "$module" = engine.diagnostics.preflight ] || return 1
+    for python; do option=$(find_option "$python" "") && return; done
+    return 1
 }
 
 if [ -n "${PYTHON:-}" ]; then
-    python=$PYTHON
-    option=$(find_torch "$python") || option=$(can_look "$python") ||
-        fail "PYTHON=$python is not Python 3.10 or later with torch: name another, or install this \
-project in it."
+    choose_python "$PYTHON" || fail "PYTHON=$PYTHON is not Python 3.10 or later with torch: name \
+another, or install this project in it."
 else
-    for python in python python3; do
-        option=$(find_torch "$python") && break
-    done || for python in python python3; do
-        option=$(can_look "$python") && break
-    done || fail "neither python nor python3 is Python 3.10 or later with torch: activate its \
-environment, or see README.md."
+    choose_python python python3 || fail "neither python nor python3 is Python 3.10 or later with \
+torch: activate its environment, or see README.md."
 fi
 
 writable() {
