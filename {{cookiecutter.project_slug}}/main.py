@@ -15,7 +15,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -554,7 +553,7 @@ def train_one_epoch(run: Run) -> dict[str, Any]:
 
     title = f"epoch {progress.epoch + 1}/{args.epochs}"
     steps = run.watchdog.watch(optim.micro_batches(run.data.train_loader, args.accumulate), title)
-    bar = logger.progress_bar(islice(steps, num_steps), title, num_steps)
+    bar = logger.progress_bar(steps, title, num_steps)  # the first num_steps
     for batches in bar:
         run.watchdog.enter(f"step {progress.step + 1}")
         set_learning_rates(run, len(batches))
