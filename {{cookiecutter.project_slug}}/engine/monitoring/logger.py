@@ -350,14 +350,14 @@ class Logger(Console):
         if seconds > usual + 1:
             self.info(f"warm-up: {WARM_UP} batches in {seconds:.1f} s, not counted in images/s")
 
-    def log_image(self, step: int, write_image: Callable[..., Any], *args: object) -> None:
-        """Call ``write_image(*args)``, which writes files; if it returns a PNG file, log that."""
+    def log_image(self, step: int, write_image: Callable[[], Any]) -> None:
+        """Call `write_image`, which writes files; if it returns a PNG file, log that."""
         if not self.active:
             return
         self.lock_again()
         # Errors other than those of the disk are bugs of write_image.
         with self._errors_as_warning("files of the validation are not written", OSError):
-            path = Path(write_image(*args) or "")
+            path = Path(write_image() or "")
             if path.suffix == ".png":
                 self._write_event(lambda events: events.add_image(path.parent.name, path, step))
 
