@@ -28,7 +28,6 @@ NOT_SETTINGS = (
     "config",
     "print_config",
     "check",
-    "json",
     "local_rank",
     "parsed",
     "model_options",

@@ -39,9 +39,8 @@ def add_model_arguments(parser: cli.ArgumentParser, ddp: str) -> None:
         help="initial weights: a file, or torchvision's name, such as DEFAULT",
     )
     add("--freeze", nargs="+", metavar="MODULE", help="submodules not to train, such as layer1")
-    yes_or_no = BooleanOptionalAction
     help = "NHWC, fast for convolutions (default: yes)" if ddp != "fsdp" else argparse.SUPPRESS
-    add("--channels-last", action=yes_or_no, help=help)
+    add("--channels-last", action=BooleanOptionalAction, help=help)
     help = "recompute each block's activations in the backward pass: less memory, slower"
     add("--checkpoint-activations", action="store_true", help=help)
 
