@@ -358,11 +358,8 @@ def embed(text_encoder: nn.Module, captions: list[bytes], batch_size: int = 256)
     """Return the embeddings of captions, (N, EMBEDDING)."""
     device = next(text_encoder.parameters()).device
     longest = max(map(len, captions))
-    embeddings = []
-    for first in range(0, len(captions), batch_size):
-        batch = [as_tensor(caption, longest) for caption in captions[first : first + batch_size]]
-        embeddings.append(text_encoder(torch.stack(batch).to(device)).float())
-    return torch.cat(embeddings)
+    padded = torch.stack([as_tensor(caption, longest) for caption in captions])
+    return torch.cat([text_encoder(batch.to(device)).float() for batch in padded.split(batch_size)])
 
 
 @torch.no_grad()
