@@ -1,5 +1,6 @@
 """Text in pictures, in any script that an installed font has."""
 
+from contextlib import suppress
 from functools import cache, lru_cache
 from pathlib import Path
 
@@ -47,12 +48,10 @@ def _find_font(characters: frozenset[str]) -> str:
     fonts = [font for font in fontManager.ttflist if not font.name.startswith("Last Resort")]
     upright_first = sorted(fonts, key=lambda font: (font.style != "normal", font.weight != 400))
     for path in dict.fromkeys(font.fname for font in upright_first):
-        try:
+        with suppress(OSError, RuntimeError):
             if characters <= _characters(path):
                 ImageFont.truetype(path, SIZE)  # raises OSError for a font of coloured bitmaps
                 return path
-        except (OSError, RuntimeError):
-            continue
     return ""
 
 
