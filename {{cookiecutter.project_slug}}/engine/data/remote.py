@@ -268,7 +268,7 @@ def make_room(cache_dir: Path, limit: int, keep: Path) -> bool:
     Returns whether that is possible: shards that are being downloaded are not deleted.
     """
     files = []
-    for path in cache_dir.glob(f"*/*/{shards.shard_name(0)[:6]}*"):
+    for path in cache_dir.glob("*/*/shard-*"):
         with suppress(FileNotFoundError):  # renamed by its download
             if path != keep and (path.parent / REMOTE).is_file():  # not a user's own pack
                 status = path.stat()

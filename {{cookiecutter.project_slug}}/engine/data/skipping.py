@@ -108,7 +108,8 @@ class SkippingDataset(DatasetWrapper):
 
 
 def _absolute(name: str) -> str:
-    return name if "://" in name else name and os.path.abspath(name)
+    """Return an absolute path; a URL, and the empty path of a worker's error, as they are."""
+    return os.path.abspath(name) if name and "://" not in name else name
 
 
 class ReadableSamples(SeededDataset):
