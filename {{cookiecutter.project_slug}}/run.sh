@@ -120,7 +120,7 @@ writable() {
     return 1
 }
 
-# Where Python looks for one.
+# The folders that Python tries for temporary files.
 writable "${TMPDIR:-}" "${TEMP:-}" "${TMP:-}" /tmp /var/tmp /usr/tmp . ||
     fail "no folder for temporary files can be written to: set TMPDIR to one."
 

@@ -217,8 +217,8 @@ def _children() -> dict[int, list[bytes]]:
 def _processes(children: dict[int, list[bytes]]) -> set[int]:
     """Return those of the children that torchrun has started, as processes of the training.
 
-    What these leave to the launcher of a container is in a session of theirs, or has IN_RANK. A
-    process that is being started has no command line yet.
+    Orphans of these, which a launcher with PID 1 adopts, are in one of their sessions or have
+    IN_RANK. A process that is being started has no command line yet.
     """
     leaders = [child for child, stat in children.items() if stat[3:4] == [b"%d" % child]]
     running = [child for child in leaders if children[child][0] != b"Z"]

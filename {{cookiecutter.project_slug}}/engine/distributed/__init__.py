@@ -38,11 +38,11 @@ from engine.text import one_message
 T = TypeVar("T")
 MAX_PORT = 2**16 - 1
 CORRECTABLE = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, *FULL_DISK)
-PATIENCE_S = 5.0  # in which a launcher ends all processes of a job that failed
-GLOO_THREADS_S = 0.1  # in which threads of gloo end
-FORK_PAUSE_S = 0.01  # in which threads let go of Python's locks
-_interrupts: list[int] = []  # by Ctrl-C, in this time
-SETTLE_S = 3.0  # in which the peer monitor learns of another process's failure
+PATIENCE_S = 5.0  # for a launcher to end all processes of a job that has failed
+GLOO_THREADS_S = 0.1  # for gloo's threads to end
+SETTLE_S = 3.0  # for the peer monitor to receive another process's failure
+FORK_PAUSE_S = 0.01  # for threads to release Python's locks
+_interrupts: list[int] = []  # signals of Ctrl-C in this pause
 
 
 def is_rank_zero() -> bool:
@@ -78,7 +78,7 @@ def print_on_rank_zero(message: str) -> None:
 def is_single_host() -> bool:
     """Return whether all processes of the run are on this host.
 
-    Some launchers don't say how many are: then the address at which all of them meet decides.
+    Without LOCAL_WORLD_SIZE, which some launchers do not set, a loopback MASTER_ADDR shows it.
     """
     world_size = os.environ.get("WORLD_SIZE", "1")
     is_local = world_size == "1" or is_loopback(os.environ.get("MASTER_ADDR", "127.0.0.1"))
@@ -86,9 +86,9 @@ def is_single_host() -> bool:
 
 
 def is_restart() -> bool:
-    """Return whether torchrun or SLURM started the job, or a process of it, after a first time.
+    """Return whether torchrun or SLURM has restarted the job, or a process of it.
 
-    The same in all processes after `rendezvous`.
+    All processes return the same after `rendezvous`.
     """
     names = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
     counts = (os.environ.get(name, "") for name in names)
@@ -316,7 +316,7 @@ def make_deterministic() -> None:
 
 @torch.no_grad()
 def broadcast_buffers(model: nn.Module) -> None:
-    """Copy rank 0's buffers that are saved, but for constants, to all processes.
+    """Broadcast rank 0's persistent buffers, except constants, to all processes.
 
     Batch norm's running statistics differ between processes unless SyncBatchNorm is used. So may
     frozen parameters that a forward pass updates, such as a codebook, which are copied, too.
@@ -367,7 +367,7 @@ class AsyncMax:
 
     Args:
         group: a gloo group that nothing else uses at the same time.
-        count: how many integers are submitted at once.
+        count: number of integers of each submission.
     """
 
     def __init__(self, group: dist.ProcessGroup, count: int) -> None:

@@ -32,7 +32,7 @@ HAS_FAILED = threading.Event()  # less than FAILURE_S ago, on another host
 RESUME = "start ./run.sh on all hosts again, with --resume auto"
 ELSEWHERE = f"the job has failed on another host, which logs why: {RESUME}"
 RETRY_S = 0.5  # between two attempts to reach a server
-NAME_WAIT_S = 60  # for the name of this host: Kubernetes' DNS may learn that of a pod late
+NAME_WAIT_S = 60  # for the name of this host: Kubernetes' DNS may resolve that of a new pod late
 STORE_TIMEOUT = timedelta(seconds=20)  # for an answer of a store
 # A host that does not answer for 10 s is lost. A probe each second finds it after a short outage.
 KEEP_ALIVE = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 9, "TCP_USER_TIMEOUT": 10_000}
@@ -173,7 +173,7 @@ def wait_for_server(address: str, port: int, seconds: float) -> socket.socket:
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether only this host can reach `address`, as far as its text says."""
+    """Return whether `address` is a loopback address by its text; a name is not resolved."""
     return address == "localhost" or address.startswith("127.")
 
 
@@ -268,7 +268,9 @@ def _exit_without_store(connection: socket.socket, address: str) -> None:
 
 
 def announce_failure(store: dist.Store | None) -> None:
-    """Make all launchers whose processes do not end exit: those here may have failed unconnected.
+    """Make the launchers of other hosts exit if their processes do not end by themselves.
+
+    A process that failed before it was connected to the others does not end them.
 
     Args:
         store: that `join_hosts` has returned; None if there is one host.

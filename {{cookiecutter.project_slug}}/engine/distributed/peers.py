@@ -1,4 +1,4 @@
-"""Failure of one process of the job, from which all others learn within seconds."""
+"""Detection of failed and lost processes, after which all others exit within seconds."""
 
 import contextlib
 import json
@@ -77,7 +77,7 @@ def peer_monitor() -> "PeerMonitor | None":
 
 
 class PeerMonitor(threading.Thread):
-    """Connection to rank 0, by which a process learns that another one has failed or is lost.
+    """Connection to rank 0, which reports that another process has failed or is lost.
 
     The kernel closes the connection when a process ends, however it ends. Its keep-alive probes
     detect a host without power or network, and need no answer from a process that is busy. The
