@@ -284,7 +284,7 @@ def rng_preserved() -> Iterator[None]:
 
 
 def seed_cpu(seed: int) -> None:
-    """Seed all but the GPUs, in a tenth of the time."""
+    """Seed as `seed_everything` does, except the GPUs, in a tenth of the time."""
     random.seed(seed)
     torch.default_generator.manual_seed(seed)
     if "numpy" in sys.modules:

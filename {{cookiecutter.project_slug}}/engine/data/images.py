@@ -251,6 +251,7 @@ def trim(image: Tensor) -> Tensor:
 
 
 def whole(height: int, width: int) -> Crop:
+    """Return the crop of all of an image, in its own size."""
     size = max(height, width)
     return Crop(Span(0, height, height), Span(0, width, width), size)
 

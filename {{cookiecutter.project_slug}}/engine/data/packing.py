@@ -111,6 +111,7 @@ def _as_file(image: torch.Tensor, file_format: str, **options: int) -> bytes:
 
 
 def encode_chunk(start: int, sources: Sequence[Source], options: Options) -> list[PackedSample]:
+    """Return the samples of consecutive sources, of which the first has the position `start`."""
     return [encode(start + index, source, options) for index, source in enumerate(sources)]
 
 

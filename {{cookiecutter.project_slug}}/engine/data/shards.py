@@ -118,6 +118,7 @@ def is_mirror(folder: Path) -> bool:
 
 
 def shard_name(number: int) -> str:
+    """Return the file name of the shard with that number, from 0."""
     return f"shard-{number:05d}.tar"
 
 

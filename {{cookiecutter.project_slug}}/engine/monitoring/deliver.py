@@ -50,8 +50,8 @@ class Delivery:
     """Delivery of the records in a run's queue to one tracker, each once.
 
     The state file has the position in the queue up to which they are delivered, and the last step
-    of each group of points: a resumed run repeats the steps after its checkpoint. `is_open` says
-    that the tracker has not confirmed by the end of the run that it has stored them.
+    of each group of points: a resumed run repeats the steps after its checkpoint. `is_open` is
+    true from the connection until the tracker has confirmed, at the end, that it has stored them.
     """
 
     def __init__(self, output: Path, name: str) -> None:
@@ -65,7 +65,7 @@ class Delivery:
         state = trackers.read_state(output, name)
         self.state |= state if state.get("run_id") == self.run_id else {}
         if not self._is_line_end(self.state["offset"]):  # a crash of the host has cost lines
-            self.state |= {"offset": 0, "is_sending": True}  # the tracker tells what it has
+            self.state |= {"offset": 0, "is_sending": True}  # asks the tracker for its steps
         self.tracker: trackers.Tracker | None = None
         self._image_failures = 0
 
@@ -140,7 +140,7 @@ class Delivery:
         self._store(offset=start, steps=steps_at_start, is_open=False)
 
     def _connect(self) -> trackers.Tracker:
-        """Return the tracker with this run, and learn from it what may be delivered already."""
+        """Return the tracker with this run; ask it for the last steps if some may be delivered."""
         tracker = trackers.ADAPTERS[self.name](self.output)
         tracker.start(read_start(self.queue, self.state["offset"]))
         self.state["is_open"] = True
@@ -353,7 +353,7 @@ def _deliver(output: Path, name: str) -> bool:
 
 
 def _run(args: argparse.Namespace) -> bool:
-    """Do what the command line says; return whether all is delivered."""
+    """Deliver the points that the flags name; return whether all are delivered."""
     folder = args.output / trackers.FOLDER
     if args.follow:
         with _locked(folder / f"{args.tracker}.lock", wait=True):

@@ -32,7 +32,7 @@ class NanCounter:
         self.count = torch.zeros((), device=device, dtype=torch.long)
 
     def update(self, outputs: Any) -> None:
-        """Look at a batch's outputs, a tensor or nested containers, without waiting for a GPU."""
+        """Count a batch if a tensor in its outputs holds nan. Does not wait for the device."""
         flags = [one.isnan().any().to(self.count.device) for one in nested_tensors(outputs)]
         if flags:
             self.count += torch.stack(flags).any()

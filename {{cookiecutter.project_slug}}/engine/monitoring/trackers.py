@@ -56,7 +56,7 @@ class Tracker:
         """Continue the run with the id ``run["run_id"]``, or create it; set its parameters."""
 
     def last_steps(self) -> dict[str, int]:
-        """Return the last step of each group of points that the tracker has, if it can tell."""
+        """Return the last step of each group of points that the tracker has, if it lists them."""
         return {}
 
     def log(self, points: Sequence[Mapping[str, Any]]) -> None:
@@ -70,7 +70,7 @@ class Tracker:
 
 
 class MLflow(Tracker):
-    """MLflow's server, or its local store, as MLFLOW_TRACKING_URI says."""
+    """MLflow's server, or its local store, by MLFLOW_TRACKING_URI."""
 
     def __init__(self, output: Path) -> None:
         for name, value in MLFLOW_OPTIONS.items():
@@ -195,7 +195,7 @@ class Wandb(Tracker):
 
 
 class Trackio(Tracker):
-    """Trackio's local store, or a server or Space, as TRACKIO_SERVER_URL or TRACKIO_SPACE_ID says.
+    """Trackio's local store, or the server or Space of TRACKIO_SERVER_URL or TRACKIO_SPACE_ID.
 
     It finds a run by its name, which therefore has the id in it.
     """
