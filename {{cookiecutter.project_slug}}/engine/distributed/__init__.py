@@ -325,9 +325,14 @@ def broadcast_buffers(model: nn.Module) -> None:
     frozen = [one for one in model.parameters() if is_trained and is_frozen(one)]
     for buffer in chain(saved_buffers(model).values(), frozen):
         if buffer.layout is torch.strided and not is_expanded(buffer):  # else, a constant
-            values = buffer.contiguous()  # torch would send other memory than that of a view
-            dist.broadcast(values.flatten().view(torch.uint8), src=0)  # gloo and NCCL lack int16
-            buffer.copy_(values)
+            buffer.copy_(broadcast_values(buffer))
+
+
+def broadcast_values(tensor: torch.Tensor) -> torch.Tensor:
+    """Return rank 0's values of a dense tensor of any type and layout, as a contiguous tensor."""
+    values = tensor.contiguous()  # torch would send other memory than that of a view
+    dist.broadcast(values.flatten().view(torch.uint8), src=0)  # gloo and NCCL lack int16
+    return values
 
 
 def saved_buffers(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -23,7 +23,7 @@ from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from apex_native.amp.casting import half_type
 from engine import UserError
 from engine.blocks import batch_norms, find_blocks
-from engine.distributed import all_gather, extra_state
+from engine.distributed import all_gather, broadcast_values, extra_state
 
 HALF_LEVELS = ("O4", "O5")  # which compute in bfloat16
 
@@ -89,9 +89,7 @@ class Sharding:
             _copy_shard(parameter, self._on_device(parameters[name]))
         placed: dict[int, Tensor] = {}  # modules that share a buffer do so afterwards, too
         for name, buffer in buffers.items():
-            # Contiguous: torch would send other memory than that of a view.
-            value = placed.setdefault(id(buffer), self._on_device(buffer).contiguous())
-            dist.broadcast(value.flatten().view(torch.uint8), src=0)  # gloo and NCCL lack int16
+            value = placed.setdefault(id(buffer), broadcast_values(self._on_device(buffer)))
             prefix, _, own_name = name.rpartition(".")
             setattr(model.get_submodule(prefix), own_name, value)
         for name, value in all_gather(extra, dist.group.WORLD)[0].items():
