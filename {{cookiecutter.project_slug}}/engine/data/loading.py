@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Dataset, default_collate
+from torch.utils.data import BatchSampler, DataLoader, default_collate
 
 from engine import UserError, distributed, end_with_parent
 from engine.data import (
@@ -155,12 +155,10 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, int | float | str)
 
 
-class EpochDataset(Dataset):
+class EpochDataset(DatasetWrapper):
     """`dataset` for workers that live for several epochs: each batch states its epoch."""
 
-    def __init__(self, dataset: SeededDataset) -> None:
-        self.dataset = dataset
-        self.collate_fn, self.decode = dataset.collate_fn, dataset.decode
+    dataset: SeededDataset
 
     def __getitems__(self, batch: tuple[int, list[int]]) -> list:
         self.dataset.epoch, indices = batch
