@@ -113,16 +113,10 @@ else
 torch: activate its environment, or see README.md."
 fi
 
-writable() {
-    for folder; do
-        if [ -d "$folder" ] && [ -w "$folder" ]; then return; fi
-    done
-    return 1
-}
-
 # The folders that Python tries for temporary files.
-writable "${TMPDIR:-}" "${TEMP:-}" "${TMP:-}" /tmp /var/tmp /usr/tmp . ||
-    fail "no folder for temporary files can be written to: set TMPDIR to one."
+for folder in "${TMPDIR:-}" "${TEMP:-}" "${TMP:-}" /tmp /var/tmp /usr/tmp .; do
+    [ -d "$folder" ] && [ -w "$folder" ] && break
+done || fail "no folder for temporary files can be written to: set TMPDIR to one."
 
 hosts=${NNODES:-1}
 least=${hosts%%:*}
