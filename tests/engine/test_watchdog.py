@@ -649,11 +649,12 @@ def test_failure_has_no_traceback_if_the_store_is_lost(monkeypatch) -> None:
     assert not uncaught
 
 
-def test_port_in_use_is_reported() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as used:
+@pytest.mark.parametrize("address", ["127.0.0.1", "192.0.2.1"], ids=["own", "of_a_router"])
+def test_port_in_use_is_reported(address: str) -> None:
+    with socket.create_server(("", 0)) as used:
         port = used.getsockname()[1]
         with pytest.raises(UserError, match=f"MASTER_PORT={port} can't be used on this host"):
-            network.serve_store("127.0.0.1", port)
+            network.serve_store(address, port)
 
 
 def test_name_with_addresses_of_both_families_has_that_of_ipv4(monkeypatch) -> None:

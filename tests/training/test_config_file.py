@@ -64,6 +64,9 @@ def test_own_flags_may_lack_help_and_take_lists_of_numbers(monkeypatch, file):
     add("--scales-of-others", nargs="+", type=float)
     add("--no-crop", dest="crops", action="store_false")
     add("-v", "--verbose", action="count", default=0)
+    add("--fast", action="store_true", default=False, required=False)
+    add("--slow", action="store_true", default=True)
+    assert (parser.parse_args([]).fast, parser.parse_args([]).slow) == (False, True)
     flags = ["--scales", "0.25", "--names", "a", "b", "--hidden", "4", "--no-crop", "-vv"]
     given = cli.parsed_settings(parser.parse_args(flags)) | {"scales_of_others": [-1e-5, 2.0]}
     path = file(cli.as_json(given))

@@ -145,9 +145,11 @@ METAVARS |= {loss_scale: "SCALE", interval: "N|Nm", path: "PATH", local_path: "P
 class _StoreTrue(BooleanOptionalAction):
     """``store_true`` that also accepts ``--no-…``, to override a configuration file."""
 
-    def __init__(self, option_strings: list[str], dest: str, help: str | None = None) -> None:
-        super().__init__(option_strings, dest, help=help)
-        self.default = False  # not above: before Python 3.13 help would show it
+    def __init__(
+        self, option_strings: list[str], dest: str, default: bool = False, **options: Any
+    ) -> None:
+        super().__init__(option_strings, dest, **options)
+        self.default = default  # not above: before Python 3.13 help would show it
 
 
 class ArgumentParser(argparse.ArgumentParser):

@@ -131,19 +131,17 @@ def serve_store(address: str, port: int, timeout: timedelta = STORE_TIMEOUT) -> 
         UserError: if the port is in use.
     """
     try:
-        if socket.gethostbyname(address).startswith("127.") and not is_loopback(address):
-            address = ""  # to the others, this name is another address
-        listener = listen(address, port)
+        is_hidden = socket.gethostbyname(address).startswith("127.") and not is_loopback(address)
+        # The name is another address to the other hosts, or a router translates the address.
+        interface = "" if is_hidden or not is_own_address(address) else address
+        listener = listen(interface, port)
     except OSError as error:
-        if error.errno != errno.EADDRNOTAVAIL:
-            raise UserError(
-                f"MASTER_ADDR={address}, MASTER_PORT={port} can't be used on this host "
-                f"({error.strerror}): set others, on all hosts"
-            ) from None
-        address = ""  # a router translates it
-        listener = listen(address, port)
+        raise UserError(
+            f"MASTER_ADDR={address}, MASTER_PORT={port} can't be used on this host "
+            f"({error.strerror}): set others, on all hosts"
+        ) from None
     return dist.TCPStore(
-        address or "localhost",
+        interface or "localhost",
         listener.getsockname()[1],
         is_master=True,
         timeout=timeout,
