@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import libcst as cst
+from libcst import matchers
 from libcst.codemod import CodemodContext
 from libcst.codemod.visitors import AddImportsVisitor
 from libcst.helpers import get_full_name_for_node
@@ -47,24 +48,19 @@ class _Used(OutsideImports):
 def apex_imports(module: cst.CSTNode) -> dict[tuple[str, ...], cst.CSTNode]:
     """Return the import statements of Apex in `module`, by module, name and local name."""
     found: dict[tuple[str, ...], cst.CSTNode] = {}
-
-    class Imports(cst.CSTVisitor):
-        def _add(self, node: cst.Import | cst.ImportFrom, module: str = "") -> None:
-            names: list[tuple[str, str | None]] = [("*", None)]
-            if not isinstance(node.names, cst.ImportStar):
-                names = [(each.evaluated_name, each.evaluated_alias) for each in node.names]
-            for name, local in names:
-                if (module or name).split(".")[0] == "apex":
-                    found[module, name, local or name] = node
-
-        def visit_Import(self, node: cst.Import) -> None:
-            self._add(node)
-
-        def visit_ImportFrom(self, node: cst.ImportFrom) -> None:
-            if node.module and not node.relative:
-                self._add(node, get_full_name_for_node(node.module) or "")
-
-    module.visit(Imports())
+    imports: Sequence[Any] = matchers.findall(module, matchers.Import() | matchers.ImportFrom())
+    for node in imports:
+        package = ""
+        if isinstance(node, cst.ImportFrom):
+            if node.relative or not node.module:
+                continue
+            package = get_full_name_for_node(node.module) or ""
+        names: list[tuple[str, str | None]] = [("*", None)]
+        if not isinstance(node.names, cst.ImportStar):
+            names = [(each.evaluated_name, each.evaluated_alias) for each in node.names]
+        for name, local in names:
+            if (package or name).split(".")[0] == "apex":
+                found[package, name, local or name] = node
     return found
 
 
