@@ -3,6 +3,7 @@
 from typing import Any
 
 import libcst as cst
+from libcst import matchers
 from libcst.metadata import ParentNodeProvider, PositionProvider, QualifiedNameProvider
 
 from .amp import REGISTERED
@@ -192,17 +193,17 @@ class Rewrite(cst.CSTTransformer):
             if name in REGISTERED:
                 self._changed(original_node, f"amp.{name} removed: O0 casts nothing")
                 return cst.RemoveFromParent()
-        owner = _owner_of_step(small)
-        for optimizer, scaler in self.usage.scalers.items():
-            if owner == optimizer:
-                self._changed(original_node, f"step() → {scaler}.step() and {scaler}.update()")
-                step = cst.parse_statement(f"{scaler}.step({optimizer})")
-                step = step.with_changes(
-                    leading_lines=updated_node.leading_lines,
-                    trailing_whitespace=updated_node.trailing_whitespace,
-                )
-                return cst.FlattenSentinel([step, cst.parse_statement(f"{scaler}.update()")])
-        return updated_node
+        optimizer = _owner_of_step(small)
+        scaler = self.usage.scalers.get(optimizer)
+        if scaler is None:
+            return updated_node
+        self._changed(original_node, f"step() → {scaler}.step() and {scaler}.update()")
+        step = cst.parse_statement(f"{scaler}.step({optimizer})")
+        step = step.with_changes(
+            leading_lines=updated_node.leading_lines,
+            trailing_whitespace=updated_node.trailing_whitespace,
+        )
+        return cst.FlattenSentinel([step, cst.parse_statement(f"{scaler}.update()")])
 
     def _initialize(
         self, original: cst.SimpleStatementLine, updated: cst.SimpleStatementLine
@@ -303,7 +304,8 @@ class Rewrite(cst.CSTTransformer):
             lines = [cst.SimpleStatementLine(lines, trailing_whitespace=body.trailing_whitespace)]
         is_computed = self.usage.has_autocast and computes(loss.value)
         if not is_computed and is_backward_alone(original_node.body, loss.alias):
-            lines[0] = lines[0].visit(_Rename(loss.alias, cst.parse_expression(new)))
+            alias = matchers.Name(loss.alias)
+            lines[0] = matchers.replace(lines[0], alias, cst.parse_expression(new))
             if loss.alias in names_in(loss.value):
                 self._changed(original_node, f"{loss.alias} is not scaled after the backward pass")
         elif is_computed:
@@ -367,16 +369,6 @@ def _branch(node: cst.If, holds: bool) -> Any:
         return cst.RemoveFromParent()
     lead = [*node.leading_lines, *lines[0].leading_lines]
     return cst.FlattenSentinel([lines[0].with_changes(leading_lines=lead), *lines[1:]])
-
-
-class _Rename(cst.CSTTransformer):
-    """Replaces a name by an expression."""
-
-    def __init__(self, name: str, new: cst.BaseExpression) -> None:
-        self.name, self.new = name, new
-
-    def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> Any:
-        return self.new if original_node.value == self.name else updated_node
 
 
 def _owner_of_step(small: cst.BaseSmallStatement) -> str:
