@@ -53,9 +53,7 @@ def migrate(code: bytes, level: str = "", loss_scale: str = "") -> tuple[bytes, 
     wrapper = MetadataWrapper(tree)
     analysis = Analysis(level, loss_scale)
     wrapper.visit(analysis)
-    references = References(analysis.usage.fallbacks)
-    wrapper.visit(references)
-    analysis.usage.referenced, analysis.usage.compared = references.found, references.compared
+    wrapper.visit(References(analysis.usage))
     rewrite = Rewrite(analysis.usage, report)
     module: Any = clean(wrapper.visit(rewrite))
     positions, imports = wrapper.resolve(PositionProvider), apex_imports(wrapper.module)

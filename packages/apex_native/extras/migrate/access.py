@@ -5,7 +5,6 @@ import re
 
 import libcst as cst
 from libcst import matchers
-from libcst.metadata import QualifiedNameProvider
 
 from .gradients import CLASS, OPTIMIZER, SCHEDULE, decorators, function_name
 from .order import Order
@@ -88,7 +87,7 @@ class Access(Order):
         losses = [loss.statement for loss in self.usage.losses]
         for name, call in self.calls:
             is_tensor = name == "backward" and isinstance(call.func, cst.Attribute)
-            names = self.get_metadata(QualifiedNameProvider, call.func, set())
+            names = self.qualified_names(call.func)
             is_function = any(each.name == "torch.autograd.backward" for each in names)
             if not is_function and (not is_tensor or name in self.defined and is_own(name, call)):
                 continue
@@ -187,7 +186,7 @@ class Access(Order):
         if owner in self.holders and (CHANGING.search(owner) or not is_quiet):
             return f"{code} is a method of an object that has the parameters"
         is_given = any(self._has_parameters(arg.value) for arg in call.args)
-        names = self.get_metadata(QualifiedNameProvider, call.func, set())
+        names = self.qualified_names(call.func)
         is_library = any(re.match(r"(torch|numpy)\.", each.name) for each in names)
         if name in {*self.defined, *HARMLESS} or is_quiet:
             return ""

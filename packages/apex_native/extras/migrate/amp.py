@@ -9,7 +9,7 @@ from itertools import takewhile
 
 import libcst as cst
 from libcst import matchers
-from libcst.metadata import QualifiedNameProvider, QualifiedNameSource
+from libcst.metadata import QualifiedNameSource
 
 from .calls import UNPACKED, is_unpacked, models_and_optimizers, split
 from .forward import Forward
@@ -284,7 +284,7 @@ class Analysis(Optimizers):
         if isinstance(parent, (cst.Arg, cst.Assign, cst.DictElement, cst.Element, cst.Return)):
             self.values.add(node.value if isinstance(node, cst.Name) else node.attr.value)
         is_test = isinstance(parent, TESTS) or isinstance(parent, cst.IfExp) and parent.test is node
-        names = self.get_metadata(QualifiedNameProvider, node, set())
+        names = self.qualified_names(node)
         is_called = isinstance(parent, cst.Call) and parent.func is node
         is_clip = any(re.match(r"torch\.nn\.utils\..*clip_grad", each.name) for each in names)
         is_value = not (is_called or isinstance(parent, (*IMPORTS, cst.Attribute, cst.Decorator)))
@@ -429,7 +429,7 @@ class Analysis(Optimizers):
         for name, call in self.calls:
             if name in self.defined or not ASKING.fullmatch(source(call)):
                 continue
-            names = self.get_metadata(QualifiedNameProvider, call.func, set())
+            names = self.qualified_names(call.func)
             is_imported = {each.source for each in names} == {QualifiedNameSource.IMPORT}
             if is_imported and AVAILABLE.fullmatch(name):
                 self.usage.questions.add(source(call))

@@ -3,7 +3,6 @@
 import re
 
 import libcst as cst
-from libcst.metadata import QualifiedNameProvider
 
 from .gradients import decorators, function_name
 from .parameters import Parameters
@@ -63,7 +62,7 @@ class Exceptions(Parameters):
     def _passes(self, manager: cst.BaseExpression) -> bool:
         """Return whether a context manager or decorator lets exceptions pass, by its name."""
         function = manager.func if isinstance(manager, cst.Call) else manager
-        names = self.get_metadata(QualifiedNameProvider, function, set())
+        names = self.qualified_names(function)
         name = last_name(function)
         is_torch = any(each.name.startswith("torch.") for each in names)
         return is_torch or bool(PASSING.search(name)) and not CATCHING.search(name)

@@ -6,9 +6,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import libcst as cst
-from libcst.metadata import QualifiedNameProvider
 
-from .places import apex_name, is_own, simplify, source
+from .places import is_own, source
 from .tree import Tree
 from .usage import Loss, Usage
 
@@ -34,12 +33,11 @@ def decorators(function: cst.CSTNode) -> list[cst.BaseExpression]:
     return [each.decorator for each in found]
 
 
-class Gradients(Tree):
+class Gradients(Tree, cst.CSTVisitor):
     """Facts that a visit of the module has found."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.usage = Usage()
+        super().__init__(Usage())
         self.starts: list[cst.Call] = []
         self.steps: list[tuple[str, cst.Call]] = []
         self.jumps: Sequence[cst.CSTNode] = ()  # that leave a function or loop, or pause it
@@ -58,16 +56,6 @@ class Gradients(Tree):
         self.loop_names: set[str] = set()  # targets of for loops
         self.models: set[str] = set()  # names of those that amp prepares
         self.has_value = False  # which reads gradients: a lambda, or a function that clips
-
-    def name(self, node: cst.CSTNode) -> str:
-        """Return the name of Apex that `node` has, or ""."""
-        return apex_name(
-            self.get_metadata(QualifiedNameProvider, node, set()), self.usage.fallbacks
-        )
-
-    def simplified(self, test: cst.BaseExpression) -> cst.BaseExpression | bool:
-        """Return a condition as it is where Apex can be imported."""
-        return simplify(test, lambda node: self.usage.is_available(node, self.name(node)))
 
     def tests(self, node: cst.CSTNode) -> set[tuple[str, bool]]:
         """Return the tests of the ifs around `node`, and whether they hold there.

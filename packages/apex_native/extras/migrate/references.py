@@ -1,9 +1,8 @@
 """Uses of Apex's classes other than calls, such as ``isinstance(module, FusedLayerNorm)``."""
 
 import libcst as cst
-from libcst.metadata import QualifiedNameProvider
 
-from .places import NONE, apex_name, source
+from .places import NONE, source
 from .tree import OutsideImports, Tree
 
 MADE_BY = {"SyncBatchNorm": "convert_syncbn_model"}  # classes, and functions that create them
@@ -12,16 +11,10 @@ HARMLESS = (cst.AssignTarget, cst.NameItem, cst.If, cst.Assert, cst.UnaryOperati
 
 
 class References(OutsideImports, Tree):
-    """Collects the classes of Apex that a module uses without calling them.
+    """Collects the classes of Apex that a module uses without calling them, in `usage`.
 
     A class of torch in their place would not be the one that these uses compare with or change.
     """
-
-    def __init__(self, fallbacks: set[str]) -> None:
-        super().__init__()
-        self.fallbacks = fallbacks
-        self.found: dict[str, str] = {}  # the class, by the name of it or of what creates it
-        self.compared: set[str] = set()  # classes of torch that isinstance() is given
 
     def visit_Attribute(self, node: cst.Attribute) -> bool:
         self._add(node)
@@ -32,12 +25,12 @@ class References(OutsideImports, Tree):
         self._add(node)
 
     def _add(self, node: cst.Attribute | cst.Name) -> None:
-        names = self.get_metadata(QualifiedNameProvider, node, set())
-        name = apex_name(names, self.fallbacks).removesuffix(" or another").rpartition(".")[2]
+        names = self.qualified_names(node)
+        name = self.name(node).removesuffix(" or another").rpartition(".")[2]
         calls = (each for each in self.parents(node) if isinstance(each, cst.Call))
         if any(source(call.func) in ("isinstance", "issubclass") for call in calls):
             torchs = [each.name for each in names if each.name.startswith("torch.")]
-            self.compared |= {each.rpartition(".")[2] for each in torchs}
+            self.usage.compared |= {each.rpartition(".")[2] for each in torchs}
         parent = self.parent(node)
         is_call = isinstance(parent, cst.Call) and parent.func is node
         is_type = any(isinstance(each, cst.Annotation) for each in self.parents(node))
@@ -49,4 +42,4 @@ class References(OutsideImports, Tree):
             tested, parent = parent, self.parent(parent)
         is_test |= isinstance(parent, cst.IfExp) and parent.test is tested
         if name and not (is_call or is_type or is_test or isinstance(parent, HARMLESS)):
-            self.found |= {name: name, MADE_BY.get(name, name): name}
+            self.usage.referenced |= {name: name, MADE_BY.get(name, name): name}

@@ -4,22 +4,19 @@ from typing import Any
 
 import libcst as cst
 from libcst import matchers
-from libcst.metadata import ParentNodeProvider, PositionProvider, QualifiedNameProvider
 
 from .amp import REGISTERED
 from .calls import NOTES, RULES, NoEquivalentError, models_and_optimizers, unconverted
 from .places import (
-    apex_name,
     computes,
     is_backward_alone,
     is_boundary,
     is_method_of_result,
     names_in,
-    simplify,
     source,
 )
 from .report import PREFIX, Report
-from .tree import STATEMENTS
+from .tree import STATEMENTS, Tree
 from .usage import Usage
 
 HALF_MOMENTS = "the script uses half types; torch's moments of half parameters are not fp32"
@@ -40,14 +37,12 @@ NO_SYNC = "torch's has no disable_allreduce() and enable_allreduce(), but no_syn
 PARENTHESES = str.maketrans("[]", "()")
 
 
-class Rewrite(cst.CSTTransformer):
+class Rewrite(Tree, cst.CSTTransformer):
     """Applies the rules, and records in `report` what it changed and left."""
 
-    METADATA_DEPENDENCIES = (QualifiedNameProvider, PositionProvider, ParentNodeProvider)
-
     def __init__(self, usage: Usage, report: Report) -> None:
-        super().__init__()
-        self.usage, self.report = usage, report
+        super().__init__(usage)
+        self.report = report
         self.notes: dict[cst.CSTNode, list[str]] = {}
         self.left_names: set[str] = set()  # by which calls that are left begin, as imported
         self.results: dict[cst.CSTNode, Any] = {}
@@ -68,10 +63,6 @@ class Rewrite(cst.CSTTransformer):
             self.results[original_node] = result
         return result
 
-    def _name(self, node: cst.CSTNode) -> str:
-        names = self.get_metadata(QualifiedNameProvider, node, set())
-        return apex_name(names, self.usage.fallbacks)
-
     def _unscale(self, node: cst.CSTNode) -> list[Any]:
         return [
             cst.parse_statement(f"{self.usage.scalers[optimizer]}.unscale_({optimizer})")
@@ -79,28 +70,22 @@ class Rewrite(cst.CSTTransformer):
         ]
 
     def _amp_name(self, node: cst.CSTNode) -> str:
-        name = self._name(node.func) if isinstance(node, cst.Call) else ""
+        name = self.name(node.func) if isinstance(node, cst.Call) else ""
         return name.removeprefix("apex.amp.") if name.startswith("apex.amp.") else ""
 
-    def _line(self, node: cst.CSTNode) -> int:
-        return int(self.get_metadata(PositionProvider, node).start.line)
-
     def _leave_as_is(self, call: cst.CSTNode, why: str) -> None:
-        self.report.left.append((self._line(call), why))
+        self.report.left.append((self.line(call), why))
         self.left_names.add(source(getattr(call, "func", call)).split(".")[0].strip())
-        node: cst.CSTNode = call
-        while not isinstance(node, STATEMENTS):
-            node = self.get_metadata(ParentNodeProvider, node)
-        notes = self.notes.setdefault(node, [])
+        notes = self.notes.setdefault(self.statement(call), [])
         if why not in notes:
             notes.append(why)
 
     def _changed(self, node: cst.CSTNode, what: str) -> None:
-        self.report.changed.append((self._line(node), what))
+        self.report.changed.append((self.line(node), what))
 
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> Any:
         """Apply the rule for a call of a name of Apex."""
-        name = self._name(original_node.func)
+        name = self.name(original_node.func)
         if not self.usage.reasons and self.usage.is_available(original_node, ""):
             self._changed(original_node, f"{source(original_node)} → True")
             return cst.Name("True")
@@ -250,26 +235,23 @@ class Rewrite(cst.CSTTransformer):
 
     def leave_Comparison(self, original_node: cst.Comparison, updated_node: cst.Comparison) -> Any:
         """Resolve the question whether Apex can be imported, which no longer matters."""
-        result = simplify(original_node, self._is_available)
+        result = self.simplified(original_node)
         if self.usage.reasons or not isinstance(result, bool):
             return updated_node
         return cst.Name(str(result))
 
     def leave_Assert(self, original_node: cst.Assert, updated_node: cst.Assert) -> Any:
         """Remove an assertion that Apex can be imported."""
-        result = simplify(original_node.test, self._is_available)
+        result = self.simplified(original_node.test)
         return cst.RemoveFromParent() if result is True and not self.usage.reasons else updated_node
-
-    def _is_available(self, node: cst.CSTNode) -> bool:
-        return self.usage.is_available(node, self._name(node))
 
     def leave_If(self, original_node: cst.If, updated_node: cst.If) -> Any:
         """Rewrite ifs about amp: whether to initialize it, to scale a loss, or its import."""
         usage = self.usage
         if usage.reasons:
             return updated_node
-        is_elif = isinstance(self.get_metadata(ParentNodeProvider, original_node), cst.If)
-        test = simplify(original_node.test, self._is_available)
+        is_elif = isinstance(self.parent(original_node), cst.If)
+        test = self.simplified(original_node.test)
         if isinstance(test, bool):
             name = cst.Name(str(test))
             return updated_node.with_changes(test=name) if is_elif else _branch(updated_node, test)

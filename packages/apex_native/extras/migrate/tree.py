@@ -1,11 +1,19 @@
-"""Positions of statements in a module: blocks, functions and conditions around them."""
+"""Names in a module, and positions of statements: blocks, functions and conditions around them."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import libcst as cst
 from libcst import matchers
-from libcst.metadata import ParentNodeProvider, PositionProvider, QualifiedNameProvider
+from libcst.metadata import (
+    ParentNodeProvider,
+    PositionProvider,
+    QualifiedName,
+    QualifiedNameProvider,
+)
+
+from .places import apex_name, simplify
+from .usage import Usage
 
 STATEMENTS = (cst.SimpleStatementLine, cst.BaseCompoundStatement)
 BLOCKS = (cst.IndentedBlock, cst.Module)
@@ -27,10 +35,26 @@ class OutsideImports(cst.CSTVisitor):
         return False
 
 
-class Tree(cst.CSTVisitor):
-    """A visitor that finds what is around a node."""
+class Tree(cst.MetadataDependent):
+    """Names and positions of nodes, for a visitor or a transformer."""
 
     METADATA_DEPENDENCIES = (ParentNodeProvider, PositionProvider, QualifiedNameProvider)
+
+    def __init__(self, usage: Usage) -> None:
+        super().__init__()
+        self.usage = usage
+
+    def qualified_names(self, node: cst.CSTNode) -> Collection[QualifiedName]:
+        """Return the names that a node may have, such as ``torch.nn.Linear``."""
+        return self.get_metadata(QualifiedNameProvider, node, set())
+
+    def name(self, node: cst.CSTNode) -> str:
+        """Return the name of Apex that `node` has, or ""."""
+        return apex_name(self.qualified_names(node), self.usage.fallbacks)
+
+    def simplified(self, test: cst.BaseExpression) -> cst.BaseExpression | bool:
+        """Return a condition as it is where Apex can be imported."""
+        return simplify(test, lambda node: self.usage.is_available(node, self.name(node)))
 
     def parent(self, node: cst.CSTNode) -> cst.CSTNode:
         """Return the node around `node`."""

@@ -31,8 +31,9 @@ class Usage:
     has_load: bool = False  # the state of something is loaded
     may_cast: bool = False  # amp.initialize, if it is left, may leave parameters half
     reasons: list[str] = field(default_factory=list)
-    referenced: dict[str, str] = field(default_factory=dict)  # classes used without a call
-    compared: set[str] = field(default_factory=set)  # classes that isinstance() is given
+    # Classes used without a call, by the name of the class or of what creates it.
+    referenced: dict[str, str] = field(default_factory=dict)
+    compared: set[str] = field(default_factory=set)  # torch's classes that isinstance() is given
     fallbacks: set[str] = field(default_factory=set)  # names with None in place of Apex
     flags: set[str] = field(default_factory=set)  # names that are True if Apex can be imported
     questions: set[str] = field(default_factory=set)  # calls such as is_apex_available()
