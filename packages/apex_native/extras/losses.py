@@ -1,6 +1,7 @@
 """Losses of ``apex.contrib.xentropy`` and ``apex.contrib.focal_loss``, and its ``clip_grad``."""
 
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -93,10 +94,7 @@ def focal_loss(
     return torch.where(counted, weights * losses, 0.0).sum() / num_positive_sum.squeeze()
 
 
-class FocalLoss:
-    """The function ``focal_loss`` as ``FocalLoss.apply``."""
-
-    apply = staticmethod(focal_loss)
+FocalLoss = SimpleNamespace(apply=focal_loss)  # Apex's autograd function
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ Apex returns autocast's type.
 """
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -116,37 +117,10 @@ def _normalize(
     return function(input.to(widest), shape, *own, eps).to(dtype)
 
 
-class FusedLayerNormFunction:
-    """The function `fused_layer_norm` as ``apply``."""
-
-    apply = staticmethod(fused_layer_norm)
-
-
-class FusedLayerNormAffineFunction:
-    """The function `fused_layer_norm_affine` as ``apply``."""
-
-    apply = staticmethod(fused_layer_norm_affine)
-
-
-class FusedLayerNormAffineMixedDtypesFunction:
-    """The function `mixed_dtype_fused_layer_norm_affine` as ``apply``."""
-
-    apply = staticmethod(mixed_dtype_fused_layer_norm_affine)
-
-
-class FusedRMSNormFunction:
-    """The function `fused_rms_norm` as ``apply``."""
-
-    apply = staticmethod(fused_rms_norm)
-
-
-class FusedRMSNormAffineFunction:
-    """The function `fused_rms_norm_affine` as ``apply``."""
-
-    apply = staticmethod(fused_rms_norm_affine)
-
-
-class FusedRMSNormAffineMixedDtypesFunction:
-    """The function `mixed_dtype_fused_rms_norm_affine` as ``apply``."""
-
-    apply = staticmethod(mixed_dtype_fused_rms_norm_affine)
+# Apex's autograd functions, which copies of its modules call by ``apply``.
+FusedLayerNormFunction = SimpleNamespace(apply=fused_layer_norm)
+FusedLayerNormAffineFunction = SimpleNamespace(apply=fused_layer_norm_affine)
+FusedLayerNormAffineMixedDtypesFunction = SimpleNamespace(apply=mixed_dtype_fused_layer_norm_affine)
+FusedRMSNormFunction = SimpleNamespace(apply=fused_rms_norm)
+FusedRMSNormAffineFunction = SimpleNamespace(apply=fused_rms_norm_affine)
+FusedRMSNormAffineMixedDtypesFunction = SimpleNamespace(apply=mixed_dtype_fused_rms_norm_affine)
