@@ -121,11 +121,9 @@ class FusedMixedPrecisionLamb(FusedWithMasters, FusedLAMB):
         super()._before_step()
         scale = getattr(self, "grad_scale", None)
         if scale is not None:  # the norm is that of scaled gradients
-            parameters = (p for group in self.param_groups for p in group["params"])
-            grads = [p.grad.float() for p in parameters if p.grad is not None]
-            norm = torch.nn.utils.get_total_norm(grads) / scale.to(grads[0].device)
-            clip = (norm / self.defaults["max_grad_norm"]).clamp(min=1)
-            self._clip = clip * scale.to(clip.device)
+            scale = scale.to(self._norm.device)
+            clip = (self._norm / scale / self.defaults["max_grad_norm"]).clamp(min=1)
+            self._clip = clip * scale
 
     def _has_masters(self, dtype: torch.dtype) -> bool:
         return dtype == self.reduced_precision_dtype

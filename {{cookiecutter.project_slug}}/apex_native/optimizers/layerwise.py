@@ -69,8 +69,8 @@ class FusedLAMB(LayerwiseOptimizer):
         super()._before_step()
         parameters = (p for group in self.param_groups for p in group["params"])
         grads = [p.grad.float() for p in parameters if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(grads)
-        self._clip = (norm / self.defaults["max_grad_norm"]).clamp(min=1)
+        self._norm = torch.nn.utils.get_total_norm(grads)
+        self._clip = (self._norm / self.defaults["max_grad_norm"]).clamp(min=1)
 
     def _update(self, group: dict, values: Tensors, grads: Tensors, states: list[dict]) -> None:
         beta2 = group["betas"][1]
