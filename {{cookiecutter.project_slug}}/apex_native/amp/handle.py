@@ -393,15 +393,16 @@ def _after_backward(
     halves = [p for p in stash.masters if p.grad is not None and p not in unscaled]
     plain = [p for p in stash.plain if p.grad is not None and p not in unscaled]
     unscaled.update(halves, plain)
-    new: list[tuple[Tensor, Any]] = [(stash.masters[half], half.grad) for half in halves]
-    master_grads = [torch.empty_like(master) for master, _ in new]
-    if new:
-        dense = [grad.to_dense() if grad.is_sparse else grad for _, grad in new]
+    masters = [stash.masters[half] for half in halves]
+    master_grads = [torch.empty_like(master) for master in masters]
+    half_grads: list[Any] = [half.grad for half in halves]
+    if halves:
+        dense = [grad.to_dense() if grad.is_sparse else grad for grad in half_grads]
         torch._foreach_copy_(master_grads, dense)
     plain_grads: list[Any] = [parameter.grad for parameter in plain]
     found_inf = LossScaler.unscale_(master_grads + plain_grads, factor)
 
-    for (master, _), grad in zip(new, master_grads, strict=True):
+    for master, grad in zip(masters, master_grads, strict=True):
         master.grad = grad if master.grad is None else master.grad.add_(grad)
     for parameter, grad in stash.stashed.items():
         parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
@@ -474,15 +475,14 @@ def _step(optimizer: Any, plain_step: types.MethodType, *args: object, **kwargs:
 
     result = None
     with disable_casts():
-        if found_inf is None:
-            result = plain_step(*args, **kwargs)
-        elif skips_on_device:
+        if found_inf is not None and skips_on_device:
             optimizer.grad_scale, optimizer.found_inf = None, found_inf
             try:
                 result = plain_step(*args, **kwargs)
             finally:
                 del optimizer.grad_scale, optimizer.found_inf
-        elif not found_inf.item():  # the CPU waits here, as it does in torch.amp.GradScaler.step
+        # The CPU waits here for found_inf, as it does in torch.amp.GradScaler.step.
+        elif found_inf is None or not found_inf.item():
             result = plain_step(*args, **kwargs)
     _copy_masters(stash.masters)
     stash.drop_master_grads()
