@@ -10,6 +10,7 @@ from libcst.codemod import CodemodContext
 from libcst.codemod.visitors import AddImportsVisitor
 from libcst.helpers import get_full_name_for_node
 
+from ..covered import COVERED
 from .places import plain_source, source
 from .report import PREFIX
 from .tree import OutsideImports
@@ -17,10 +18,8 @@ from .tree import OutsideImports
 STILL_USED = "what this imports from Apex may be used in a way that migrate does not rewrite"
 NOTE = cst.Comment(PREFIX + STILL_USED)
 # What ``from apex.fp16_utils import *`` imports, which many scripts have without need.
-FP16_UTILS = re.compile(
-    r"BN_convert_float|network_to_half|prep_param_lists|model_grads_to_master_grads|tofp16|"
-    r"master_params_to_model_params|to_python_float|clip_grad_norm|convert_(module|network)|"
-    r"FP16Model|FP16_Optimizer|(Dynamic)?LossScaler|fp16util|fp16_optimizer|loss_scaler"
+FP16_UTILS = {"fp16util", "fp16_optimizer", "loss_scaler"}.union(
+    *(names.split() for names in COVERED["apex.fp16_utils"].values())
 )
 
 
@@ -102,7 +101,7 @@ class _Remove(cst.CSTTransformer):
         if original_node.relative or not module:
             return updated_node
         if isinstance(original_node.names, cst.ImportStar):
-            is_used = module != "apex.fp16_utils" or any(map(FP16_UTILS.fullmatch, self.used))
+            is_used = module != "apex.fp16_utils" or not FP16_UTILS.isdisjoint(self.used)
             return updated_node if is_used else cst.RemoveFromParent()
         return _with_names(updated_node, self._keep(original_node.names, module))
 
