@@ -113,7 +113,5 @@ def clip_grad_norm_(
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     grads = [parameter.grad for parameter in given if parameter.grad is not None]
     norm = torch.nn.utils.get_total_norm(in_fp32(grads), float(norm_type), error_if_nonfinite)
-    factor = (float(max_norm) / (norm + 1e-6)).clamp(max=1.0)
-    for grad in grads:
-        grad.mul_(factor.to(grad.device))
+    torch.nn.utils.clip_grads_with_norm_(given, float(max_norm), norm)
     return norm
