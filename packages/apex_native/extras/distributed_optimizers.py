@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from apex_native.amp.casting import HALF_TYPES
 from apex_native.optimizers import FusedAdam, FusedLAMB
 from apex_native.optimizers.layerwise import LayerwiseOptimizer
 from torch import Tensor
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from .master_weights import HALF_TYPES
 from .mixed_precision_lamb import FusedWithMasters
 from .multi_tensor import in_fp32, write_back
 

@@ -3,10 +3,9 @@
 from typing import Any, NoReturn
 
 import torch
+from apex_native.amp.casting import HALF_TYPES
 from torch import Tensor
 from torch.optim import Optimizer
-
-HALF_TYPES = (torch.float16, torch.bfloat16)
 
 
 class MasterWeights:

@@ -4,11 +4,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from apex_native.amp.casting import HALF_TYPES
 from apex_native.optimizers import FusedLAMB
 from apex_native.optimizers.elementwise import FusedOptimizer
 from torch import Tensor
-
-from .master_weights import HALF_TYPES
 
 
 class FusedWithMasters(FusedOptimizer):

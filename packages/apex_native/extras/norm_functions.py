@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 import torch
+from apex_native.amp.casting import HALF_TYPES
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -90,7 +91,7 @@ def manual_rms_norm(
     quotient = input * (squares + eps).rsqrt()
     if weight is None:
         return quotient
-    if weight.dtype in (torch.float16, torch.bfloat16):
+    if weight.dtype in HALF_TYPES:
         quotient = quotient.to(weight.dtype)
     return weight * quotient
 
