@@ -634,13 +634,11 @@ class Analysis(Optimizers):
 
     def _is_argument(self, call: cst.Call, held: set[str], here: cst.CSTNode) -> bool:
         """Return whether a function is given the output of a forward pass, or one of the names."""
-        is_method = self.owner(here) is not here
         return any(
             call in {*matchers.findall(arg.value, matchers.Call())}
             or names_in(arg.value) & held
             and self.function(call) is self.function(other)
-            for name, other in self.calls
-            if name == function_name(here) and (is_method or is_own(name, other))
+            for other in self.possible_callers(here)
             for arg in other.args
         )
 

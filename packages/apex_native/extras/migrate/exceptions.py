@@ -4,9 +4,9 @@ import re
 
 import libcst as cst
 
-from .gradients import decorators, function_name
+from .gradients import decorators
 from .parameters import Parameters
-from .places import is_own, last_name, plain_source
+from .places import last_name, plain_source
 from .tree import LOOPS
 
 ENDS = re.compile(r"^raise\b|exit\(")  # the last statement of a handler that ends the script
@@ -33,15 +33,9 @@ class Exceptions(Parameters):
                 if is_caught and isinstance(each, LOOPS):
                     return True
             here = self.function(call)
-            name = function_name(here)
             is_caught |= not all(map(self._passes, decorators(here)))
-            is_method = self.owner(here) is not here
-            callers = [
-                other
-                for called, other in self.calls
-                if called == name and (is_method or is_own(name, other))
-            ]
-            if is_caught and not callers and name:
+            callers = self.possible_callers(here)
+            if is_caught and not callers and isinstance(here, cst.FunctionDef):
                 return True  # it may be called in a loop of another file
             calls += [(one, is_caught) for one in callers if (one, is_caught) not in calls]
         return False

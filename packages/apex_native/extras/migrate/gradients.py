@@ -92,6 +92,13 @@ class Gradients(Tree, cst.CSTVisitor):
         here = function_name(self.function(node))
         return [call for name, call in self.calls if name == here and is_own(name, call)]
 
+    def possible_callers(self, node: cst.CSTNode) -> list[cst.Call]:
+        """Return the calls of the function of a node; of a method, on any object."""
+        function = self.function(node)
+        is_method = self.owner(function) is not function
+        named = [call for name, call in self.calls if name == function_name(function)]
+        return [call for call in named if is_method or is_own(function_name(function), call)]
+
     def leading(self, nodes: Iterable[Any]) -> list[cst.CSTNode]:
         """Return these nodes, and all calls that lead to them."""
         found = list(nodes)
