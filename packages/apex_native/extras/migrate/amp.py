@@ -120,11 +120,10 @@ class Analysis(Optimizers):
         self.usage.flags = availability_flags(node)
         self.imported = {local.split(".")[0] for _, _, local in apex_imports(node)}
 
-    def visit_Import(self, node: cst.Import) -> None:
+    def visit_Import(self, node: cst.Import | cst.ImportFrom) -> None:
         self.imports += [(name.split(".")[0], node, True) for _, _, name in apex_imports(node)]
 
-    def visit_ImportFrom(self, node: cst.ImportFrom) -> None:
-        self.imports += [(name.split(".")[0], node, True) for _, _, name in apex_imports(node)]
+    visit_ImportFrom = visit_Import
 
     def visit_Call(self, node: cst.Call) -> None:
         name = self.name(node.func)
@@ -368,14 +367,12 @@ class Analysis(Optimizers):
     def _scale_loss(self, node: cst.Call) -> None:
         item = self.parent(node)
         positional, _ = split(node)
-        is_name = isinstance(item, cst.WithItem) and item.asname is not None
-        if not is_name or is_unpacked(node) or len(positional) not in (2, 3):
+        has_other_args = is_unpacked(node) or len(positional) not in (2, 3)
+        if has_other_args or not isinstance(item, cst.WithItem) or item.asname is None:
             self.usage.reasons.append("amp.scale_loss is not of the form of Apex's documentation")
             return
         statement = self.parent(item)
         assert isinstance(statement, cst.With)
-        assert isinstance(item, cst.WithItem)
-        assert item.asname is not None
         body = statement.body  # an indented block, or statements on the same line
         is_line = isinstance(body, cst.SimpleStatementSuite)
         if len(statement.items) > 1 or (is_line and len(body.body) > 1):

@@ -166,11 +166,10 @@ class _Flags(cst.CSTVisitor):
     def visit_Param(self, node: cst.Param) -> None:
         self.others.add(node.name.value)
 
-    def visit_AugAssign(self, node: cst.AugAssign) -> None:
+    def visit_AugAssign(self, node: cst.AugAssign | cst.AnnAssign) -> None:
         self.others.update(names_in(node.target))
 
-    def visit_AnnAssign(self, node: cst.AnnAssign) -> None:
-        self.others.update(names_in(node.target))
+    visit_AnnAssign = visit_AugAssign
 
 
 def availability_flags(module: cst.Module) -> set[str]:

@@ -24,11 +24,10 @@ IS_MAIN = matchers.Comparison(left=matchers.Name("__name__"))
 class OutsideImports(cst.CSTVisitor):
     """A visitor that leaves out imports, and the names of keyword arguments."""
 
-    def visit_Import(self, node: cst.Import) -> bool:
+    def visit_Import(self, node: cst.Import | cst.ImportFrom) -> bool:
         return False
 
-    def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:
-        return False
+    visit_ImportFrom = visit_Import
 
     def visit_Arg(self, node: cst.Arg) -> bool:
         node.value.visit(self)
