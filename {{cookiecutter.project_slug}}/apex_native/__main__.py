@@ -160,40 +160,38 @@ def local_rank_arguments(script: str, folder: str, arguments: list[str]) -> list
     return [f"{flag[1]}={rank}"] if flag else []
 
 
-def run(name: str, arguments: list[str], is_module: bool) -> None:
-    """Run the script or the module `name` as ``python`` or ``python -m`` does."""
-    if is_module:
-        module = name
-        if os.getcwd() not in sys.path and not getattr(sys.flags, "safe_path", False):
-            sys.path.insert(1, os.getcwd())  # as ``-m`` does, but not an installed command
-        try:
+def run_module(name: str, arguments: list[str]) -> None:
+    """Run the module `name` as ``python -m`` does."""
+    module = name
+    if os.getcwd() not in sys.path and not getattr(sys.flags, "safe_path", False):
+        sys.path.insert(1, os.getcwd())  # as ``-m`` does, but not an installed command
+    try:
+        spec = importlib.util.find_spec(module)
+        if spec is not None and spec.submodule_search_locations is not None:
+            module = f"{name}.__main__"
             spec = importlib.util.find_spec(module)
-            if spec is not None and spec.submodule_search_locations is not None:
-                module = f"{name}.__main__"
-                spec = importlib.util.find_spec(module)
-        except ModuleNotFoundError as error:
-            if not f"{name}.".startswith(f"{error.name}."):  # an import in the package
-                raise
-            spec = None
-        if spec is None or spec.origin is None:
-            sys.stderr.write(f"no module {module}\n")
-            sys.exit(2)
-        sys.argv = [name, *local_rank_arguments(spec.origin, os.getcwd(), arguments), *arguments]
-        runpy.run_module(name, run_name="__main__", alter_sys=True)
-    else:
-        folder = os.path.dirname(os.path.realpath(name))
-        sys.argv = [name, *local_rank_arguments(name, folder, arguments), *arguments]
-        if os.getcwd() in sys.path:  # which ``-m`` has put before all others, unlike a script's run
-            sys.path.remove(os.getcwd())
-            sys.path.append(os.getcwd())  # where this package may be, for spawned processes
-        # First, as scripts expect, but for an `apex` in it, which spawned processes would import.
-        has_apex = os.path.isfile(os.path.join(folder, "apex", "__init__.py"))
-        sys.path.insert(int(has_apex), folder)
-        run_file(os.path.abspath(name))
+    except ModuleNotFoundError as error:
+        if not f"{name}.".startswith(f"{error.name}."):  # an import in the package
+            raise
+        spec = None
+    if spec is None or spec.origin is None:
+        sys.stderr.write(f"no module {module}\n")
+        sys.exit(2)
+    sys.argv = [name, *local_rank_arguments(spec.origin, os.getcwd(), arguments), *arguments]
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
-def run_file(path: str) -> None:
-    """Run the script at `path`, which stays valid if the script changes the working directory."""
+def run_script(name: str, arguments: list[str]) -> None:
+    """Run the script `name` as ``python`` does."""
+    folder = os.path.dirname(os.path.realpath(name))
+    sys.argv = [name, *local_rank_arguments(name, folder, arguments), *arguments]
+    if os.getcwd() in sys.path:  # which ``-m`` has put before all others, unlike a script's run
+        sys.path.remove(os.getcwd())
+        sys.path.append(os.getcwd())  # where this package may be, for spawned processes
+    # First, as scripts expect, but for an `apex` in it, which spawned processes would import.
+    has_apex = os.path.isfile(os.path.join(folder, "apex", "__init__.py"))
+    sys.path.insert(int(has_apex), folder)
+    path = os.path.abspath(name)  # valid also after the script changes the working directory
     if path.endswith(".pyc") or zipfile.is_zipfile(path):  # which Python runs, too
         runpy.run_path(path, run_name="__main__")
         return
@@ -222,8 +220,10 @@ def main() -> None:
         sys.exit(2)
     install()
     try:
-        name, *arguments = sys.argv[2:] if is_module else sys.argv[1:]
-        run(name, arguments, is_module)
+        if is_module:
+            run_module(sys.argv[2], sys.argv[3:])
+        else:
+            run_script(sys.argv[1], sys.argv[2:])
     except (ImportError, AttributeError) as error:
         explain(error)
         raise
