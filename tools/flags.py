@@ -49,7 +49,7 @@ class RecordedGroup(cli.ArgumentGroup):
     def add_argument(self, *names, **options):
         one = super().add_argument(*names, **options)
         row = [one.option_strings, one.metavar or "", list(one.choices or [])]
-        if one.help != argparse.SUPPRESS:
+        if one.help != argparse.SUPPRESS and one.dest != "help":
             self.flags.append([*row, one.help % vars(one)])
         return one
 
@@ -93,8 +93,7 @@ def table(flags: list) -> str:
         name = next(name for name in names if name.startswith("--"))
         value = f"{{{','.join(choices)}}}" if choices and not metavar else metavar
         value, text = (" ".join(text.split()).replace("|", " or ") for text in (value, help))
-        if not name.startswith("--help"):
-            lines.append(f"| `{name}{f' {value}' if value else ''}` | {text} |")
+        lines.append(f"| `{name}{f' {value}' if value else ''}` | {text} |")
     return "\n".join(lines)
 
 
@@ -108,11 +107,8 @@ def page() -> str:
     """Return the page: the default project's groups, and what differs with other answers."""
     default = read_flags()
     parts = [INTRODUCTION]
-    parts += [
-        f"## {title[0].upper()}{title[1:]}\n\n{table(flags)}\n"
-        for title, flags in default.items()
-        if table(flags).count("\n") > 1
-    ]
+    for title, flags in default.items():
+        parts.append(f"## {title[0].upper()}{title[1:]}\n\n{table(flags)}\n")
     known = [flag for flags in default.values() for flag in flags]
     for answer in PROJECTS:
         groups = read_flags(answer)
