@@ -23,7 +23,7 @@ def compute(formula: Callable[..., Tensor], inputs: Tensor, *args: Any) -> Tenso
 @cache
 def _compiled(formula: Callable[..., Tensor]) -> Callable[..., Tensor]:
     folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")
-    # torch may set it when it is imported, to a folder in /tmp, whoever has made that.
+    # torch may set it at import, to a folder in /tmp that another user may own.
     if not folder or Path(folder).parent == Path(tempfile.gettempdir()):
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = _cache_folder()
     return torch.compile(formula)

@@ -1,4 +1,4 @@
-"""FusedAdam of ``apex.contrib.optimizers``, which that of ``apex.optimizers`` was until 2019-08."""
+"""FusedAdam of ``apex.contrib.optimizers``; until August 2019, ``apex.optimizers`` had it, too."""
 
 from collections.abc import Iterable
 from typing import Any

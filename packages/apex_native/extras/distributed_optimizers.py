@@ -50,8 +50,8 @@ class _DistributedOptimizer(ZeroRedundancyOptimizer):
     (stage 2). Half parameters have fp32 masters in the state. Their gradients are averaged in fp32,
     but accumulated in half.
 
-    What the next step divides half gradients by is forgotten in ``step`` and ``zero_grad`` of the
-    optimizer, as in Apex, and not if a script that skips a step sets ``grad`` to None itself.
+    ``step`` and ``zero_grad`` of the optimizer reset the divisor of half gradients, as in Apex. A
+    script that skips a step, and sets ``grad`` to None itself, does not reset it.
     """
 
     _step_supports_amp_scaling = True  # read by GradScaler.step, which leaves gradients scaled
@@ -138,13 +138,13 @@ class _DistributedOptimizer(ZeroRedundancyOptimizer):
         """Return whether GradScaler found an overflow, on all processes or on none."""
         overflows = (self.found_inf > 0).float()
         dist.all_reduce(overflows, group=self.process_group)
-        share = overflows.item() / dist.get_world_size(self.process_group)
-        if self._unsynced or share not in (0.0, 1.0):  # both on all processes
+        fraction = overflows.item() / dist.get_world_size(self.process_group)
+        if self._unsynced or fraction not in (0.0, 1.0):  # both on all processes
             raise RuntimeError(
                 "GradScaler checked gradients of no_sync() or of an accumulation step before they "
                 "were averaged: call optimizer.grad_sync() before scaler.unscale_ or scaler.step."
             )
-        return share == 1.0
+        return fraction == 1.0
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]

@@ -33,7 +33,7 @@ def init(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if enabled and allow_banned:
         amp.register_float_function(nn.functional, "binary_cross_entropy")
-    amp.initialize(  # of the process: the model here only says what device it is for
+    amp.initialize(  # the casts are of the process: the model only provides the device
         nn.Linear(1, 1, device=device), enabled=enabled, opt_level="O1", verbosity=int(verbose)
     )
     return AmpHandle(enabled, loss_scale)

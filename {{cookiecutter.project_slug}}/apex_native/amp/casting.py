@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 from .state import _amp_state
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
-SEARCHED = (tuple, list, dict, OrderedDict, defaultdict, PackedSequence)  # whose ids stay integers
+SEARCHED = (tuple, list, dict, OrderedDict, defaultdict, PackedSequence)  # its `to` casts integers
 
 
 def half_type(dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -274,7 +274,7 @@ def _cast_device() -> str:
 
 
 def _level() -> Any:
-    """Return the properties of the level; None without amp, as beside a migrated main file."""
+    """Return the properties of the level; None if amp is not in use."""
     level = _amp_state.level
     return level if level and level.enabled else None
 

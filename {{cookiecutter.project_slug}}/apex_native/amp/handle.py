@@ -388,7 +388,7 @@ def _after_backward(
 ) -> Tensor | None:
     """Unscale the new gradients and add them to those set aside; return what `unscale_` does.
 
-    Those of the parameters in `unscaled`, to which its own are added, are left as they are.
+    Parameters in `unscaled` are left out, and the others are added to it.
     """
     halves = [p for p in stash.masters if p.grad is not None and p not in unscaled]
     plain = [p for p in stash.plain if p.grad is not None and p not in unscaled]

@@ -12,12 +12,12 @@ from torch.optim.optimizer import required
 from torch.optim.sgd import sgd
 
 Tensors = list[Tensor] | tuple[Tensor, ...]
-MOMENTUM = "momentum_buffer"  # which FusedSGD makes in a step
+MOMENTUM = "momentum_buffer"  # created by the first step of FusedSGD
 
 
 def _have_one_layout(*tensors: Tensor) -> bool:
     """Return whether tensors of one shape have no gaps, and their elements in the same order."""
-    # First, and in this form: this is called for each parameter at each step, and most are.
+    # Most are contiguous, and this is called for each parameter at each step: the fastest test.
     if all(map(Tensor.is_contiguous, tensors)):
         return True
     for memory_format in (torch.channels_last, torch.channels_last_3d):

@@ -10,7 +10,7 @@ from torch.autograd import Variable
 
 
 class GradientAverager:
-    """Averages all gradients of a type at once, when a backward pass has computed them.
+    """Average of all gradients of a type at once, when a backward pass has computed them.
 
     torch's DistributedDataParallel would split a compiled model into a graph for each bucket, and
     count and copy gradients one by one, which takes a CPU longer than the graphs take.

@@ -20,7 +20,7 @@ APEXS_METHODS = {"allreduce_bucket", "allreduce_fallback", "comm_ready_buckets",
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):
-    """Averages gradients over all processes during the backward pass; one device a process.
+    """Wrapper that averages gradients over all processes in the backward pass; one device each.
 
     Parameters and their masters are broadcast from rank 0 once, here; buffers never are. As in Apex
     there is no ``device_ids``: the module is on its device already. This is torch's own class with
@@ -235,7 +235,7 @@ def _broadcast_masters(module: nn.Module) -> None:
 
 
 class Reducer:
-    """Averages gradients over all processes at each call of `reduce`, and at no other time.
+    """Average of gradients over all processes at each call of `reduce`, and at no other time.
 
     Args:
         module_or_grads: a module, whose parameters are broadcast from rank 0 here, or gradients in

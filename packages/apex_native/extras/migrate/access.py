@@ -27,7 +27,7 @@ NAMELESS = re.compile(r"__(?!init__)\w+__|forward")  # methods called without th
 
 
 class Access(Order):
-    """Checks that gradients are read only where they are unscaled, and that all are scaled."""
+    """Checks of losses, which must all be scaled, and of reads of gradients, only unscaled ones."""
 
     def __init__(self) -> None:
         super().__init__()

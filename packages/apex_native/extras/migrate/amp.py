@@ -102,7 +102,7 @@ def _line(node: cst.CSTNode) -> str:
 
 
 class Analysis(Optimizers):
-    """Collects `usage` from a module."""
+    """Visitor that collects `usage` from a module."""
 
     def __init__(self, level: str = "", loss_scale: str = "") -> None:
         super().__init__()

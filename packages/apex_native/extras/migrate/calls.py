@@ -103,7 +103,7 @@ def _check(
 
 
 def fused_adam(call: cst.Call) -> cst.Call:
-    """FusedAdam to AdamW or Adam, fused, with the weight decay stated: the defaults differ."""
+    """Convert FusedAdam to a fused AdamW or Adam; state the weight decay: the defaults differ."""
     mode = literal(split(call)[1].get("adam_w_mode"), "True")
     dropped = {"adam_w_mode": "", "bias_correction": "True", "set_grad_none": "True"}
     dropped["amsgrad"] = "False"
@@ -120,19 +120,19 @@ def fused_adam(call: cst.Call) -> cst.Call:
 
 
 def fused_sgd(call: cst.Call) -> cst.Call:
-    """FusedSGD to SGD."""
+    """Convert FusedSGD to SGD."""
     dropped = {"set_grad_none": "", "materialize_master_grads": "", "wd_after_momentum": "False"}
     kept = "params lr momentum dampening weight_decay nesterov"
     return _to(call, "torch.optim.SGD", *_check(call, 6, kept, dropped))
 
 
 def layer_norm(call: cst.Call) -> cst.Call:
-    """FusedLayerNorm to LayerNorm."""
+    """Convert FusedLayerNorm to LayerNorm."""
     return _to(call, "torch.nn.LayerNorm", *_check(call, 3, OF_NORMS, {"memory_efficient": ""}))
 
 
 def rms_norm(call: cst.Call) -> cst.Call:
-    """FusedRMSNorm to RMSNorm, with eps stated: the defaults differ."""
+    """Convert FusedRMSNorm to RMSNorm; state eps: the defaults differ."""
     positional, keywords = _check(call, 3, OF_NORMS, {"memory_efficient": ""})
     if len(positional) < 2:
         keywords.setdefault("eps", _keyword("eps", "1e-5"))
@@ -140,7 +140,7 @@ def rms_norm(call: cst.Call) -> cst.Call:
 
 
 def distributed(call: cst.Call) -> cst.Call:
-    """Apex's DistributedDataParallel to torch's, which does not broadcast buffers either then."""
+    """Convert Apex's DistributedDataParallel to torch's, without its broadcasts of buffers."""
     delay = literal(split(call)[1].get("delay_allreduce"), "False")
     dropped = {"delay_allreduce": "", "message_size": ""}
     positional, keywords = _check(call, 1, "module", dropped)
@@ -153,12 +153,12 @@ def distributed(call: cst.Call) -> cst.Call:
 
 
 def sync_batch_norm(call: cst.Call) -> cst.Call:
-    """convert_syncbn_model to SyncBatchNorm.convert_sync_batchnorm."""
+    """Convert convert_syncbn_model to SyncBatchNorm.convert_sync_batchnorm."""
     name = "torch.nn.SyncBatchNorm.convert_sync_batchnorm"
     return _to(call, name, *_check(call, 2, "module process_group", {"channel_last": ""}))
 
 
-# What the report says of a call beside its new name.
+# Notes in the report on calls that are converted.
 OF_THEIR_TYPE = "have the type of the parameters: keep Apex's class if another file makes them half"
 NOTES = {
     "apex.optimizers.FusedAdam": "param_groups have no step, which some schedulers read; the "

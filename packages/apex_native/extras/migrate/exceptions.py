@@ -21,7 +21,7 @@ CATCHING = re.compile("retry|backoff|catch|suppress|err|exc|ignore|guard|safe", 
 
 
 class Exceptions(Parameters):
-    """Finds what may catch an exception, after which the script continues."""
+    """Search for what may catch an exception, after which the script continues."""
 
     def is_caught(self, node: cst.CSTNode) -> bool:
         """Return whether an exception at a node may be caught in a loop, which continues."""

@@ -64,7 +64,7 @@ def apex_imports(module: cst.CSTNode) -> dict[tuple[str, ...], cst.CSTNode]:
 
 
 class NoteImports(cst.CSTTransformer):
-    """Adds a comment above each of these imports of Apex."""
+    """Transformer that adds a comment above each of these imports of Apex."""
 
     def __init__(self, imports: set[tuple[str, ...]]) -> None:
         self.imports = imports

@@ -17,7 +17,7 @@ OTHERS = re.compile(
 
 
 class Optimizers(Access):
-    """Names the GradScalers, and checks that each of them has one optimizer."""
+    """Names of the GradScalers, and checks that each of them has one optimizer."""
 
     def check_scalers(self, module: cst.Module) -> None:
         """Place the calls of GradScaler, and require that their order is certain."""

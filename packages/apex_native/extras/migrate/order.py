@@ -36,7 +36,7 @@ def parts(test: cst.BaseExpression, holds: bool) -> set[tuple[str, bool]]:
 
 
 class Order(Exceptions):
-    """Checks that each run of the script calls GradScaler's methods in the order it requires."""
+    """Checks of the order in which a run of the script calls GradScaler's methods."""
 
     def __init__(self) -> None:
         super().__init__()

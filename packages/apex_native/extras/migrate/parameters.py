@@ -13,7 +13,7 @@ COLLECTING = ("filter", "list", "tuple", "chain", "iter")  # functions that retu
 
 
 class Parameters(Gradients):
-    """Finds the models of an optimizer, in the forms that tutorials have; others are UNKNOWN."""
+    """Search for the models of an optimizer, in the forms of tutorials; others are UNKNOWN."""
 
     def models_of(self, optimizer: str) -> set[str]:
         """Return the models whose parameters an optimizer has, or UNKNOWN."""

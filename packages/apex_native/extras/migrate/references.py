@@ -11,7 +11,7 @@ HARMLESS = (cst.AssignTarget, cst.NameItem, cst.If, cst.Assert, cst.UnaryOperati
 
 
 class References(OutsideImports, Tree):
-    """Collects the classes of Apex that a module uses without calling them, in `usage`.
+    """Visitor that adds classes of Apex that a module uses without calling them to `usage`.
 
     A class of torch in their place would not be the one that these uses compare with or change.
     """

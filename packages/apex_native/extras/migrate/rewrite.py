@@ -38,7 +38,7 @@ PARENTHESES = str.maketrans("[]", "()")
 
 
 class Rewrite(Tree, cst.CSTTransformer):
-    """Applies the rules, and records in `report` what it changed and left."""
+    """Transformer that applies the rules, and records in `report` what it changed and left."""
 
     def __init__(self, usage: Usage, report: Report) -> None:
         super().__init__(usage)
