@@ -69,10 +69,6 @@ class Rewrite(Tree, cst.CSTTransformer):
             for optimizer in self.usage.unscale[node]
         ]
 
-    def _amp_name(self, node: cst.CSTNode) -> str:
-        name = self.name(node.func) if isinstance(node, cst.Call) else ""
-        return name.removeprefix("apex.amp.") if name.startswith("apex.amp.") else ""
-
     def _leave_as_is(self, call: cst.CSTNode, why: str) -> None:
         self.report.left.append((self.line(call), why))
         self.left_names.add(source(getattr(call, "func", call)).split(".")[0].strip())
@@ -169,7 +165,7 @@ class Rewrite(Tree, cst.CSTTransformer):
             self._changed(original_node, f"amp._amp_state's loss scale → {what}")
             return cst.RemoveFromParent()
         if isinstance(small, (cst.Assign, cst.Expr)) and isinstance(small.value, cst.Call):
-            name = self._amp_name(small.value)
+            name = self.name(small.value.func).removeprefix("apex.amp.")
             if name == "initialize":
                 return self._initialize(original_node, updated_node)
             if name == "load_state_dict" and not self.usage.scaled:
