@@ -464,6 +464,12 @@ def test_flag_for_an_import_alone_is_no_condition(tmp_path, first):
     assert 'GradScaler("cuda")' in code
 
 
+def test_statements_on_the_line_of_a_test_for_apex_are_kept(tmp_path):
+    lines = 'if use_amp: print("Apex"); x += 1  # amp\nif not use_amp: y += 1\nelse: x += 2\n'
+    code, _ = migrate(tmp_path, START + FLAG + lines, "--opt-level", "O1")
+    assert code.endswith('\nprint("Apex"); x += 1  # amp\nx += 2\n')
+
+
 def test_gradients_are_unscaled_for_clipping_after_a_branch_without_amp(tmp_path):
     backward, clip = (
         "            loss.backward()\n",

@@ -276,10 +276,7 @@ class Rewrite(Tree, cst.CSTTransformer):
         scaler = self.usage.scalers.get(loss.optimizer)
         new = f"{scaler}.scale({value})" if scaler else value if plain else f"({value})"
         self._changed(original_node, f"scale_loss → {new}")
-        body: Any = updated_node.body
-        lines = list(body.body)
-        if isinstance(body, cst.SimpleStatementSuite):  # with …: scaled_loss.backward()
-            lines = [cst.SimpleStatementLine(lines, trailing_whitespace=body.trailing_whitespace)]
+        lines = _statements(updated_node.body)
         is_computed = self.usage.has_autocast and computes(loss.value)
         if not is_computed and is_backward_alone(original_node.body, loss.alias):
             alias = matchers.Name(loss.alias)
@@ -336,13 +333,21 @@ def _nodes(result: Any) -> list[Any]:
     return list(result) if isinstance(result, cst.FlattenSentinel) else [result]
 
 
+def _statements(block: cst.BaseSuite) -> list[Any]:
+    """Return the statements of a block, of which the header's line may have some, as lines."""
+    if isinstance(block, cst.SimpleStatementSuite):  # with …: scaled_loss.backward()
+        end = block.trailing_whitespace
+        return [cst.SimpleStatementLine(block.body, trailing_whitespace=end)]
+    return list(block.body)
+
+
 def _branch(node: cst.If, holds: bool) -> Any:
     """Return the statements of a branch in place of the if."""
     orelse = node.orelse
     if not holds and isinstance(orelse, cst.If):
         return orelse.with_changes(leading_lines=node.leading_lines)
     block = node.body if holds else orelse.body if isinstance(orelse, cst.Else) else None
-    lines: list[Any] = list(block.body) if isinstance(block, cst.IndentedBlock) else []
+    lines = _statements(block) if block else []
     if not lines:
         return cst.RemoveFromParent()
     lead = [*node.leading_lines, *lines[0].leading_lines]
