@@ -305,7 +305,6 @@ class FusedAdam(FusedOptimizer):
 
     def _before_step(self) -> None:
         """Count the step in the groups, where schedulers read it; a tensor if it may be skipped."""
-        super()._before_step()
         found_inf = getattr(self, "found_inf", None)
         taken = 1 if found_inf is None else 1 - found_inf
         for group in self.param_groups:
