@@ -61,17 +61,15 @@ def require_shared(folder: Path, group: dist.ProcessGroup) -> None:
 
 def flatten(entries: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the tensors of model, average and optimizer by names such as model.fc.weight."""
-    tensors = {
+    parts = {part: entries.get(part, {}) for part in PARTS[:2]}
+    moments = entries["optimizer"]["state"].items()
+    parts |= {f"optimizer.{index}": one for index, one in moments if isinstance(index, int)}
+    return {
         f"{part}.{name}": value
-        for part in PARTS[:2]
-        for name, value in entries.get(part, {}).items()
+        for part, values in parts.items()
+        for name, value in values.items()
         if isinstance(value, Tensor)
     }
-    for index, state in entries["optimizer"]["state"].items():
-        if isinstance(index, int):
-            named = {f"optimizer.{index}.{name}": value for name, value in state.items()}
-            tensors |= {name: value for name, value in named.items() if isinstance(value, Tensor)}
-    return tensors
 
 
 def templates(
