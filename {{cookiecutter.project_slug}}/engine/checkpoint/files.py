@@ -143,25 +143,26 @@ def remove(path: Path) -> None:
 
 
 def alias(path: Path, name: str) -> None:
-    """Give a numbered checkpoint the name `name`, such as last.pt, too.
+    """Give a numbered checkpoint the additional name `name`, such as last.pt.
 
-    A folder gets a symbolic link without the suffix, such as last. The other kind is removed.
+    A folder gets a symbolic link without the suffix, such as last. The name of the other kind, a
+    file or a folder, is removed.
     """
-    other = path.with_name(name)
-    other_folder = other.with_suffix("")
-    if not path.is_dir():
-        if not _is_same(other, path):
-            link(path, other)
-        _remove_name(other_folder)
-        return
-    if not _is_same(other_folder, path):
-        _require_own(other_folder)
-        _link_folder(path, other_folder)
-    other.unlink(missing_ok=True)
+    file = path.with_name(name)
+    folder = file.with_suffix("")
+    if path.is_dir():
+        if not _is_same(folder, path):
+            _require_own(folder)
+            _link_folder(path, folder)
+        file.unlink(missing_ok=True)
+    else:
+        if not _is_same(file, path):
+            link(path, file)
+        _remove_name(folder)
 
 
 def _link_folder(path: Path, name: Path) -> None:
-    """Make `name` a symbolic link to the folder at `path`, beside it."""
+    """Make `name` a symbolic link to the folder at `path`, which has the same parent folder."""
     temporary = name.with_name(f"{name.name}.pt{SUFFIX}")
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(path.name, target_is_directory=True)
