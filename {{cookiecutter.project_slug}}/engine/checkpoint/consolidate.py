@@ -8,7 +8,7 @@ from pathlib import Path
 from engine import UserError, cli, distributed
 from engine.checkpoint import format, manifest
 from engine.checkpoint.archive import security_warning
-from engine.checkpoint.files import BEST, LAST, NUMBERED
+from engine.checkpoint.files import BEST, LAST, LAST_FOLDER, NUMBERED
 
 
 def consolidate(folder: Path, path: Path) -> None:
@@ -20,7 +20,7 @@ def consolidate(folder: Path, path: Path) -> None:
     if not folder.is_dir():
         raise UserError(f"{folder}: it is no folder; name a sharded checkpoint, such as step-500")
     is_name = path.name in (LAST, BEST) or NUMBERED.fullmatch(path.name)
-    if is_name and manifest.exists((path.parent / LAST).with_suffix("")):
+    if is_name and manifest.exists(path.with_name(LAST_FOLDER)):
         raise UserError(f"{path}: the run there removes files of this name; name another file")
     if warning := security_warning(folder):
         distributed.print_on_rank_zero(f"warning: {folder}: {warning}")

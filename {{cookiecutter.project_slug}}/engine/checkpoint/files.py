@@ -25,6 +25,7 @@ from engine.distributed import all_gather
 
 T = TypeVar("T")
 LAST, BEST = "last.pt", "best.pt"
+LAST_FOLDER, BEST_FOLDER = "last", "best"  # of a sharded one
 NUMBERED = re.compile(r"step-\d+(\.pt)?")
 
 
@@ -81,7 +82,7 @@ def _make_room(
 def _is_kept(path: Path) -> bool:
     """Return whether a numbered checkpoint is the best one, too, or has a name that is unknown."""
     if path.is_dir():
-        return _is_same(path.with_name(BEST).with_suffix(""), path)
+        return _is_same(path.with_name(BEST_FOLDER), path)
     return path.stat().st_nlink > 1 + _is_same(path.with_name(LAST), path)
 
 
@@ -94,8 +95,8 @@ def best_of(folder: Path) -> Path | None:
 
     Raises OSError if the disk does not answer.
     """
-    best = folder / BEST
-    return next((path for path in (best, best.with_suffix("")) if status_of(path)), None)
+    paths = (folder / BEST, folder / BEST_FOLDER)
+    return next((path for path in paths if status_of(path)), None)
 
 
 def load_best(path: Path) -> dict[str, Any]:
@@ -181,9 +182,8 @@ def _remove_name(name: Path) -> None:
 
 def check_names(folder: Path) -> None:
     """Raise UserError if something else has the name of a checkpoint of either kind."""
-    for name in (LAST, BEST):
+    for name in (LAST, LAST_FOLDER, BEST, BEST_FOLDER):
         read_patiently(_require_own, folder / name)
-        read_patiently(_require_own, (folder / name).with_suffix(""))
 
 
 def _require_own(name: Path) -> None:
@@ -257,7 +257,7 @@ class Rewind:
             alias(self.best, BEST)
         elif 0 <= self.best_step < math.inf:
             (folder / BEST).unlink(missing_ok=True)
-            _remove_name((folder / BEST).with_suffix(""))
+            _remove_name(folder / BEST_FOLDER)
 
 
 def remove_later(folder: Path, step: int, saved: Path | None = None) -> None:
@@ -268,7 +268,7 @@ def remove_later(folder: Path, step: int, saved: Path | None = None) -> None:
     Args:
         saved: path of one that stays.
     """
-    best = (folder / BEST).with_suffix("")
+    best = folder / BEST_FOLDER
     for path in numbered(folder):
         if step_of(path) <= step or path == saved:
             continue
@@ -292,7 +292,7 @@ def _name_aside(path: Path, step: float) -> Path:
 
 def _remove_last(path: Path) -> None:
     """Remove the name last.pt if that is another name of `path`."""
-    for last in (path.with_name(LAST), path.with_name(LAST).with_suffix("")):
+    for last in (path.with_name(LAST), path.with_name(LAST_FOLDER)):
         if _is_same(last, path):
             last.unlink()
 

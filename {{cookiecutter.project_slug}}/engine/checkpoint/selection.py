@@ -10,7 +10,7 @@ import torch.distributed as dist
 from engine import UserError
 from engine.checkpoint import files, format
 from engine.checkpoint.archive import UnreadableError
-from engine.checkpoint.files import BEST, LAST, read_patiently
+from engine.checkpoint.files import BEST, BEST_FOLDER, LAST, LAST_FOLDER, read_patiently
 from engine.checkpoint.format import load_state
 from engine.distributed import all_gather
 
@@ -126,7 +126,7 @@ def _checkpoints(folder: Path, further: Sequence[Path] = ()) -> Iterator[tuple[f
     """Yield step, file and path of each checkpoint; raise UnreadableError if they may be there."""
     numbered = files.numbered(folder)
     steps = {identify(path): float(files.step_of(path)) for path in numbered}
-    sharded = [(folder / name).with_suffix("") for name in (LAST, BEST)]
+    sharded = (folder / LAST_FOLDER, folder / BEST_FOLDER)
     for path in (folder / LAST, *numbered, folder / BEST, *sharded, *further):
         file = identify(path)
         if file and file not in steps:  # last.pt and best.pt are mostly names of numbered files

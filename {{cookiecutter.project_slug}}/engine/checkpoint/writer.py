@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from engine import SUFFIX, UserError, exists
 from engine.checkpoint import archive, files, manifest, validation
-from engine.checkpoint.files import BEST, LAST
+from engine.checkpoint.files import BEST, BEST_FOLDER, LAST
 from engine.checkpoint.format import Progress
 from engine.distributed import all_gather
 from engine.distributed.peers import SHARD_WRITER, WRITER
@@ -166,7 +166,7 @@ class CheckpointWriter:
         """Have the next validation replace best.pt, if it is gone, such as with the folder."""
         is_expected = dist.get_rank() == 0 and self.progress.best > -math.inf and not self.rewind
         with suppress(OSError):  # the disk does not answer just now: it may be there
-            best = self._best or (self.folder / BEST).with_suffix("" if self.group else ".pt")
+            best = self._best or self.folder / (BEST_FOLDER if self.group else BEST)
             if is_expected and not (exists(best) if self._best else files.best_of(self.folder)):
                 self._best, self.progress.best = None, -math.inf
                 self.warn(f"{best} was removed: the next validation replaces it")
