@@ -153,8 +153,9 @@ def _read(source: str, arch: str) -> tuple[dict[str, Tensor], str, list[str]]:
     if not path.exists():
         return _from_torchvision(source, arch), "weights", []
     try:
-        content: Any = sharded.read(path) if path.is_dir() else read(path)
-        key = format.best_weights(content) if isinstance(content, dict) else ""
+        loaded = sharded.read(path) if path.is_dir() else read(path)
+        content: Any = loaded if isinstance(loaded, dict) else {}
+        key = format.best_weights(content)
         state = _find_weights(content, key)
         validation.check_sizes(path, state)
     except UserError as error:
@@ -169,22 +170,19 @@ def _read(source: str, arch: str) -> tuple[dict[str, Tensor], str, list[str]]:
     return state, "moving average of the weights" if key == "ema" else "weights", classes
 
 
-def _find_weights(content: Any, key: str) -> dict[str, Tensor]:
+def _find_weights(content: dict[str, Any], key: str) -> dict[str, Tensor]:
     """Return the weights in the content of a file; an empty dict if there are none.
 
     Args:
         key: of the weights in a checkpoint of this project.
     """
-    if not isinstance(content, dict):
-        return {}
     keys = (key, "state_dict", "model_state_dict")
     state = next((content[one] for one in keys if one in content), content)
-    is_state = isinstance(state, dict) and all(isinstance(name, str) for name in state)
-    if not is_state or not all(
-        isinstance(value, Tensor) or name.endswith(EXTRA) for name, value in state.items()
-    ):
-        return {}
-    return state
+    is_state = isinstance(state, dict) and all(
+        isinstance(name, str) and (isinstance(value, Tensor) or name.endswith(EXTRA))
+        for name, value in state.items()
+    )
+    return state if is_state else {}
 
 
 def _without_wrappers(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
