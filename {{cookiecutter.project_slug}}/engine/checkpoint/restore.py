@@ -209,9 +209,9 @@ def _restore_optimizer(optimizer: Optimizer, saved: dict[str, Any], trained: set
     Raises ValueError if it is the state of another kind of optimizer, or does not fit.
     """
     saved_groups = saved["param_groups"]
-    kinds = [_kind(saved_groups[0]), _kind(optimizer.param_groups[0])]
-    if kinds[0] != kinds[1]:  # torch's SGD would load the state of Adam
-        raise ValueError(f"an optimizer with {kinds[0]} saved it, and this one has {kinds[1]}")
+    theirs, ours = _kind(saved_groups[0]), _kind(optimizer.param_groups[0])
+    if theirs != ours:  # torch's SGD would load the state of Adam
+        raise ValueError(f"an optimizer with {theirs} saved it, and this one has {ours}")
     if len(saved_groups) != (own := len(optimizer.param_groups)):
         raise ValueError(f"it has {len(saved_groups)} parameter groups and not {own}")
     groups = []
@@ -226,14 +226,13 @@ def _restore_optimizer(optimizer: Optimizer, saved: dict[str, Any], trained: set
     parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     known = dict(zip(indices, parameters, strict=True))
     state = {index: saved["state"][index] for index in known if saved["state"].get(index)}
-    known_classes = (cls for cls in type(optimizer).__mro__ if cls.__module__.startswith(OWN))
-    class_names = {cls.__name__ for cls in known_classes}
+    names = {cls.__name__ for cls in type(optimizer).__mro__ if cls.__module__.startswith(OWN)}
     for index, moments in state.items():
-        _check_state(index, known[index], moments, class_names)
+        _check_state(index, known[index], moments, names)
     common = {key: one for key, one in saved["state"].items() if isinstance(key, str)}
     optimizer.load_state_dict({**saved, "param_groups": groups, "state": state | common})
     for index, moments in state.items():
-        _place_moments(known[index], moments, optimizer.state[known[index]], class_names)
+        _place_moments(known[index], moments, optimizer.state[known[index]], names)
 
 
 def _check_state(index: int, parameter: Tensor, saved: dict[str, Any], names: set[str]) -> None:
@@ -245,14 +244,13 @@ def _check_state(index: int, parameter: Tensor, saved: dict[str, Any], names: se
         names: of the optimizer's classes.
     """
     is_adam = not names.isdisjoint(ADAM)
-    missing = {"exp_avg", "exp_avg_sq"}.difference(saved) if is_adam else None
-    if missing:
+    if is_adam and (missing := {"exp_avg", "exp_avg_sq"}.difference(saved)):
         raise ValueError(f"parameter {index} has no {min(missing)}")
     for name, value in saved.items():
         entry = f"{name} of parameter {index}"
+        if value is None and not is_adam:  # as torch's SGD without momentum saves its moments
+            continue
         if name in MOMENTS or (isinstance(value, Tensor) and value.dim()):
-            if value is None and not is_adam:  # as torch's SGD without momentum saves it
-                continue
             if is_adam or not names.isdisjoint(SGD):
                 check_like({entry: value}, {entry: parameter})
         elif isinstance(value, Tensor | float | int):
