@@ -301,16 +301,12 @@ class FirstStepAudit:
     def _report_own_buffers(self) -> None:
         are_equal = self._is_from_torch and self.model.broadcast_buffers  # before each forward pass
         frozen = {k: v for k, v in self.module.named_parameters() if distributed.is_frozen(v)}
-        saved = distributed.saved_buffers(self.module)
-        own = {
-            f"{prefix}.{name}".removeprefix("."): buffer
-            for prefix, part in self.module.named_modules()
-            if not (are_equal or isinstance(part, NORMS))
-            for name, buffer in part.named_buffers(recurse=False)
-        }
-        kept = {name: own[name] for name in own if name in saved}
-        if different := _different(kept | frozen):
-            kind = "buffers" if {*different} <= own.keys() else "frozen parameters or buffers"
+        norms = [part for part in self.module.modules() if isinstance(part, NORMS)]
+        statistics = {buffer for norm in norms for buffer in norm.buffers(recurse=False)}
+        saved = {} if are_equal else distributed.saved_buffers(self.module)
+        buffers = {name: buffer for name, buffer in saved.items() if buffer not in statistics}
+        if different := _different(buffers | frozen):
+            kind = "buffers" if {*different} <= buffers.keys() else "frozen parameters or buffers"
             self.logger.warning(
                 f"the {kind} {summarize(different)} of the model differ between the processes, "
                 "and each validation and resumption makes them those of rank 0: all-reduce what "
@@ -341,11 +337,11 @@ class FirstStepAudit:
     def _report_unused(self, names: list[str]) -> None:
         fix = "use them in the loss, set their requires_grad to False"
         problem = f"no gradient reaches {summarize(names)}: {fix}"
-        if dist.get_world_size() > 1 and is_sharded(self.module):
-            raise UserError(problem)
         if dist.get_world_size() == 1:
             self.logger.warning(f"{problem}; with several processes this is an error")
             return
+        if is_sharded(self.module):
+            raise UserError(problem)
         flag = "find_unused_parameters=True" if self._is_from_torch else "--delay-allreduce"
         raise UserError(f"{problem}, or accept it with {flag}")
 
