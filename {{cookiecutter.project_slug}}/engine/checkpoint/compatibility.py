@@ -113,7 +113,7 @@ def read_discarded(folder: Path) -> list[int]:
 def describe_data(data_sets: DataSets) -> dict[str, Any]:
     """Return the entries of the metadata about data sets: their sizes, fingerprints and order.
 
-    "by_shard" says whether the order keeps the samples of a shard near one another.
+    "by_shard" is True if the order keeps the samples of a shard near one another.
     """
     return {
         "by_shard": bool(getattr(data_sets.get("train"), "shard_sizes", ())),
@@ -172,8 +172,7 @@ def compare_metadata(
     notes = adapt_classes(path, saved.get("classes", []), own.get("classes", []), data_sets)
     if notes:
         own["classes"] = saved.get("classes", [])
-    images = compare_images(saved, own)
-    if images:
+    if images := compare_images(saved, own):
         warn(f"--resume {path}: it was trained with other images ({images})")
     if options := compare_options(saved, own):
         warn(f"--resume {path}: its model has other options ({options})")
@@ -396,15 +395,15 @@ def _images_of(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[ImageSp
     Without an entry they are ImageSpec's defaults, but for the digits, whose size is the task's,
     and for checkpoints of other scripts.
     """
-    images = [
+    theirs, ours = (
         one.get("model_options", {}).get("image", {} if one.get("data", "unknown") else None)
         for one in (saved, own)
-    ]
-    if "model_options" not in saved or images[0] is None:
-        images[0] = images[1]
-    elif images[1] is None:
-        images[1] = images[0]
-    return [ImageSpec(**image or {}) for image in images]
+    )
+    if "model_options" not in saved or theirs is None:
+        theirs = ours
+    elif ours is None:
+        ours = theirs
+    return [ImageSpec(**image or {}) for image in (theirs, ours)]
 
 
 def compare_options(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str:
@@ -424,10 +423,10 @@ def compare_options(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str:
 
 
 def is_same_val_data(saved: Mapping[str, Any], own: Mapping[str, Any]) -> bool | None:
-    """Return whether the validation data is that of a checkpoint; None if nothing tells."""
+    """Return whether the validation data is that of a checkpoint; None if that is unknown."""
     if "val" in compare_data(saved, own):
         return False
     known = saved.get("fingerprints", {}).get("val", {}).keys()
     digests = own["fingerprints"].get("val", {}).keys()
-    # The labels of a folder and of a pack tell nothing of their images.
+    # Equal labels of a folder and of a pack do not show that their images are the same.
     return True if known and digests and (known <= digests or digests <= known) else None

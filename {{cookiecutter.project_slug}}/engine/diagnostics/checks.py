@@ -80,8 +80,7 @@ def check_flags(settings: Namespace) -> Results:
 def check_apex(needs: dict[str, bool], settings: Namespace) -> Results:
     """Show which package implements Apex's calls, why, and which parts of real Apex exist."""
     problem = backend.problem_with_apex(settings.opt_level, **needs)
-    loaded = backend.load_backend(settings.backend, settings.opt_level, **needs)
-    reason = loaded.reason
+    reason = backend.load_backend(settings.backend, settings.opt_level, **needs).reason
     parts = backend.parts_of_apex()
     present = [part for part in parts if parts[part]]
     missing = [part for part in parts if not parts[part]]
