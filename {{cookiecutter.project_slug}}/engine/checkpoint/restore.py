@@ -49,7 +49,7 @@ def restore(
     Raises UserError if the checkpoint does not fit.
     """
     if not is_evaluation:
-        _check_optimizer(path, entries.get("metadata", {}).get("optimizer", ""), state.optimizer)
+        _check_optimizer(path, entries["metadata"].get("optimizer", ""), state.optimizer)
     elif state.ema and not entries.get("ema"):
         raise UserError(f"--ema: {path} has no average of the weights; leave it out")
     try:
@@ -66,7 +66,7 @@ def restore(
         _restore_scalers(entries, state.backend)
     except ERRORS as error:  # altered values raise many kinds
         reason = shorten(str(error), 160)
-        arch = f"--arch {entries.get('metadata', {}).get('arch', '')}".rstrip()
+        arch = f"--arch {entries['metadata'].get('arch', '')}".rstrip()
         raise UserError(
             f"--resume {path}: it does not fit this model and optimizer; resume with the {arch}, "
             "the classes, the task.py, the --freeze, the --decay-weights-only and the "
@@ -188,7 +188,7 @@ def _restore_optimizer_if_own(optimizer: Optimizer, entries: dict[str, Any]) -> 
     """Load the optimizer's state. That of another script may not fit, and is then left out."""
     fresh = optimizer.state_dict()
     try:
-        trained = entries.get("metadata", {}).get("trained_settings", [])
+        trained = entries["metadata"].get("trained_settings", [])
         _restore_optimizer(optimizer, entries["optimizer"], {"lr", "step", *trained})
     except ERRORS:
         if not entries["origin"]:
