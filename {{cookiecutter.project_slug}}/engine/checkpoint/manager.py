@@ -166,15 +166,6 @@ class CheckpointManager:
         moments_note = restore(source.path, entries, self.state, is_evaluation=required)
         self._restore_progress(source.path, entries, is_own, required)
         progress = self.state.progress
-        length = len(self.data_sets.get("train", ()))
-        # The epochs of an owner's sampler may be longer than the data.
-        has_changed = saved.get("samples", {}).get("train", 0) != length
-        if "train" in self.data_sets and has_changed and progress.samples > length and not required:
-            self.logger.warning(
-                f"--resume {source.path}: it is {progress.samples} samples into an epoch, which "
-                f"has {length} now; this epoch is trained from its beginning"
-            )
-            progress.samples = 0
         if progress.step is None:  # in another script's checkpoint
             progress.step = progress.epoch * steps_per_epoch
         message = f"resumed {source.path} after {progress.epoch} epochs, {progress.step} steps"
@@ -317,7 +308,10 @@ class CheckpointManager:
     def _restore_progress(
         self, path: Path, entries: dict[str, Any], is_own: bool, is_evaluation: bool
     ) -> None:
-        """Restore the counters, the history and the best score, if it is of the same metric."""
+        """Restore the counters, the history and the best score, if it is of the same metric.
+
+        An epoch that is further than its number of samples, which has changed, starts again.
+        """
         progress = self.state.progress
         for name, value in vars(progress).items():
             setattr(progress, name, entries.get(name, value))
@@ -335,6 +329,16 @@ class CheckpointManager:
             progress.scores = []
         if is_own and not is_comparable:
             self.logger.warning(f"--resume {path}: {change}; its scores are not compared")
+        length = len(self.data_sets.get("train", ()))
+        # The epochs of an owner's sampler may be longer than the data.
+        has_changed = entries["metadata"].get("samples", {}).get("train", 0) != length
+        is_training = "train" in self.data_sets and not is_evaluation
+        if is_training and has_changed and progress.samples > length:
+            self.logger.warning(
+                f"--resume {path}: it is {progress.samples} samples into an epoch, which has "
+                f"{length} now; this epoch is trained from its beginning"
+            )
+            progress.samples = 0
 
     def _lock_folder(self) -> None:
         """Lock the folder, before any rank lists its files.
