@@ -418,22 +418,7 @@ class CheckpointManager:
         self.logger.lock_again()
         if dist.get_rank() != 0 and not self._is_sharded:
             return
-        progress = self.state.progress
-        best = self.logger.monitored.best(results or {})
-        if results:
-            progress.weights = "ema" if best.name.endswith(AVERAGE) else "model"
-        elif not self.state.ema:  # that of a run with an average was resumed
-            progress.weights = "model"
-        if names := format.trained_settings(self._fresh_groups, self.state.optimizer):
-            self.metadata["trained_settings"] = names
-        # Copies: the training goes on, and changes them, while a thread writes.
-        values = vars(progress) | {"metadata": self.metadata, "history": self.logger.rows}
-        pending = progress.pending_row.items()  # an owner may have added tensors
-        values["pending_row"] = {k: v.item() if isinstance(v, Tensor) else v for k, v in pending}
-        if self.logger.run_id:
-            values["run_id"] = self.logger.run_id
-        values |= {"results": results or {}, "best": best.score}  # CheckpointWriter compares it
-        values = format.to_cpu(values) | {"ranks": ranks}
+        values = self._collect_values(results or {}) | {"ranks": ranks}
         entries = format.collect(self.state)
         has_changed = self._note_weights(entries)
         if has_changed or not self._writer.amend(values):
@@ -449,6 +434,27 @@ class CheckpointManager:
                 self.wait()
                 if self._writer.is_hopeless:  # nan stays, as in batch norm's statistics
                     raise self._writer.error()
+
+    def _collect_values(self, results: dict[str, float]) -> dict[str, Any]:
+        """Return the entries of a checkpoint about the progress, for `results` as in `save`.
+
+        They are copies: the training continues, and changes them, while a thread writes.
+        """
+        progress = self.state.progress
+        best = self.logger.monitored.best(results)
+        if results:
+            progress.weights = "ema" if best.name.endswith(AVERAGE) else "model"
+        elif not self.state.ema:  # that of a run with an average was resumed
+            progress.weights = "model"
+        if names := format.trained_settings(self._fresh_groups, self.state.optimizer):
+            self.metadata["trained_settings"] = names
+        values = vars(progress) | {"metadata": self.metadata, "history": self.logger.rows}
+        pending = progress.pending_row.items()  # an owner may have added tensors
+        values["pending_row"] = {k: v.item() if isinstance(v, Tensor) else v for k, v in pending}
+        if self.logger.run_id:
+            values["run_id"] = self.logger.run_id
+        values |= {"results": results, "best": best.score}  # CheckpointWriter compares it
+        return format.to_cpu(values)
 
     def _note_weights(self, entries: dict[str, Any]) -> bool:
         """Remember the weights; return whether they are others than at the last save of this step.
