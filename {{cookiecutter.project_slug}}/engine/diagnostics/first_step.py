@@ -509,12 +509,10 @@ def _require_no_others_trained(optimizer: Optimizer, module: nn.Module, backend:
 
 def _warn_of_unsaved_state(optimizer: Optimizer, logger: Logger) -> None:
     """Log a warning for an optimizer within `optimizer` that is not saved with it, as SAM's."""
+    if getattr(optimizer.state_dict, "__func__", None) is not Optimizer.state_dict:
+        return
     for name, inner in vars(optimizer).items():
-        if (
-            isinstance(inner, Optimizer)
-            and inner.state is not optimizer.state
-            and getattr(optimizer.state_dict, "__func__", None) is Optimizer.state_dict
-        ):
+        if isinstance(inner, Optimizer) and inner.state is not optimizer.state:
             logger.warning(
                 f"checkpoints lack the state of the optimizer's {name}, which a resumed run starts "
                 f"anew: override state_dict() and load_state_dict() of {type(optimizer).__name__}"
