@@ -110,12 +110,10 @@ class CheckpointManager:
         self._writer = CheckpointWriter(
             self.folder, self.keep, self.state.progress, self.logger.warning, writers, group
         )
-        self._interval_steps = 0
-        self._interval_s = math.inf
-        if self.save_every and self.save_every.endswith("m"):
-            self._interval_s = 60.0 * int(self.save_every[:-1])
-        elif self.save_every:
-            self._interval_steps = int(self.save_every)
+        interval = self.save_every or "0"
+        is_in_minutes = interval.endswith("m")
+        self._interval_s = 60.0 * int(interval[:-1]) if is_in_minutes else math.inf
+        self._interval_steps = 0 if is_in_minutes else int(interval)
         self.saved_at = time.monotonic()
         self._saved_step = -1
         self._weights: tuple[int, dict[str, Tensor]] = (-1, {})  # step and sums of what was saved
