@@ -48,11 +48,11 @@ def security_warning(path: Path) -> str:
 
 
 class UnreadableError(UserError):
-    """A file of which nothing is known, since this process can't read it now."""
+    """File that the system can't read now: it may be intact."""
 
 
 def reason_of(error: BaseException | None) -> str:
-    """Return the reason for an error that says nothing of the file; "" for another error."""
+    """Return the reason of an error that is not due to the file's content; "" for other errors."""
     if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
         return os.strerror(errno.ENOMEM)
     if isinstance(error, OSError) and error.errno not in DAMAGE:
@@ -111,13 +111,14 @@ def write(path: Path, content: Any) -> None:
 def _check_archive(path: Path, file: BinaryIO) -> None:
     """Check the file for alterations that torch does not detect.
 
-    Raises BadZipFile for a tensor whose checksum is wrong, or that is marked as a directory, of
-    which torch reads nothing, or that has the name of another, in torch's comparison of names, and
-    for an archive in which torch may read something else than is checked here; and UserError for an
-    archive that is compressed, as torch's are not, and for a pickle that makes torch allocate
-    memory or read beyond a record. Files of torch < 1.6 are no archives.
+    Raises:
+        BadZipFile: for a tensor whose checksum is wrong, that is marked as a directory, of which
+            torch reads nothing, or whose name torch takes for that of another; and for an archive
+            in which torch may read other bytes than are checked here.
+        UserError: for an archive that is compressed, as torch's are not.
+        Exception: for a pickle that makes torch allocate memory or read beyond a record.
     """
-    if not _is_archive(file):
+    if not _is_archive(file):  # of torch < 1.6
         if MAGIC_NUMBER not in file.read(64):  # others are not read, of any size
             raise zipfile.BadZipFile
         file.seek(0)
@@ -199,12 +200,12 @@ def _check_pickles(pickled: bytes, num_pickles: int) -> None:
 
 
 class Copy(NamedTuple):
-    """Copy of a value; its containers and characters, each time they occur; its depth."""
+    """Copy of a value, and its measures."""
 
     made: Any
-    size: int = 0
-    length: int = 0
-    depth: int = 0
+    size: int = 0  # containers in it, each time they occur
+    length: int = 0  # characters in it, each time they occur
+    depth: int = 0  # nested containers
 
 
 def _copy(value: Any, copies: dict[int, Copy], level: int) -> Copy:

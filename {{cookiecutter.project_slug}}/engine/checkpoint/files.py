@@ -80,7 +80,7 @@ def _make_room(
 
 
 def _is_kept(path: Path) -> bool:
-    """Return whether a numbered checkpoint is the best one, too, or has a name that is unknown."""
+    """Return whether a numbered checkpoint is also best.pt, or has a name that a user gave it."""
     if path.is_dir():
         return _is_same(path.with_name(BEST_FOLDER), path)
     return path.stat().st_nlink > 1 + _is_same(path.with_name(LAST), path)
@@ -210,7 +210,7 @@ class Rewind:
 
     @classmethod
     def to(cls, step: int, folder: Path, is_newest: bool) -> "Rewind":
-        """Return that of a run which was resumed from `step`.
+        """Return the rewind of a run that was resumed from `step`.
 
         Args:
             is_newest: the checkpoint is the newest valid one, so that `folder` is searched for

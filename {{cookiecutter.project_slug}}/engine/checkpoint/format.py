@@ -240,7 +240,7 @@ def require_own_format(path: Path, entries: dict[str, Any], is_own: bool) -> Non
 
 
 def describe_origin(held: dict[str, bool]) -> str:
-    """Return what to log of another script's checkpoint; "" for one of this engine's."""
+    """Return a description of another script's checkpoint; "" for one of this engine's."""
     taken = ", ".join(name for name in held if held[name])
     missing = " and no ".join(name for name in held if not held[name])
     origin = f", a checkpoint of another script: its {taken}" if held else ""

@@ -68,12 +68,13 @@ def _hashed(kind: type, items: Any = ()) -> Any:
 
 
 def check_tuples(file: BinaryIO) -> None:
-    """Check that the keys in the pickle that `file` is at can be hashed and compared soon.
+    """Check that the keys in the pickle at the position of `file` are hashed and compared quickly.
 
-    To hash a key of 60 tuples, each of which is twice in the next one, would take for ever. This
-    follows the opcodes with numbers of elements in place of the objects. It raises RecursionError
-    for such tuples, and for many large integers or tuples as keys, which can all have one hash, or
-    too many containers; any exception if the pickle is altered otherwise.
+    Hashing a key of 60 tuples, each of which is twice in the next one, would take 2**60 steps. The
+    opcodes are followed with numbers of elements in place of the objects.
+
+    Raises RecursionError for such tuples, for many large integers or tuples as keys, which can all
+    have one hash, and for too many containers; any exception if the pickle is altered otherwise.
     """
     stack: list[Any] = []  # elements of tuples, with the nested ones; 0: others; None: a mark
     memo: dict[Any, Any] = {}

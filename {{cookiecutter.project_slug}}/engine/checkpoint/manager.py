@@ -455,10 +455,10 @@ class CheckpointManager:
         return format.to_cpu(values)
 
     def _note_weights(self, entries: dict[str, Any]) -> bool:
-        """Remember the weights; return whether they are others than at the last save of this step.
+        """Store sums of the weights; return whether the last save of this step had other weights.
 
-        As after an edit that sets batch norm's statistics before a validation. Sums of bits, which
-        don't show a change of order, are compared only then: reading them waits for the GPU.
+        An edit may set batch norm's statistics before a validation, for example. The sums are of
+        bits, hide a change of order, and are compared within a step only: that waits for the GPU.
         """
         tensors = entries["model"] | {f"ema.{k}": v for k, v in entries.get("ema", {}).items()}
         if dist.get_rank() != 0:  # a validation makes whole ones those of rank 0, which saves them
@@ -482,7 +482,7 @@ class CheckpointManager:
             self.save_and_exit(signal_number)
 
     def save_and_exit(self, signal_number: int) -> NoReturn:
-        """Save, have SLURM start the job again after SIGUSR1, and exit with status 128 + signal."""
+        """Save, requeue the SLURM job after SIGUSR1, and exit with status 128 + signal."""
         step = self.state.progress.step
         self._wait_together()  # in `save`, rank 0 would wait alone
         has_failed = any(all_gather(self._writer.problem, self._group))
@@ -504,7 +504,7 @@ class CheckpointManager:
         self._writer.wait()
 
     def finish(self) -> None:
-        """Have all ranks wait: a launcher whose processes have ended would end the job after 300 s.
+        """Wait on all ranks for the last write: a launcher ends a job 300 s after its ranks exit.
 
         Raises UserError if the run's last state could not be written, or not get its names.
         """
@@ -630,7 +630,7 @@ class CheckpointManager:
         return sharded.templates(format.collect(self.state), optimizer)
 
     def _pin_memory(self) -> None:
-        """Have torch allocate, once there are moments, the pinned memory that saves copy to.
+        """Allocate the pinned memory that saves copy to, once the optimizer has moments.
 
         That takes as long as some steps, and torch keeps the memory for the saves to come.
         """

@@ -199,7 +199,7 @@ def _restore_optimizer_if_own(optimizer: Optimizer, entries: dict[str, Any]) -> 
 
 
 def _kind(group: dict[str, Any]) -> str:
-    """Return the hyperparameter that tells Adam's parameter groups from SGD's."""
+    """Return the hyperparameter that distinguishes Adam's parameter groups from SGD's."""
     return next((name for name in ("betas", "momentum") if name in group), "neither")
 
 

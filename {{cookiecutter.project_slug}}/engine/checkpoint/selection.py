@@ -136,9 +136,9 @@ def _checkpoints(folder: Path, further: Sequence[Path] = ()) -> Iterator[tuple[f
 
 
 def identify(path: Path) -> File | None:
-    """Return what differs if another file or folder gets this name; None if there is none.
+    """Return the identity of the file or folder of this name; None if there is none.
 
-    Raises UnreadableError if the system can't tell.
+    Raises UnreadableError if the system can't read its status.
     """
     status = read_patiently(files.status_of, path)
     return status and File(status.st_mtime_ns, status.st_ino, status.st_size)

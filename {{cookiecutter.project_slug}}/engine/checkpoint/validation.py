@@ -70,7 +70,7 @@ def check_savable(path: Path, entries: dict[str, Any]) -> None:
 
 
 def check_values(path: Path, entries: dict[str, Any]) -> None:
-    """Raise UserError if the values beside the tensors are altered."""
+    """Raise UserError if entries other than tensors are altered."""
     moments = entries["optimizer"].get("state", {})
     parts = moments.items() if isinstance(moments, dict) else [(0, None)]
     if not all(isinstance(one, dict) for key, one in parts if isinstance(key, int)):

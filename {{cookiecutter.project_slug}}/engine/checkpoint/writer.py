@@ -57,7 +57,7 @@ class CheckpointWriter:
         self._thread.start()
 
     def amend(self, values: dict[str, Any]) -> bool:
-        """Have the checkpoint that is being written be written again with other `values`.
+        """Queue another write of the checkpoint that is being written, with other `values`.
 
         Returns False, and does nothing, if no checkpoint of their step is being written. The ranks
         of `group` call it together: the threads of all of them must write the same ones.
@@ -141,7 +141,7 @@ class CheckpointWriter:
         return self.failures > 1 or len(self.nan_steps) > 1
 
     def forget_failures(self) -> None:
-        """Have the next failure be as the first one."""
+        """Reset the counts of failures."""
         self.failures, self.nan_steps = 0, set()
 
     def error(self) -> UserError:
@@ -157,13 +157,13 @@ class CheckpointWriter:
         return UserError(f"{self.problem}, probably due to {cause}: fix this first, then {then}")
 
     def keep_best(self) -> None:
-        """Give a best.pt of another validation a name that stays."""
+        """Rename a best.pt of another validation, so that no save replaces it."""
         if self.replaced:
             self.replaced.keep_best(self.folder)
             self.replaced = None
 
     def _forget_missing_best(self) -> None:
-        """Have the next validation replace best.pt, if it is gone, such as with the folder."""
+        """Reset the best score if best.pt was removed: the next validation replaces it."""
         is_expected = dist.get_rank() == 0 and self.progress.best > -math.inf and not self.rewind
         with suppress(OSError):  # the disk does not answer just now: it may be there
             best = self._best or self.folder / (BEST_FOLDER if self.group else BEST)

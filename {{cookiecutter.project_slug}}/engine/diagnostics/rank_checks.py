@@ -169,7 +169,7 @@ def _time_all_reduce(store: dist.Store, rank: int, world_size: int, device: torc
 
 
 def time_left() -> timedelta:
-    """Return how long this rank may wait; rank 0 stops earlier, to tell the others why."""
+    """Return how long this rank may wait; rank 0 stops earlier, to send the others the reason."""
     rest = 3.0 if distributed.is_rank_zero() else 1.0
     left = float(os.environ[preflight.DEADLINE]) - time.monotonic() - rest
     return timedelta(seconds=max(1.0, left))
