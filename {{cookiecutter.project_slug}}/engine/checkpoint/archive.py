@@ -127,16 +127,16 @@ def _check_archive(path: Path, file: BinaryIO) -> None:
         inspection.check_old_storages(content)
         return
     with zipfile.ZipFile(file) as archive:
-        if sum(part.file_size for part in archive.infolist()) > file.seek(0, io.SEEK_END):
+        parts = archive.infolist()
+        if sum(part.file_size for part in parts) > file.seek(0, io.SEEK_END):
             raise UserError(f"{path}: it unpacks to more than it is; use another one")
-        if not _is_unambiguous(file, archive.infolist()):
+        if not _is_unambiguous(file, parts) or archive.testzip():
             raise zipfile.BadZipFile
-        folders = (part.filename for part in archive.infolist() if part.external_attr & DIRECTORY)
-        altered = archive.testzip() or next(folders, None)
-        sizes = {part.filename.lower(): part.file_size for part in archive.infolist()}
+        has_folder = any(part.external_attr & DIRECTORY for part in parts)
+        sizes = {part.filename.lower(): part.file_size for part in parts}
         num_pickles = sum(name.endswith(".pkl") for name in sizes)
-        if altered or len(sizes) < len(archive.infolist()) or num_pickles > MAX_PICKLES:
-            raise zipfile.BadZipFile(altered)
+        if has_folder or len(sizes) < len(parts) or num_pickles > MAX_PICKLES:
+            raise zipfile.BadZipFile
         for name in archive.namelist():
             if name.lower().endswith(".pkl"):
                 pickled = archive.read(name)
