@@ -299,7 +299,7 @@ def in_fp32(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.float() if value.dtype in HALF_TYPES else value
     if isinstance(value, dict) or is_dataclass(value):
-        return _dict_in_fp32(value)
+        return _items_in_fp32(value)
     if kind in (list, tuple):
         return kind(map(in_fp32, value))
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -309,7 +309,8 @@ def in_fp32(value: Any) -> Any:
     raise TypeError(kind.__name__)
 
 
-def _dict_in_fp32(value: Any) -> Any:
+def _items_in_fp32(value: Any) -> Any:
+    """Return a copy of a dict or a dataclass with its values in fp32."""
     converted = copy.copy(value)
     if isinstance(value, dict):
         for key, item in value.items():

@@ -171,7 +171,7 @@ def compare_metadata(
     """
     notes = adapt_classes(path, saved.get("classes", []), own.get("classes", []), data_sets)
     if notes:
-        own["classes"] = saved.get("classes", [])
+        own["classes"] = saved["classes"]
     if images := compare_images(saved, own):
         warn(f"--resume {path}: it was trained with other images ({images})")
     if options := compare_options(saved, own):

@@ -258,7 +258,7 @@ class FirstStepAudit:
             self._report_unused(unused)
         self.is_done = self._is_alone or _require_averaged(trained)
         if self.is_done and dist.get_world_size() > 1:
-            self._report_own_buffers()
+            self._warn_of_different_buffers()
 
     def check_weights(self) -> None:
         """Log a warning once if the trained weights differ between the processes.
@@ -298,7 +298,8 @@ class FirstStepAudit:
     def _trained(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
 
-    def _report_own_buffers(self) -> None:
+    def _warn_of_different_buffers(self) -> None:
+        """Log a warning if buffers or frozen parameters differ between the processes."""
         are_equal = self._is_from_torch and self.model.broadcast_buffers  # before each forward pass
         frozen = {k: v for k, v in self.module.named_parameters() if distributed.is_frozen(v)}
         norms = [part for part in self.module.modules() if isinstance(part, NORMS)]
