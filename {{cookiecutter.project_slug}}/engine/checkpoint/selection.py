@@ -10,7 +10,6 @@ import torch.distributed as dist
 from engine import UserError
 from engine.checkpoint import files, format
 from engine.checkpoint.archive import UnreadableError
-from engine.checkpoint.files import BEST, BEST_FOLDER, LAST, LAST_FOLDER, read_patiently
 from engine.checkpoint.format import load_state
 from engine.distributed import all_gather
 
@@ -94,7 +93,7 @@ def _newest(
         problem: UserError | None = None
         if rank == source.rank:
             try:
-                read_patiently(load_state, source.path)
+                files.read_patiently(load_state, source.path)
             except UserError as error:
                 problem = error
         problem = all_gather(problem, group)[source.rank]
@@ -126,11 +125,11 @@ def _checkpoints(folder: Path, further: Sequence[Path] = ()) -> Iterator[tuple[f
     """Yield step, file and path of each checkpoint; raise UnreadableError if they may be there."""
     numbered = files.numbered(folder)
     steps = {identify(path): float(files.step_of(path)) for path in numbered}
-    sharded = (folder / LAST_FOLDER, folder / BEST_FOLDER)
-    for path in (folder / LAST, *numbered, folder / BEST, *sharded, *further):
+    sharded = (folder / files.LAST_FOLDER, folder / files.BEST_FOLDER)
+    for path in (folder / files.LAST, *numbered, folder / files.BEST, *sharded, *further):
         file = identify(path)
         if file and file not in steps:  # last.pt and best.pt are mostly names of numbered files
-            steps[file] = read_patiently(format.read_step, path)
+            steps[file] = files.read_patiently(format.read_step, path)
         if file:
             yield steps[file], file, path
 
@@ -140,5 +139,5 @@ def identify(path: Path) -> File | None:
 
     Raises UnreadableError if the system can't read its status.
     """
-    status = read_patiently(files.status_of, path)
+    status = files.read_patiently(files.status_of, path)
     return status and File(status.st_mtime_ns, status.st_ino, status.st_size)
