@@ -351,11 +351,10 @@ def bit_sums(tensors: Mapping[str, Any]) -> dict[str, Tensor]:
     for name, tensor in tensors.items():
         shard = local_shard(tensor)
         is_plain = type(shard) in (Tensor, nn.Parameter) and shard.layout is torch.strided
-        if is_plain and not shard.is_quantized and not shard.is_nested:
-            kind = INTEGER_TYPES.get(shard.element_size())
-            if kind:
-                bits = shard.detach().resolve_conj().resolve_neg().view(kind)
-                sums[name] = bits.sum(dtype=kind if kind == torch.int32 else None).long()
+        is_plain = is_plain and not (shard.is_quantized or shard.is_nested)
+        if is_plain and (kind := INTEGER_TYPES.get(shard.itemsize)):
+            bits = shard.detach().resolve_conj().resolve_neg().view(kind)
+            sums[name] = bits.sum(dtype=kind if kind == torch.int32 else None).long()
     return sums
 
 
