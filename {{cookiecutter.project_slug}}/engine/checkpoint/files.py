@@ -119,9 +119,9 @@ def identify_best(folder: Path) -> tuple[float, int] | None:
 
 def replace_best(folder: Path, content: memoryview, step: int | None) -> Path | None:
     """Write best.pt; return the new path of the one that was there, if it has a `step`."""
-    best, aside = folder / BEST, None
-    if step is not None:
-        aside = _name_aside(best, step)
+    best = folder / BEST
+    aside = None if step is None else _name_aside(best, step)
+    if aside:
         link(best, aside)
     with replacing(best) as temporary:
         temporary.write_bytes(content)

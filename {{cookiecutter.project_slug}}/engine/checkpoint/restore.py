@@ -173,10 +173,9 @@ def _check_optimizer(path: Path, saved: str, optimizer: Optimizer) -> None:
 
 def _restore_scalers(entries: dict[str, Any], backend: Backend) -> None:
     """Restore the loss scalers, unless one scale is static and the other dynamic or another."""
-    scalers, own = entries.get("amp", {}), backend.apex.amp.state_dict()
-    scales, own_scales = (
-        {name: scaler["loss_scale"] for name, scaler in each.items()} for each in (scalers, own)
-    )
+    scalers = entries.get("amp", {})
+    scales = {name: one["loss_scale"] for name, one in scalers.items()}
+    own_scales = {name: one["loss_scale"] for name, one in backend.apex.amp.state_dict().items()}
     were_static = all(scale == 1.0 for scale in scales.values())
     was_dynamic = entries.get("scale_is_dynamic", not were_static)
     is_dynamic = backend.has_dynamic_loss_scale()

@@ -43,7 +43,7 @@ class CheckpointWriter:
         self._best: Path | None = None  # what is to become best.pt
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
-        self._pending: list[dict[str, Any]] = []  # what the thread writes, and next, at that step
+        self._pending: list[dict[str, Any]] = []  # of one step: being written, and next
 
     def start(self, entries: dict[str, Any]) -> None:
         """Start to write `entries`. Their copies from the GPU may still be in the current stream.
