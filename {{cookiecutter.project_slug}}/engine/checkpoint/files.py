@@ -350,4 +350,4 @@ def status_of(path: Path) -> os.stat_result | None:
 
 def step_of(path: Path) -> int:
     """Return the step in the name of a numbered checkpoint."""
-    return int(path.stem[5:])
+    return int(path.stem.removeprefix("step-"))

@@ -32,6 +32,7 @@ def check_settings(
 
     Args:
         needs: further arguments of `backend.load_backend`.
+        build_datasets: returns the training and the validation set; it is called once.
         memory: the check of the model's memory; see `engine.diagnostics.memory`.
     """
     if preflight.RESULTS not in os.environ:
