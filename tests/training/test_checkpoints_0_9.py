@@ -56,6 +56,9 @@ def test_resume_of_a_0_9_checkpoint_matches_0_9(bake, tmp_path, name):
         for row in (*others["metrics"], *expected["metrics"]):
             for column in [name for name in row if name.startswith("val_")]:
                 del row[column]
+    for scaler in (*others["amp"].values(), *expected["amp"].values()):
+        if scaler["loss_scale"] == 1.0:  # static: 0.9 did not count its steps, as Apex does
+            del scaler["unskipped"]
     for key in ("epoch", "step", "samples", "amp"):
         assert others[key] == expected[key], key
     if environment() == RECORD["environment"]:
