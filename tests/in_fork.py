@@ -5,6 +5,7 @@ import os
 import runpy
 import subprocess
 import sys
+import tempfile
 
 from fresh import TEMPLATE
 from processes import fork_server
@@ -31,6 +32,7 @@ def _execute(folder, arguments, path, variables):
     multiprocessing.process.ORIGINAL_DIR = str(folder)  # of processes that a script spawns
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND), number)
+    tempfile.tempdir = None  # TMPDIR may be another one
     os.environ |= {"PYTHONPATH": os.pathsep.join(path), "CUDA_VISIBLE_DEVICES": "", **variables}
     others = [entry for entry in sys.path if entry != str(TEMPLATE)]
     sys.path[:] = [str(folder), *path, *others]

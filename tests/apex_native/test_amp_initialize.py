@@ -464,7 +464,10 @@ def test_models_compile_without_graph_breaks(level):
 class Containers(nn.Linear):
     def forward(self, batch):
         x = super().forward(batch["x"])
-        return OrderedDict(x=x, rest=[x, (x, None), Pair(x, 1)], default=defaultdict(list, x=x))
+        found = OrderedDict(x=x, rest=[x, (x, None), Pair(x, 1)])
+        if not torch.__version__.startswith("2.6."):  # which can't compile this by itself
+            found["default"] = defaultdict(list, x=x)
+        return found
 
 
 def test_casts_of_containers_compile_without_graph_breaks():

@@ -341,11 +341,14 @@ def on_each_rank_compile(level, wrap_first):
 @pytest.mark.parametrize("wrap_first", [False, True])
 @pytest.mark.parametrize("level", mostly_slow(COMPILED_LEVELS))
 def test_models_compile_without_graph_breaks(two_processes, level, wrap_first):
-    """torch's own DistributedDataParallel is one break, outside the model."""
-    counts_none = torch.__version__.startswith("2.6.")
+    """torch's own DistributedDataParallel is one break, outside the model.
+
+    torch 2.6 counts the decorator of a hook instead, which is outside of it, too.
+    """
+    reason = "setattr" if torch.__version__.startswith("2.6.") else "_inside_ddp_forward"
     for breaks, sizes in two_processes(on_each_rank_compile, level, wrap_first):
-        assert len(breaks) == (wrap_first and not counts_none)
-        assert all("_inside_ddp_forward" in reason for reason in breaks)
+        assert len(breaks) == wrap_first
+        assert all(reason in each for each in breaks)
         assert sum(size > 1 for size in sizes) == 1  # casts of input and output may stand apart
         assert max(sizes) >= len(list(Convolved().children()))
 

@@ -82,7 +82,7 @@ def test_program_refuses_sizes_for_which_the_model_computes_otherwise(tmp_path):
     assert "only" not in text
     program = torch.export.load(path).module()
     assert torch.equal(program(torch.ones(3, 3, 7, 7)), torch.ones(3))
-    with pytest.raises(AssertionError, match="Guard failed"):
+    with pytest.raises((AssertionError, RuntimeError), match="Guard failed|to be <= 8, but got 9"):
         program(torch.ones(3, 3, 9, 9))
 
 
@@ -295,6 +295,7 @@ def test_onnxruntime_writes_to_no_shared_folder(tmp_path) -> None:
     assert not (tmp_path / ".ses").exists()
 
 
+@pytest.mark.skipif(torch.__version__.startswith("2.6."), reason="torch 2.6 has no such headers")
 def test_headers_of_compiled_code_are_in_a_folder_that_is_checked() -> None:
     """torch has them in its default folder, whatever TORCHINDUCTOR_CACHE_DIR is."""
     code = """

@@ -131,7 +131,7 @@ def mix(images: Tensor, labels: Tensor, extra: list[Tensor]) -> tuple[Tensor, Te
             f"scalar such as torch.tensor(1.0); after the label, these have {found}"
         )
     if drawn is None:
-        return images, [(labels, *weights)] if weights else labels
+        return images, [(labels, weights[0])] if weights else labels
     own, box, erased = drawn.float().split([1, 4, 4], dim=1)
     # Arithmetic keeps the memory format of its first operand; masked_fill and where may not.
     images = images * ~_inside(erased, images)
@@ -146,8 +146,7 @@ def mix(images: Tensor, labels: Tensor, extra: list[Tensor]) -> tuple[Tensor, Te
 
 def _is_tensor(batch: object, dtype: torch.dtype, *shape: int) -> bool:
     """Return whether a batch has a tensor of that type and shape for each sample."""
-    is_of_type = isinstance(batch, Tensor) and batch.dtype == dtype
-    return is_of_type and batch.shape[1:] == shape
+    return isinstance(batch, Tensor) and batch.dtype == dtype and batch.shape[1:] == shape
 
 
 def _describe(batch: object) -> str:
