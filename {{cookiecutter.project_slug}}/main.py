@@ -285,6 +285,7 @@ def build_model(
     """Build the model and its moving average on the device, with their initial weights."""
 
     def build(num_classes: int) -> nn.Module:
+        seed_everything(args.seed)  # also in predict.py; all processes build the same weights
         # % if ddp == "fsdp"
         create = partial(task.build_model, args.arch, num_classes, **args.model_options)
         return optim.build_empty(create) if dist.get_rank() else create()  # FSDP sends rank 0's
@@ -445,7 +446,7 @@ def describe_model(args: argparse.Namespace, classes: list[str]) -> dict[str, An
 def build(args: argparse.Namespace) -> Run:
     """Set up a run: device, process group, data, model, optimizer, amp, DDP or what replaces it."""
     device, backend = init_distributed(args)
-    seed_everything(args.seed)  # all processes build the same weights
+    seed_everything(args.seed)  # all processes read the same data
     metric = MonitoredMetric(task.METRIC, task.METRIC_MODE)
     logger = Logger(args.output, dist.get_rank(), metric, args.log_every, args.tracker)
     processes = distributed.describe(dist.get_world_size(), device)

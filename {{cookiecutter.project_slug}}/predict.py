@@ -94,7 +94,7 @@ def load_model(path: Path) -> tuple[nn.Module, dict]:
         options = metadata.setdefault("model_options", {})  # which older checkpoints lack
         build = partial(task.build_model, metadata["arch"], num_classes, **options)
         weights = state[checkpoint_format.best_weights(state)]
-        model = build_with(weights, build)
+        model = build_with(weights, build, metadata.get("seed"))
     except (RuntimeError, TypeError, AttributeError, LookupError, ValueError) as error:
         raise UserError(
             f"{path}: its weights do not fit {metadata['arch']} as task.py builds it now; use the "

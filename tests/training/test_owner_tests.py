@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fresh import ROOT
-from running import run
+from PIL import Image
+from running import SCREENED, run, run_script
 
 pytestmark = pytest.mark.xdist_group("train")
 TASKS = ("classification", "segmentation", "contrastive")
@@ -282,3 +283,38 @@ def test_owner_tests_fail_after_an_error(bake, error, file, expected):
     done = run_tests(project, f"tests/{file}.py")
     assert done.returncode == 1, done.stdout + done.stderr
     assert expected in failed_tests(done)
+
+
+SHUFFLED = '''
+
+class Shuffled(nn.Linear):
+    """Linear layer of permuted inputs, whose order is in no checkpoint, as in public flows."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.order = np.random.permutation(sizes[0])
+        print("order", *self.order)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs[:, self.order])
+'''
+
+
+def test_random_numbers_that_a_model_keeps_are_those_of_the_training_in_predict_py(bake, tmp_path):
+    project = bake()
+    layers = "nn.AdaptiveAvgPool2d(4), nn.Flatten(), Shuffled(48, num_classes)"
+    replace_model(project, f"nn.Sequential({layers})", "import numpy as np\n")
+    with (project / "task.py").open("a", encoding="utf-8") as file:
+        file.write(SHUFFLED)
+    first = "    spec = ImageSpec("  # of read_datasets, which may draw some, too
+    replace(project / "task.py", (first, f"    np.random.rand()\n{first}"))
+    flags = ("--steps", 1, "--seed", 7, "--output", tmp_path)
+    trained = run(project, *flags, nproc=0).stdout
+    picture = tmp_path / "a.png"
+    Image.new("RGB", (8, 8)).save(picture)
+    predicted = run_script(project, "predict.py", tmp_path / "best.pt", picture, variables=SCREENED)
+    orders = [
+        {line for line in text.splitlines() if line.startswith("order")}
+        for text in (trained, predicted.stdout)
+    ]
+    assert len(orders[0]) == 1 and orders[0] == orders[1]

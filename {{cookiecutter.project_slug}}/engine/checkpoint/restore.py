@@ -75,20 +75,29 @@ def restore(
     return _describe_missing_moments(state.optimizer) if entries["step"] else ""
 
 
-def build_with(weights: dict[str, Tensor], build_model: Callable[[], nn.Module]) -> nn.Module:
+def build_with(
+    weights: dict[str, Tensor], build_model: Callable[[], nn.Module], seed: Any = 0
+) -> nn.Module:
     """Return the model of `build_model`, on the CPU, with these weights.
 
     First a model without memory gets them, because altered metadata can make `build_model` need any
     amount. Raises RuntimeError, TypeError or ValueError if they do not fit.
+
+    Args:
+        seed: that of the training, since a model may keep random numbers that are not in its state.
     """
+    seed = seed if isinstance(seed, int) and 0 <= seed < 2**32 else 0  # a file may be altered
     with warnings.catch_warnings():
         # A model without memory gets no values, even if `build_model` loads pretrained weights.
         warnings.filterwarnings("ignore", ".*copying from a non-meta parameter")
-        return _build_twice(weights, build_model)
+        return _build_twice(weights, build_model, seed)
 
 
-def _build_twice(weights: dict[str, Tensor], build_model: Callable[[], nn.Module]) -> nn.Module:
+def _build_twice(
+    weights: dict[str, Tensor], build_model: Callable[[], nn.Module], seed: int
+) -> nn.Module:
     for device in ("meta", "cpu"):
+        seed_everything(seed)
         try:
             with torch.device(device):
                 model = build_model()
