@@ -105,7 +105,7 @@ def become_script(
     for number, path in enumerate(said, 1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     os.environ.clear()
-    os.environ.update(variables)
+    os.environ.update({"PYTHONHASHSEED": "0"} | variables)  # or it would start Python again
     os.chdir(project)
     sys.path.insert(0, str(project))
     sys.argv = command

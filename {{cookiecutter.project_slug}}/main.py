@@ -9,6 +9,9 @@
 the part to edit for another kind of training. Model, data, loss and metrics are in task.py.
 """
 
+# First: task.py may draw random numbers when it is imported.
+from engine import startup  # noqa: F401  # isort: skip
+
 import argparse
 import math
 import sys

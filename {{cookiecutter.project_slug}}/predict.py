@@ -5,6 +5,9 @@ python predict.py runs/NAME/best.pt FOLDER --json      all images of a folder, a
 python predict.py runs/NAME/best.pt --export net.onnx  the model as a file for other programs
 """
 
+# First: task.py may draw random numbers when it is imported.
+from engine import startup  # noqa: F401  # isort: skip
+
 import argparse
 import signal
 import sys

@@ -571,6 +571,22 @@ def test_optimizer_whose_state_differs_between_processes_is_a_warning(two_proces
         assert printed.startswith(expected) if fault else printed == ""
 
 
+def frozen_norm_warnings() -> str:
+    """Return the audit's output for a norm in eval mode, whose statistics each rank has loaded."""
+
+    def loaded_by_rank_0(run: Run) -> None:
+        run.module.norm.eval().running_mean.add_(dist.get_rank() == 0)
+
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert audit_error(loaded_by_rank_0, "apex_native", "cpu", "O0") == ""
+    return printed.getvalue()
+
+
+def test_statistics_of_frozen_norms_that_differ_are_a_warning(two_processes):
+    for printed in two_processes(frozen_norm_warnings):
+        assert printed.startswith("warning: the buffers norm.running_mean of the model differ")
+
+
 def output_with(run: Run, change: Callable[[], object]) -> str:
     """Return the audit's output for a run with a change of the weights after each step."""
     step = run.optimizer.step

@@ -318,3 +318,24 @@ def test_random_numbers_that_a_model_keeps_are_those_of_the_training_in_predict_
         for text in (trained, predicted.stdout)
     ]
     assert len(orders[0]) == 1 and orders[0] == orders[1]
+
+
+DRAWS = """
+print("drawn", *{"bat", "cat", "dog", "eel"}, np.random.rand(), random.random(), torch.rand(1))
+"""
+
+
+def test_sets_and_random_numbers_at_the_import_of_task_py_are_the_same_in_all_programs(bake):
+    project = bake()
+    source = (project / "task.py").read_text(encoding="utf-8")
+    source = source.replace(
+        "import torch\n", "import random\n\nimport numpy as np\nimport torch\n", 1
+    )
+    (project / "task.py").write_text(source + DRAWS, encoding="utf-8")
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
+    lines = set()
+    for script in ("main.py", "predict.py"):
+        command = [sys.executable, script, "--help"]
+        done = subprocess.run(command, cwd=project, env=variables, capture_output=True, text=True)
+        lines.add(re.search("^drawn.*", done.stdout, re.MULTILINE)[0])
+    assert len(lines) == 1

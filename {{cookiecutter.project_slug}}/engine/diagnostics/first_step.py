@@ -302,7 +302,7 @@ class FirstStepAudit:
         """Log a warning if buffers or frozen parameters differ between the processes."""
         are_equal = self._is_from_torch and self.model.broadcast_buffers  # before each forward pass
         frozen = {k: v for k, v in self.module.named_parameters() if distributed.is_frozen(v)}
-        norms = [part for part in self.module.modules() if isinstance(part, NORMS)]
+        norms = [one for one in self.module.modules() if isinstance(one, NORMS) and one.training]
         statistics = {buffer for norm in norms for buffer in norm.buffers(recurse=False)}
         saved = {} if are_equal else distributed.saved_buffers(self.module)
         buffers = {name: buffer for name, buffer in saved.items() if buffer not in statistics}
