@@ -11,7 +11,7 @@ from engine import startup  # noqa: F401  # isort: skip
 import argparse
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from textwrap import shorten
@@ -124,6 +124,19 @@ def sample_inputs(options: dict[str, Any], batch_size: int) -> Any:
     return inputs
 
 
+def predict_file(predict: Callable, file: Path) -> list[tuple[str, float]]:
+    """Return what `predict` finds in a file. Raises UserError if the model can't compute it."""
+    try:
+        return predict(file)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # such as for another number of channels
+        raise UserError(
+            f"{file}: the model can't compute what Predictor in task.py makes of it; adapt that to "
+            f"the model ({shorten(str(error), 160)})"
+        ) from None
+
+
 @torch.no_grad()
 def main() -> None:
     """Print the predictions for each image; continue after a broken one, with exit status 1."""
@@ -151,7 +164,7 @@ def main() -> None:
     status = 0
     for file in args.images:
         try:
-            found = predict(file)
+            found = predict_file(predict, file)
             refuse_nan(torch.tensor([value for _, value in found], device=nans.count.device))
         except OutageError:  # a UserError, too; reading the other files would take seconds for each
             raise

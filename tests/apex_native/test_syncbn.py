@@ -70,13 +70,23 @@ class NormAndReLU(nn.BatchNorm2d):
         return super().forward(x).relu()
 
 
-def test_norms_with_their_own_forward_are_not_converted(capsys):
-    model = nn.Sequential(nn.BatchNorm2d(3), NormAndReLU(3)).eval()
+class AlwaysFrozen(nn.BatchNorm2d):
+    def train(self, mode=True):
+        return super().train(False)
+
+
+def test_norms_with_their_own_forward_or_train_are_not_converted(capsys):
+    model = nn.Sequential(nn.BatchNorm2d(3), NormAndReLU(3), AlwaysFrozen(3)).eval()
     x = torch.randn(2, 3, 4, 4)
     before = model(x)
-    assert list(map(type, convert_syncbn_model(model))) == [SyncBatchNorm, NormAndReLU]
-    assert torch.equal(model(x), before)
-    kept = "NormAndReLU has a forward pass of its own or a pruned or parametrized weight"
+    assert list(map(type, convert_syncbn_model(model))) == [
+        SyncBatchNorm,
+        NormAndReLU,
+        AlwaysFrozen,
+    ]
+    assert torch.equal(model(x), before) and not model.train()[2].training
+    names = "AlwaysFrozen, NormAndReLU has a forward pass or train() of its own"
+    kept = f"{names} or a pruned or parametrized weight"
     assert f"{kept}, and is not converted" in capsys.readouterr().out
 
 
@@ -91,6 +101,22 @@ def test_norms_whose_parameters_are_computed_are_not_converted(capsys, kind, nam
     converted = convert_syncbn_model(nn.Sequential(norm, nn.BatchNorm2d(4)))
     assert converted[0] is norm and isinstance(converted[1], SyncBatchNorm)
     assert "a pruned or parametrized weight, and is not converted" in capsys.readouterr().out
+
+
+def test_conversion_keeps_hooks_attributes_and_other_references():
+    norm = nn.BatchNorm2d(3)
+    norm.register_forward_hook(lambda module, inputs, output: output.clamp(max=module.highest))
+    norm.highest = 0.5
+    model = nn.Sequential(norm)
+    model.layers = [(norm, nn.ReLU())]  # a list that the conversion can't see
+    convert_syncbn_model(model)
+    assert type(model[0]) is SyncBatchNorm and model.layers[0][0] is model[0]
+    assert model(torch.randn(4, 3, 5, 5)).max() == 0.5
+    model.eval()
+    assert not model.layers[0][0].training
+    revert_syncbn_model(model)
+    assert type(norm) is nn.BatchNorm2d and norm.highest == 0.5
+    assert vars(norm).keys() - vars(nn.BatchNorm2d(3)).keys() == {"highest"}
 
 
 def test_conversion_of_a_batch_norm_itself():

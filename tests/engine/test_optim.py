@@ -461,6 +461,7 @@ def test_a_scheduler_that_is_made_before_the_schedule_is_an_error() -> None:
     """Its constructor divides the learning rates, for the whole training."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
     assert optim.base_lrs(optimizer.param_groups) == [0.1]
+    assert optim.base_lrs([{"lr": 0.1, "lr_scale": 0.5}, {"lr": 0.1}]) == [0.05, 0.1]
     torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10)
     with pytest.raises(UserError, match="a scheduler of torch has changed the learning rates"):
         optim.base_lrs(optimizer.param_groups)

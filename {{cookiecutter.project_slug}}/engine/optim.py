@@ -275,6 +275,8 @@ def with_copies(models: Mapping[str, nn.Module], value: T) -> Iterator[tuple[str
 def base_lrs(groups: Sequence[Mapping[str, Any]]) -> list[float]:
     """Return the learning rates of parameter groups, before the schedule changes them.
 
+    An entry `lr_scale` multiplies them, as timm's layer decay and MAE's schedule assume.
+
     Raises UserError if a scheduler has changed them already.
     """
     if any("initial_lr" in group for group in groups):
@@ -282,7 +284,7 @@ def base_lrs(groups: Sequence[Mapping[str, Any]]) -> list[float]:
             "a scheduler of torch has changed the learning rates, which set_learning_rates in "
             "main.py sets for each step: leave it out, and change the formula there"
         )
-    return [group["lr"] for group in groups]
+    return [group["lr"] * group.get("lr_scale", 1.0) for group in groups]
 
 
 def has_fused_sgd(model: nn.Module) -> bool:

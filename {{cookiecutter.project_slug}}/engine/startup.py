@@ -11,7 +11,7 @@ from pathlib import Path
 from engine import PROJECT
 
 script = getattr(sys.modules["__main__"], "__file__", None)
-is_own = script is not None and Path(script).resolve().parent == PROJECT
+is_own = script and Path(script).resolve() in (PROJECT / "main.py", PROJECT / "predict.py")
 if is_own and "IPython" not in sys.modules and "PYTHONHASHSEED" not in os.environ:
     os.environ["PYTHONHASHSEED"] = "0"  # as run.sh does; Python reads it when it starts
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

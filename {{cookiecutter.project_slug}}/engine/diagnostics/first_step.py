@@ -475,6 +475,9 @@ def _require_fair_shards(batches: DataLoader | TrainLoader, device: torch.device
     if duplicates >= len(lengths):  # fewer may be padding
         problem = f"{duplicates} of {total} samples are read by several processes"
         fix = "give the DataLoader sampler=DistributedSampler(dataset), and no shuffle"
+        if isinstance(batches, TrainLoader):  # whose sampler is the owner's
+            fix = "its __iter__ must yield every num_replicas-th sample of the order, from rank on"
+            problem += f", by {type(batches.sampler).__name__}"
     elif omitted >= len(lengths) * max(map(len, shard), default=1):  # fewer make short batches
         problem = f"{omitted} of {total} samples are read by no process"
         fix = "give the sampler the actual number of processes"
@@ -524,8 +527,10 @@ def _require_types(module: nn.Module, optimizer: Optimizer, backend: Backend) ->
     amp = backend.amp_properties()
     cast_type = amp.cast_model_type or torch.float32
     is_fused = any(kind.__name__.startswith("Fused") for kind in type(optimizer).__mro__)
-    complex_ones = [name for name, p in module.named_parameters() if p.is_complex()]
-    if complex_ones and (is_fused or amp.opt_level not in ("O0", "O4")):
+    complex_ones = [
+        name for name, p in module.named_parameters() if p.is_complex() and p.requires_grad
+    ]
+    if complex_ones and (is_fused or backend.has_dynamic_loss_scale()):
         raise UserError(
             f"{summarize(complex_ones)} of the model are complex: make them real, and call "
             "torch.view_as_complex in forward(), or use an optimizer of torch at O0 or O4"

@@ -199,7 +199,8 @@ def _plot(axes: Axes, title: str, runs: list[Run], columns: list[str]) -> list[L
     may_be_log = min(finite, default=0) > 0 and "images_per_second" not in columns
     if may_be_log and 5 * statistics.median(finite) < max(finite):  # linear: mostly empty
         axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        is_wide = max(finite) > 1e4 * min(finite)  # with several subs, it would leave all out
+        axes.yaxis.set_major_locator(LogLocator(subs=(1,) if is_wide else (1, 2, 5)))
         axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_formatter("")
     return first_lines
