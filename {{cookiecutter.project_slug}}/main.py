@@ -309,6 +309,9 @@ def build_model(
     ema = None
     if args.ema:
         ema = optim.Ema(model, args.ema)  # in fp32, with plain batch norm
+        # % if ddp != "fsdp"
+        first_step.check_average(model, ema.module, task.prepare, data.val_sample)
+        # % endif
         logger.info(f"EMA: an average of the weights is validated as {task.METRIC}{AVERAGE}, too")
     # % if sync_bn
     group = backend.syncbn_group(args.sync_bn_group, args.timeout)

@@ -1781,7 +1781,7 @@ def refuse_states(folder: str) -> None:
     with pytest.raises(UserError, match=r"the state_dict\(\) of Lookahead has no state"):
         manager_of(folder, model, Lookahead(model.parameters()))
     sharded = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
-    with pytest.raises(UserError, match="of ZeroRedundancyOptimizer fails: .*consolidat"):
+    with pytest.raises(UserError, match="of ZeroRedundancyOptimizer fails .*consolidat"):
         manager_of(folder, model, sharded)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     manager = manager_of(folder, model, optimizer)

@@ -914,3 +914,37 @@ def test_error_names_the_line_of_the_owners_script(monkeypatch):
     line = criterion.__code__.co_firstlineno + 1
     with pytest.raises(UserError, match=f", or correct {Path(__file__).name}, line {line}$"):
         check_trainable(nn.Linear(2, 2), criterion, tuple, [torch.ones(1, 2), torch.ones(1)])
+
+
+class WithFeatures(nn.Module):
+    """Model whose head also takes features that a hook of its first layer keeps."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.body, self.head = nn.Conv2d(3, 4, 3), nn.Linear(4, 2)
+        self.features: dict[str, Tensor] = {}
+        if kind == "closure":
+            self.body.register_forward_hook(lambda *call: self.features.update(x=call[2]))
+        else:
+            self.body.register_forward_hook(self.keep)
+        self.compute = (lambda x: self.body(x)) if kind == "lambda" else self.body
+
+    def keep(self, *call: object) -> None:
+        self.features.update(x=call[2])
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.compute(images)
+        return self.head(self.features["x"].mean((2, 3)))
+
+
+@pytest.mark.parametrize("kind", ["closure", "lambda", "method"])
+def test_average_that_computes_with_parts_of_the_model_is_an_error(kind: str) -> None:
+    """A copy keeps functions, and so the objects that their closures refer to."""
+    model = WithFeatures(kind)
+    sample = [torch.randn(4, 3, 8, 8), torch.zeros(4)]
+    with torch.no_grad():
+        model(sample[0][:1])  # as a check of the model does
+    is_right = kind == "method"
+    expected = contextlib.nullcontext() if is_right else pytest.raises(UserError, match="self.keep")
+    with expected:
+        first_step.check_average(model, Ema(model, 0.9).module, tuple, sample)

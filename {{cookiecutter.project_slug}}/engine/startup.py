@@ -1,7 +1,7 @@
-"""The same start of all processes, of resumed runs, and of predict.py.
+"""Fixed hash seed and random seed, before task.py is imported.
 
-main.py and predict.py import this before anything else: task.py may order words by a set, or draw
-random numbers, when it is imported.
+main.py and predict.py import this first: task.py may take the order of words from a set, or draw
+random numbers, when it is imported. These must be the same in all processes, restarts and programs.
 """
 
 import os
@@ -12,10 +12,13 @@ from engine import PROJECT
 
 script = getattr(sys.modules["__main__"], "__file__", None)
 is_own = script and Path(script).resolve() in (PROJECT / "main.py", PROJECT / "predict.py")
-if is_own and "IPython" not in sys.modules and "PYTHONHASHSEED" not in os.environ:
+# A debugger, or a notebook's %run, would be restarted, too.
+is_alone = sys.gettrace() is None and {"bdb", "pydevd", "IPython"}.isdisjoint(sys.modules)
+if is_own and is_alone and "PYTHONHASHSEED" not in os.environ:
     os.environ["PYTHONHASHSEED"] = "0"  # as run.sh does; Python reads it when it starts
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
-from engine.data import seed_everything  # noqa: E402, torch is not imported twice
+from engine.data import seed_everything  # noqa: E402, after the restart: torch takes seconds
 
-seed_everything(0)
+if is_own:
+    seed_everything(0)

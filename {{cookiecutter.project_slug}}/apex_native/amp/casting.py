@@ -15,7 +15,14 @@ from torch.nn.utils.rnn import PackedSequence
 from .state import _amp_state
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
-SEARCHED = (tuple, list, dict, OrderedDict, defaultdict, PackedSequence)  # its `to` casts integers
+SEARCHED = (
+    tuple,
+    list,
+    dict,
+    OrderedDict,
+    defaultdict,
+    PackedSequence,
+)  # whose `to` casts integers, too
 
 
 def half_type(dtype: torch.dtype, device: torch.device) -> torch.dtype:

@@ -87,7 +87,8 @@ class CheckpointManager:
         try:
             optimizer = self.state.optimizer.state_dict()
         except Exception as error:
-            raise UserError(f"the state_dict() of {kind} fails: {error}") from None
+            reason = f"{type(error).__name__}: {error}"
+            raise UserError(f"the state_dict() of {kind} fails ({reason})") from None
         if missing := {"param_groups", "state"} - optimizer.keys():
             raise UserError(f"the state_dict() of {kind} has no {min(missing)}: extend torch's")
         groups = optimizer["param_groups"]

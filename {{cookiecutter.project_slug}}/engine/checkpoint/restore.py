@@ -17,7 +17,7 @@ from engine import UserError
 from engine.backend import Backend, unwrap
 from engine.checkpoint.format import TrainingState
 from engine.checkpoint.validation import check_like, check_loaded, is_number
-from engine.data import mix_seeds, seed_everything, set_rng_state
+from engine.data import mix_seeds, rng_preserved, seed_everything, set_rng_state
 from engine.monitoring.meter import LOSS, Sums
 from engine.monitoring.run_files import MAX_COUNT
 from engine.text import printable
@@ -90,7 +90,8 @@ def build_with(
     with warnings.catch_warnings():
         # A model without memory gets no values, even if `build_model` loads pretrained weights.
         warnings.filterwarnings("ignore", ".*copying from a non-meta parameter")
-        return _build_twice(weights, build_model, seed)
+        with rng_preserved():
+            return _build_twice(weights, build_model, seed)
 
 
 def _build_twice(

@@ -23,7 +23,7 @@ POLICIES = {"randaugment": v2.RandAugment, "trivialaugment": v2.TrivialAugmentWi
 ERASED_AREA = (0.02, 0.33)  # fraction of the image
 ERASED_RATIO = (0.3, 3.3)  # height to width
 MIXED_AT_ONCE = 0.5  # probability of mixup where CutMix is used, too
-DRAWN = torch.float64  # type of the random numbers, which `mix` tells from weights by it
+DRAWN = torch.float64  # type of the random numbers, unlike that of weights
 
 Targets = list[tuple[Tensor, Tensor]]  # labels and weights, both (N,), whose losses are added
 

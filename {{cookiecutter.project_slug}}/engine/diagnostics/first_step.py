@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain, compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from apex_native.amp.casting import nested_tensors
 from engine import PROJECT, UserError, distributed, summarize
 from engine.backend import Backend, bit_sums, is_sharded, local_shard, unwrap
-from engine.data import to_device
+from engine.data import rng_preserved, to_device
 from engine.data.loading import TrainLoader
 from engine.optim import eval_mode, state_preserved, without_compilation
 
@@ -124,6 +124,51 @@ def check_evaluable(model: nn.Module, prepare: Callable, batch: Sequence[Tensor]
     explaining = _explaining("validate", batch, "--arch or image size")
     with explaining, eval_mode(model), state_preserved(model):
         model(inputs)
+
+
+@torch.no_grad()
+def check_average(
+    model: nn.Module, average: nn.Module, prepare: Callable, sample: Sequence[Tensor]
+) -> None:
+    """Raise UserError if `average`, a copy of `model`, computes with parts of the original.
+
+    Hooks and lambdas of the copy do that if they are closures, such as of ``self``.
+
+    Args:
+        prepare: returns the inputs and the targets of a batch.
+        sample: tensors on the CPU, as the models are, of several samples.
+    """
+    calls: list[nn.Module] = []
+
+    def outputs(one: nn.Module) -> list[Tensor]:
+        found: object = None
+        for part in (slice(0, 1), slice(-1, None)):  # a copy may return features of the first one
+            with rng_preserved():
+                found = one(prepare([tensor[part] for tensor in sample])[0])
+        return [*nested_tensors(found)]
+
+    found: list[list[Tensor]] = []
+    # A model that computes on a GPU alone is not checked.
+    with eval_mode(model, average), state_preserved(model, average), suppress(*ERRORS):
+        hooks = [
+            one.register_forward_pre_hook(lambda *_: calls.append(model)) for one in model.modules()
+        ]
+        try:
+            found.append(outputs(average))
+        finally:
+            for hook in hooks:
+                hook.remove()
+        found.append(outputs(model))
+    are_equal = len(found) < 2 or all(
+        torch.allclose(one, other, 1e-3, 1e-5, equal_nan=True)
+        for one, other in zip(*found, strict=True)
+    )
+    if calls or not are_equal:
+        raise UserError(
+            "--ema: the copy of the model for the average computes with layers or features of the "
+            "model itself, as by a hook or a lambda that refers to self: use methods of the model "
+            "for it (self.layer.register_forward_hook(self.keep)), or leave --ema out"
+        )
 
 
 @contextmanager
@@ -250,7 +295,7 @@ class FirstStepAudit:
             _require_all_trained(self.backend.trained_parameters(self.optimizer), self.module)
             return  # they may have been unfrozen after the forward pass of this step
         if self.is_done:
-            self._report_own_states()
+            self._warn_of_different_states()
             return
         trained = self._trained()
         unused = [name for name, parameter in trained.items() if parameter.grad is None]
@@ -302,20 +347,20 @@ class FirstStepAudit:
         """Log a warning if buffers or frozen parameters differ between the processes."""
         are_equal = self._is_from_torch and self.model.broadcast_buffers  # before each forward pass
         frozen = {k: v for k, v in self.module.named_parameters() if distributed.is_frozen(v)}
+        saved = {} if are_equal else distributed.saved_buffers(self.module)
         norms = [one for one in self.module.modules() if isinstance(one, NORMS) and one.training]
         statistics = {buffer for norm in norms for buffer in norm.buffers(recurse=False)}
-        saved = {} if are_equal else distributed.saved_buffers(self.module)
-        buffers = {name: buffer for name, buffer in saved.items() if buffer not in statistics}
-        if different := _different(buffers | frozen):
-            kind = "buffers" if {*different} <= buffers.keys() else "frozen parameters or buffers"
+        read = {name for name in saved if saved[name] not in statistics} | frozen.keys()
+        if different := [name for name in _different(saved | frozen) if name in read]:
+            kind = "buffers" if {*different} <= saved.keys() else "frozen parameters or buffers"
             self.logger.warning(
                 f"the {kind} {summarize(different)} of the model differ between the processes, "
                 "and each validation and resumption makes them those of rank 0: all-reduce what "
                 "updates them"
             )
 
-    def _report_own_states(self) -> None:
-        """Log a warning if the optimizer's state, as the first step left it, differs."""
+    def _warn_of_different_states(self) -> None:
+        """Log a warning if the optimizer's state differs after the first step."""
         if self._has_compared_states:
             return
         self._has_compared_states = True
@@ -331,8 +376,8 @@ class FirstStepAudit:
         if different := [name for name in names if len({one.get(name) for one in gathered}) > 1]:
             self.logger.warning(
                 f"the optimizer's state differs between the processes ({summarize(different)}): "
-                "checkpoints have that of rank 0, so resumed runs are not exact; use an optimizer "
-                "that computes all updates in each process, such as a variant for a single device"
+                "checkpoints have that of rank 0, so resumed runs are not exact; GPUs must be of "
+                "one kind, and the optimizer must compute all updates in each process"
             )
 
     def _report_unused(self, names: list[str]) -> None:
