@@ -309,9 +309,6 @@ def build_model(
     ema = None
     if args.ema:
         ema = optim.Ema(model, args.ema)  # in fp32, with plain batch norm
-        # % if ddp != "fsdp"
-        first_step.check_average(model, ema.module, task.prepare, data.val_sample)
-        # % endif
         logger.info(f"EMA: an average of the weights is validated as {task.METRIC}{AVERAGE}, too")
     # % if sync_bn
     group = backend.syncbn_group(args.sync_bn_group, args.timeout)
@@ -340,6 +337,8 @@ def build_model(
     optim.place(model, device, memory_format)
     if ema:
         optim.place(ema.module, device, memory_format)
+        val_sample = to_device(data.val_sample, device, memory_format)
+        first_step.check_average(model, ema.module, task.prepare, val_sample)
     # % endif
     return model, ema
 
