@@ -12,9 +12,10 @@ from engine import PROJECT
 
 script = getattr(sys.modules["__main__"], "__file__", None)
 is_own = script and Path(script).resolve() in (PROJECT / "main.py", PROJECT / "predict.py")
-# A debugger, or a notebook's %run, would be restarted, too.
-is_alone = sys.gettrace() is None and {"bdb", "pydevd", "IPython"}.isdisjoint(sys.modules)
-if is_own and is_alone and "PYTHONHASHSEED" not in os.environ:
+# Not in a debugger or another program that runs the script, which would be restarted, too.
+options, command = sys.orig_argv[1 : -len(sys.argv)], sys.orig_argv[-len(sys.argv) :]
+is_direct = command == sys.argv and all(option.startswith("-") for option in options)
+if is_own and is_direct and "PYTHONHASHSEED" not in os.environ:
     os.environ["PYTHONHASHSEED"] = "0"  # as run.sh does; Python reads it when it starts
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
