@@ -146,7 +146,7 @@ def check_average(
     def output(one: nn.Module) -> Tensor:
         for part in parts:
             with rng_preserved():
-                found = one(prepare([tensor[part] for tensor in sample])[0])
+                found = one(prepare([tensor[part].clone() for tensor in sample])[0])
         return torch.cat([tensor.flatten().double() for tensor in nested_tensors(found)])
 
     with eval_mode(model, average), state_preserved(model, average):
