@@ -937,6 +937,20 @@ class WithFeatures(nn.Module):
         return self.head(self.features["x"].mean((2, 3)))
 
 
+class Masked(nn.Linear):
+    """Model of unlikely classes, which changes its inputs and is random in eval mode, too."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        output = super().forward(inputs.add_(torch.rand(3)))
+        output[:, 0] = -torch.inf
+        return output
+
+
+def test_average_of_an_unusual_model_is_right() -> None:
+    model, sample = Masked(3, 2), [torch.randn(4, 3), torch.zeros(4)]
+    first_step.check_average(model, Ema(model, 0.9).module, tuple, sample)
+
+
 @pytest.mark.parametrize("kind", ["closure", "lambda", "method"])
 def test_average_that_computes_with_parts_of_the_model_is_an_error(kind: str) -> None:
     """A copy keeps functions, and so the objects that their closures refer to."""

@@ -15,14 +15,8 @@ from torch.nn.utils.rnn import PackedSequence
 from .state import _amp_state
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
-SEARCHED = (
-    tuple,
-    list,
-    dict,
-    OrderedDict,
-    defaultdict,
-    PackedSequence,
-)  # whose `to` casts integers, too
+# PackedSequence's own `to` would cast integers, too.
+SEARCHED = (tuple, list, dict, OrderedDict, defaultdict, PackedSequence)
 
 
 def half_type(dtype: torch.dtype, device: torch.device) -> torch.dtype:

@@ -147,7 +147,8 @@ def check_average(
         for part in parts:
             with rng_preserved():
                 found = one(prepare([tensor[part].clone() for tensor in sample])[0])
-        return torch.cat([tensor.flatten().double() for tensor in nested_tensors(found)])
+        values = torch.cat([tensor.flatten().double() for tensor in nested_tensors(found)])
+        return values.nan_to_num(0, 0, 0)  # such as logits of -inf
 
     with eval_mode(model, average), state_preserved(model, average):
         hooks = [
@@ -158,7 +159,7 @@ def check_average(
             hook.remove()
         expected = output(model)
     is_near = (found - expected).norm() <= 0.01 * expected.norm()  # GPUs may choose other kernels
-    if calls or not (is_near or expected.isnan().any()):
+    if calls or not is_near:
         raise UserError(
             "--ema: the copy of the model for the average computes with layers or features of the "
             "model itself, as by a hook or a lambda that refers to self: use methods of the model "
